@@ -1,0 +1,67 @@
+"""Every exception that netweight raises on purpose. Each message names the thing, the reason and the cure.
+
+`exit_code` is what the command line returns: 2 for wrong usage, 3 for corrupt or unsafe input.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CorruptBlob",
+    "MissingExtra",
+    "NameNotFound",
+    "NetweightError",
+    "OutputExists",
+    "UnsafeInput",
+    "Unsupported",
+    "UsageError",
+]
+
+
+class NetweightError(Exception):
+    """Base of all errors of this library.
+
+    Args:
+        message: What is wrong, naming the thing and the reason.
+        cure: What the reader can do about it; appended to the message.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, cure: str | None = None) -> None:
+        self.reason = message
+        self.cure = cure
+        super().__init__(f"{message} {cure}" if cure else message)
+
+
+class UsageError(NetweightError):
+    """The call or command is wrong: a bad value, a combination that cannot be, a path that is not there."""
+
+
+class NameNotFound(UsageError):
+    """A pattern or name matches no parameter, module, table or option; the nearest names are in the message."""
+
+
+class OutputExists(UsageError):
+    """The destination exists already and was not to be overwritten."""
+
+
+class MissingExtra(NetweightError):
+    """An optional dependency is not installed; the message holds the pip command."""
+
+
+class Unsupported(NetweightError):
+    """The input is valid but of a kind, dtype or version that this release does not handle."""
+
+    exit_code = 3
+
+
+class CorruptBlob(NetweightError):
+    """Compressed bytes are damaged: truncated, altered, or not written by netweight at all."""
+
+    exit_code = 3
+
+
+class UnsafeInput(NetweightError):
+    """The input could run code when opened (a pickle) or points outside its own folder."""
+
+    exit_code = 3
