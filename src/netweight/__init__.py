@@ -1,3 +1,49 @@
-"""netweight: model weights with nothing in them that should not be there."""
+"""netweight: take out of model weights what should not be there, and prove what is left.
 
-__version__ = "0.1.0"
+This file holds lazy public names only (PEP 562): `import netweight` loads neither torch nor anything heavy; each name
+is imported from its own module the first time it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Finding": "netweight.evidence.finding:Finding",
+    "NetweightError": "netweight.errors:NetweightError",
+    "Report": "netweight.evidence.report:Report",
+    "Select": "netweight.core.names:Select",
+    "StoreWriter": "netweight.store:StoreWriter",
+    "Units": "netweight.core.names:Units",
+    "compress_folder": "netweight.methods.compress.folder:compress_folder",
+    "decompress_folder": "netweight.methods.compress.folder:decompress_folder",
+    "open_store": "netweight.store:open_store",
+    "verify": "netweight.methods.compress.audit:verify",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use and keep it.
+
+    Raises:
+        AttributeError: `name` is not a public name of netweight.
+    """
+    if name == "__version__":
+        from netweight.core.environment import netweight_version
+
+        value: Any = netweight_version()
+    elif name in _HOMES:
+        module, attribute = _HOMES[name].split(":")
+        value = getattr(importlib.import_module(module), attribute)
+    else:
+        raise AttributeError(f"module 'netweight' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return list(__all__)

@@ -1,0 +1,110 @@
+"""The command `netweight`: a table of commands, each imported only when it is called, and one place for errors.
+
+Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, final
+
+import click
+
+from netweight.core.environment import netweight_version
+from netweight.errors import NetweightError
+
+__all__ = ["COMMANDS", "FINDING_FAILED", "main"]
+
+FINDING_FAILED = 1
+"""Exit code of a command that did its work and found something that failed."""
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
+    "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
+    "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),
+    "verify": ("netweight.cli.compress:verify", "Prove that a compressed model is intact and identical."),
+    "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
+    "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),
+    "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
+    "benchmark": ("netweight.cli.benchmark:benchmark", "Measure this machine against peers, as ratios."),
+    "tour": ("netweight.cli.tour:tour", "See everything at work on a small real model."),
+    "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
+}
+"""Each command's home, `"module:attribute"`, and its line in `netweight --help`."""
+
+
+def _report(error: NetweightError, as_json: bool) -> None:
+    """Write an error's message to standard error, and for machines a JSON object to standard output."""
+    click.secho(f"Error: {error}", fg="red", err=True)
+    if as_json:
+        detail = {"kind": type(error).__name__, "message": error.reason, "cure": error.cure}
+        click.echo(json.dumps({"error": detail}, indent=2, ensure_ascii=False))
+
+
+@final
+class _Commands(click.Group):
+    """A group that imports a command when it is called or its own help is asked for, and not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List all commands in the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command; None for a name that is not in the table."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that was asked for; an unknown one is answered with the nearest names."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from netweight.core.names import nearest_names
+
+            near = ", ".join(nearest_names(args[0], COMMANDS))
+            ctx.fail(f"There is no command {args[0]!r}. Nearest: {near}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table, importing none."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; errors of netweight become messages and exit codes."""
+        try:
+            return super().invoke(ctx)
+        except NetweightError as error:
+            output = ctx.meta.get("netweight.output")
+            _report(error, as_json=output is not None and output.as_json)
+            ctx.exit(error.exit_code)
+
+
+def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(f"netweight {netweight_version()}")
+        context.exit()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+def netweight() -> None:
+    """Take out of model weights what should not be there, and prove what is left."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Args:
+        arguments: What follows the program's name; taken from `sys.argv` by default.
+    """
+    sys.exit(netweight.main(args=None if arguments is None else list(arguments), prog_name="netweight"))

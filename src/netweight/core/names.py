@@ -1,0 +1,349 @@
+"""One grammar for the names of parameters, modules and neurons. Any layer may use it; torch is loaded only by `Units`.
+
+A pattern is a dotted name whose segments may hold wildcards:
+
+- `*` stands for any text inside one segment; alone it is exactly one segment,
+- `**`, alone in its segment, stands for any number of segments, none included,
+- `{a,b}` stands for either; it may hold dots and further braces,
+- a leading `!` takes out what the pattern matches.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self, final
+
+from netweight.errors import NameNotFound, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Select", "Units", "nearest_names"]
+
+_MOST_ALTERNATIVES = 4096  # a bound on what one pattern's braces may expand to
+
+
+def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Find the names most like a name or pattern that was not found.
+
+    Args:
+        wanted: A name, possibly dotted, possibly with wildcards (which are left out of the comparison).
+        names: What there is to choose from.
+        count: At most so many are returned.
+
+    Returns:
+        The nearest names, best first.
+    """
+    unique = list(dict.fromkeys(names))
+    literal = [part for part in re.split(r"[.{},]", wanted.lstrip("!")) if part.strip("*")]
+    known: dict[tuple[str, str], float] = {}
+
+    def likeness(part: str, segment: str) -> float:
+        if (part, segment) not in known:
+            known[part, segment] = difflib.SequenceMatcher(None, part.strip("*"), segment).ratio()
+        return known[part, segment]
+
+    def score(name: str) -> tuple[float, int]:
+        segments = name.split(".")
+        total = sum(max(likeness(part, segment) for segment in segments) for part in literal)
+        return total, -abs(len(segments) - wanted.count(".") - 1)
+
+    return sorted(unique, key=score, reverse=True)[:count]
+
+
+def _expand(pattern: str) -> list[str]:
+    """Expand the braces of a pattern into all its alternatives.
+
+    Raises:
+        UsageError: The braces do not pair, or expand to too many alternatives.
+    """
+    waiting = [pattern]
+    done: list[str] = []
+    while waiting:
+        if len(waiting) + len(done) > _MOST_ALTERNATIVES:
+            raise UsageError(
+                f"The braces of pattern {pattern!r} expand to more than {_MOST_ALTERNATIVES} alternatives.",
+                cure="Use several patterns or wildcards.",
+            )
+        text = waiting.pop()
+        group = re.search(r"\{([^{}]*)\}", text)  # an innermost pair
+        if group is None:
+            done.append(text)
+        else:
+            waiting += [text[: group.start()] + choice + text[group.end() :] for choice in group[1].split(",")]
+    if any("{" in text or "}" in text for text in done):
+        raise UsageError(f"The braces of pattern {pattern!r} do not pair.", cure="Write alternatives as {a,b}.")
+    return done
+
+
+def _expression(plain: str, pattern: str) -> str:
+    """Write a pattern without braces as a regular expression for a name with a dot after every segment.
+
+    Raises:
+        UsageError: A segment is empty, or `**` shares its segment with something else.
+    """
+    pieces: list[str] = []
+    for segment in plain.split("."):
+        if segment == "**":
+            piece = r"(?:[^.]+\.)*"
+        elif not segment or "**" in segment:
+            reason = "an empty segment" if not segment else f"'**' inside the segment {segment!r}"
+            raise UsageError(
+                f"Pattern {pattern!r} has {reason}.", cure="Put one dot between segments, and '**' alone in its own."
+            )
+        else:
+            inner = re.escape(segment).replace(r"\*", "[^.]*")
+            piece = rf"(?=[^.]){inner}\."
+        if not (pieces and segment == "**" and pieces[-1] == piece):  # '**.**' says no more than '**'
+            pieces.append(piece)
+    return "".join(pieces)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{_expression(plain, pattern)})" for plain in _expand(pattern)))
+
+
+@final
+class Select:
+    """A choice of parameters or modules by the model's own names.
+
+    Args:
+        *patterns: Patterns in the grammar of this module. The choice is everything that some plain pattern matches
+            and no `!` pattern does, whatever their order. With `!` patterns alone it is everything else.
+
+    Raises:
+        UsageError: There is no pattern, or one is malformed.
+
+    Examples:
+        >>> Select("**.attn.{q,v}", "!layers.0.**").keys(["layers.0.attn.q", "layers.1.attn.q", "layers.1.attn.k"])
+        ['layers.1.attn.q']
+    """
+
+    def __init__(self, *patterns: str) -> None:
+        if not patterns:
+            raise UsageError("Select needs at least one pattern.", cure='Select("**") takes everything.')
+        self.patterns = patterns
+        self._wanted = [(text, _compile(text)) for text in patterns if not text.startswith("!")]
+        self._unwanted = [(text, _compile(text[1:])) for text in patterns if text.startswith("!")]
+
+    @classmethod
+    def of(cls, choice: Select | str | Iterable[str]) -> Select:
+        """Take a `Select`, one pattern or several for a `Select`."""
+        if isinstance(choice, Select):
+            return choice
+        return cls(choice) if isinstance(choice, str) else cls(*choice)
+
+    def __repr__(self) -> str:
+        """Write the call that makes this choice."""
+        return f"Select({', '.join(map(repr, self.patterns))})"
+
+    def __eq__(self, other: object) -> bool:
+        """Compare patterns, not what they would match."""
+        return isinstance(other, Select) and self.patterns == other.patterns
+
+    def __hash__(self) -> int:
+        """Hash the patterns."""
+        return hash(self.patterns)
+
+    def _choose(self, names: Sequence[str], kind: str) -> list[str]:
+        chosen = set() if self._wanted else set(names)
+        taken_out: set[str] = set()
+        for patterns, matched in ((self._wanted, chosen), (self._unwanted, taken_out)):
+            for text, expression in patterns:
+                hits = [name for name in names if expression.fullmatch(f"{name}.")]
+                if not hits:
+                    raise self._not_found(text, names, kind)
+                matched.update(hits)
+        return [name for name in names if name in chosen and name not in taken_out]
+
+    def _not_found(self, pattern: str, names: Sequence[str], kind: str) -> NameNotFound:
+        if not names:
+            return NameNotFound(f"Pattern {pattern!r} matches nothing: there are no {kind}s to choose from.")
+        near = ", ".join(repr(name) for name in nearest_names(pattern, names))
+        return NameNotFound(
+            f"Pattern {pattern!r} matches none of the {len(names)} {kind}s.", cure=f"The nearest are {near}."
+        )
+
+    def keys(self, names: Iterable[str]) -> list[str]:
+        """Choose among names.
+
+        Args:
+            names: Dotted names, such as the keys of a state dict.
+
+        Returns:
+            The chosen names in the order given.
+
+        Raises:
+            NameNotFound: Some pattern, `!` patterns included, matches no name: a misspelling must not pass unseen.
+        """
+        return self._choose(list(names), "name")
+
+    def _objects(self, named: Iterable[tuple[str, Any]], kind: str) -> dict[str, Any]:
+        everything = {name: thing for name, thing in named if name}  # the model itself has no name
+        chosen: dict[str, Any] = {}
+        seen: set[int] = set()
+        for name in self._choose(list(everything), kind):
+            if id(everything[name]) not in seen:
+                seen.add(id(everything[name]))
+                chosen[name] = everything[name]
+        return chosen
+
+    def modules(self, model: Any) -> dict[str, Any]:
+        """Choose among a model's modules.
+
+        Args:
+            model: Anything with torch's `named_modules`. The model itself is not among its modules.
+
+        Returns:
+            Modules by name in the model's order; a module known by several chosen names appears under the first.
+
+        Raises:
+            NameNotFound: Some pattern matches no module.
+        """
+        return self._objects(model.named_modules(remove_duplicate=False), "module")
+
+    def parameters(self, model: Any) -> dict[str, Any]:
+        """Choose among a model's parameters.
+
+        Args:
+            model: Anything with torch's `named_parameters`.
+
+        Returns:
+            Parameters by name in the model's order; a tied parameter appears once, under its first chosen name.
+
+        Raises:
+            NameNotFound: Some pattern matches no parameter.
+        """
+        return self._objects(model.named_parameters(remove_duplicate=False), "parameter")
+
+
+@final
+class Units:
+    """A set of neurons: output indices by module name.
+
+    A unit is a pair of a module's name and an index into its output; `len`, `in`, iteration and the operators
+    `|` (either), `&` (both) and `-` (this, not that) work on such pairs. Immutable.
+
+    Args:
+        indices: For each module name a one-dimensional LongTensor, or any sequence, of indices from 0 up; order and
+            repetition do not matter, and modules without an index are left out.
+
+    Raises:
+        UsageError: An index is negative or not an integer.
+    """
+
+    def __init__(self, indices: Mapping[str, Tensor | Sequence[int]] | None = None) -> None:
+        self._sets = {
+            name: frozen for name, given in sorted((indices or {}).items()) if (frozen := self._checked(name, given))
+        }
+
+    @staticmethod
+    def _checked(name: str, given: Any) -> frozenset[int]:
+        values = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(values, Iterable) or isinstance(values, str):
+            raise UsageError(f"The neurons of {name!r} must be a one-dimensional list of indices, not {values!r}.")
+        frozen = frozenset(values)
+        wrong = [index for index in frozen if isinstance(index, bool) or not isinstance(index, int) or index < 0]
+        if wrong:
+            raise UsageError(
+                f"The neurons of {name!r} hold {wrong[0]!r}.", cure="Give indices as integers from 0 up, in one list."
+            )
+        return frozen
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        import torch
+
+        return {name: torch.tensor(sorted(found), dtype=torch.int64) for name, found in self._sets.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a module's neurons as a sorted LongTensor of shape `(neurons,)` on the CPU.
+
+        Raises:
+            NameNotFound: The set holds no neuron of that module.
+        """
+        if name not in self._sets:
+            near = ", ".join(map(repr, nearest_names(name, self._sets))) or "none: the set is empty"
+            raise NameNotFound(f"No neuron of module {name!r} is in the set.", cure=f"The nearest are {near}.")
+        return self._tensors[name]
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the modules with at least one neuron in the set, sorted."""
+        return list(self._sets)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Return pairs of module name and sorted LongTensor."""
+        return self._tensors.items()
+
+    def __len__(self) -> int:
+        """Count the neurons of all modules."""
+        return sum(map(len, self._sets.values()))
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """Yield `(module name, index)`, sorted."""
+        return ((name, index) for name, found in self._sets.items() for index in sorted(found))
+
+    def __contains__(self, unit: object) -> bool:
+        """Tell whether the pair `(module name, index)` is in the set."""
+        if not isinstance(unit, tuple) or len(unit) != 2:
+            return False
+        return unit[1] in self._sets.get(unit[0], ())
+
+    def __eq__(self, other: object) -> bool:
+        """Compare as sets."""
+        return isinstance(other, Units) and self._sets == other._sets
+
+    def __hash__(self) -> int:
+        """Hash as a set."""
+        return hash(tuple(self._sets.items()))
+
+    def __repr__(self) -> str:
+        """Say how many neurons of how many modules there are."""
+        return f"<Units: {len(self)} in {len(self._sets)} modules>"
+
+    @classmethod
+    def _of_sets(cls, sets: Mapping[str, frozenset[int]]) -> Self:
+        return cls({name: sorted(found) for name, found in sets.items()})
+
+    def __or__(self, other: Units) -> Units:
+        """Return the neurons that are in either set."""
+        none: frozenset[int] = frozenset()
+        names = self._sets.keys() | other._sets.keys()
+        return self._of_sets({name: self._sets.get(name, none) | other._sets.get(name, none) for name in names})
+
+    def __and__(self, other: Units) -> Units:
+        """Return the neurons that are in both sets."""
+        names = self._sets.keys() & other._sets.keys()
+        return self._of_sets({name: self._sets[name] & other._sets[name] for name in names})
+
+    def __sub__(self, other: Units) -> Units:
+        """Return the neurons of this set that are not in the other."""
+        none: frozenset[int] = frozenset()
+        return self._of_sets({name: found - other._sets.get(name, none) for name, found in self._sets.items()})
+
+    def to_json(self) -> str:
+        """Write the set as JSON: `{"version": 1, "units": {module name: [indices]}}`, sorted."""
+        return json.dumps({"version": 1, "units": {name: sorted(found) for name, found in self._sets.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            UsageError: The text is not JSON of this form and version.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"The neurons are not valid JSON: {error}.") from None
+        if not isinstance(content, dict) or content.get("version") != 1 or not isinstance(content.get("units"), dict):
+            raise UsageError(
+                "The JSON holds no neurons of version 1.",
+                cure='It must read {"version": 1, "units": {name: [indices]}}.',
+            )
+        return cls(content["units"])

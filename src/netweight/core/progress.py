@@ -1,0 +1,121 @@
+"""Progress of long work: a bar on a terminal, rare plain lines elsewhere, silence when asked. Any layer may use it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO, TypeVar, final
+
+from tqdm import tqdm
+
+__all__ = ["QUIET", "Mode", "Progress", "Task"]
+
+Mode = Literal["auto", "bar", "plain", "off"]
+T = TypeVar("T")
+
+
+def _amount(count: float, unit: str) -> str:
+    """Write a count with its unit: bytes as kB, MB, GB; everything else as a plain number."""
+    return f"{tqdm.format_sizeof(count, 'B', 1000)}" if unit == "B" else f"{count:,.0f} {unit}"
+
+
+@final
+class Task:
+    """One piece of work under way; made by `Progress.task` and used as a context manager.
+
+    The methods may be called whatever the mode; in mode `"off"` they do nothing but count.
+    """
+
+    def __init__(
+        self, description: str, total: int | None, unit: str, mode: Mode, stream: TextIO, every: float
+    ) -> None:
+        self.description = description
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self._mode = mode
+        self._stream = stream
+        self._every = every
+        self._started = self._last_line = time.monotonic()
+        self._bar: tqdm[Any] | None = None
+        if mode == "bar":
+            self._bar = tqdm(desc=description, total=total, unit=unit, unit_scale=unit == "B", file=stream, leave=False)
+
+    def update(self, amount: int = 1) -> None:
+        """Report that `amount` more units (bytes if the unit is `"B"`) are done."""
+        self.done += amount
+        if self._bar is not None:
+            self._bar.update(amount)
+        elif self._mode == "plain" and time.monotonic() - self._last_line >= self._every:
+            self._last_line = time.monotonic()
+            print(self._line(), file=self._stream, flush=True)
+
+    def describe(self, description: str) -> None:
+        """Change what the bar says is being worked on."""
+        self.description = description
+        if self._bar is not None:
+            self._bar.set_description(description)
+
+    def _line(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        of = f" of {_amount(self.total, self.unit)}" if self.total else ""
+        return f"{self.description}: {_amount(self.done, self.unit)}{of}, {_amount(self.done / seconds, self.unit)}/s"
+
+    def __enter__(self) -> Self:
+        """Start the task."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the bar away; an exception passes through."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+@final
+class Progress:
+    """Where progress is shown; hand it to library code, which opens tasks on it.
+
+    Args:
+        mode: `"bar"` draws tqdm bars, `"plain"` prints a line now and then, `"off"` is silent; `"auto"` takes a bar
+            on a terminal and plain lines elsewhere.
+        stream: Where to write; standard error by default, so that standard output stays clean for results.
+        every: Least seconds between two plain lines of one task; shorter tasks print nothing.
+    """
+
+    def __init__(self, mode: Mode = "auto", *, stream: TextIO | None = None, every: float = 30.0) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self.mode: Mode = mode if mode != "auto" else ("bar" if self._stream.isatty() else "plain")
+        self._every = every
+
+    def task(self, description: str, total: int | None = None, *, unit: str = "B") -> Task:
+        """Open a task.
+
+        Args:
+            description: What is being done, in a few words.
+            total: Units of the whole work, or None if unknown.
+            unit: `"B"` counts bytes and shows bytes per second; any other word counts things.
+
+        Returns:
+            A `Task`, to be used in a `with` statement.
+        """
+        return Task(description, total, unit, self.mode, self._stream, self._every)
+
+    def track(self, items: Iterable[T], description: str, total: int | None = None, *, unit: str = "it") -> Iterator[T]:
+        """Yield `items` one by one, counting each as one unit of a task."""
+        with self.task(description, total, unit=unit) as task:
+            for item in items:
+                yield item
+                task.update()
+
+    def note(self, text: str) -> None:
+        """Print one line above any bar; nothing in mode `"off"`."""
+        if self.mode != "off":
+            tqdm.write(text, file=self._stream)
+
+
+QUIET = Progress("off")
+"""A `Progress` that shows nothing: the default for library calls that were handed none."""
