@@ -1,0 +1,182 @@
+"""The shape of report.json: pydantic models from which the shipped JSON schema is made.
+
+`report.py` fills a document from findings and renders one into HTML; everything the page shows is in the document, so
+that a page can be made again from its JSON alone. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from netweight.errors import UsageError
+from netweight.evidence.finding import Finding
+
+__all__ = [
+    "FORMAT",
+    "ColumnDocument",
+    "FigureDocument",
+    "FindingDocument",
+    "Provenance",
+    "ReportDocument",
+    "SectionDocument",
+    "TableDocument",
+    "json_schema",
+    "parse_report",
+    "shipped_schema",
+]
+
+FORMAT = 1
+"""Version of report.json; raised when a reader of the previous version would misread a file."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NonFinite(_Part):
+    """A number that JSON cannot write."""
+
+    nonfinite: Literal["NaN", "Infinity", "-Infinity"]
+
+
+Real = bool | int | float | NonFinite
+
+
+class FindingDocument(_Part):
+    """A finding as `Finding.to_json` writes it."""
+
+    name: str = Field(min_length=1)
+    value: Real | None
+    ci95: tuple[Real, Real] | None = None
+    n: int | None = Field(None, ge=1)
+    unit: str = ""
+    better: Literal["higher", "lower"] | None = None
+    target: Real | tuple[Real, Real] | None = None
+    baseline: Real | None = None
+    seeds: tuple[int, ...] = ()
+    detail: dict[str, Any] = {}
+    command: str | None = None
+    passed: bool | None = None
+
+    @model_validator(mode="after")
+    def _verdict_follows_from_the_numbers(self) -> FindingDocument:
+        if self.finding().passed != self.passed:
+            raise ValueError(f"finding {self.name!r} says passed = {self.passed}, and its own numbers say otherwise")
+        return self
+
+    def finding(self) -> Finding:
+        """Return the finding itself."""
+        return Finding.from_json(self.model_dump(mode="json"))
+
+
+class ColumnDocument(_Part):
+    """A column of a table."""
+
+    name: str
+    unit: str = ""
+    better: Literal["higher", "lower"] | None = None
+
+
+class TableDocument(_Part):
+    """A table; a cell that is None is shown as a dash."""
+
+    title: str
+    columns: tuple[ColumnDocument, ...] = Field(min_length=1)
+    rows: tuple[tuple[Real | str | None, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _rows_fit_columns(self) -> TableDocument:
+        for number, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise ValueError(
+                    f"row {number} of table {self.title!r} has {len(row)} cells for {len(self.columns)} columns"
+                )
+        return self
+
+
+class FigureDocument(_Part):
+    """A picture, inline: an SVG element as text, or a PNG file in base64."""
+
+    kind: Literal["svg", "png"]
+    data: str
+    alt: str = Field(min_length=1)
+    caption: str = ""
+
+
+class SectionDocument(_Part):
+    """One question and what was found."""
+
+    title: str = Field(min_length=1)
+    intro: str = ""
+    question: str = ""
+    conclusion: str = ""
+    treatment: str | None = None
+    audits: tuple[str, ...] = ()
+    missing_audits: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    findings: tuple[FindingDocument, ...] = ()
+    tables: tuple[TableDocument, ...] = ()
+    figures: tuple[FigureDocument, ...] = ()
+
+
+class Provenance(_Part):
+    """What was run, on what."""
+
+    created: str
+    command: str | None = None
+    seeds: tuple[int, ...] = ()
+    inputs: dict[str, str] = {}
+    environment: dict[str, Any] = {}
+
+
+class ReportDocument(_Part):
+    """A whole report."""
+
+    netweight_report: Literal[1] = 1
+    title: str = Field(min_length=1)
+    summary: str = ""
+    sections: tuple[SectionDocument, ...] = ()
+    provenance: Provenance
+
+    def dump(self) -> str:
+        """Return the document as JSON text, indented, with a newline at the end."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse_report(text: str, *, where: str) -> ReportDocument:
+    """Read report.json.
+
+    Args:
+        text: Its content.
+        where: What to call it in an error, usually its path.
+
+    Raises:
+        UsageError: It is not JSON, or does not fit the schema; every misfit is listed.
+    """
+    try:
+        return ReportDocument.model_validate_json(text)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors()]
+        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        raise UsageError(
+            f"{where} is not a report of this version: {shown}.",
+            cure="Write it again with the command that made it.",
+        ) from error
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of report.json, made from the models above."""
+    schema = ReportDocument.model_json_schema(mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def shipped_schema() -> dict[str, Any]:
+    """Return the JSON schema that ships with the package, `report.schema.json`."""
+    text = resources.files("netweight.evidence").joinpath("report.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema

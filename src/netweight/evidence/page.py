@@ -1,0 +1,195 @@
+"""From a report document to one HTML page: how numbers are written, what verdict a section gets, the template.
+
+Used by `report.py`. The page is self-contained (style sheet and pictures inline, no script), follows the reader's
+light or dark setting, and says pass and fail in words as well as in color.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from netweight.errors import UsageError
+from netweight.evidence.document import FigureDocument, FindingDocument, ReportDocument, SectionDocument
+from netweight.evidence.finding import decode_json
+
+__all__ = ["format_number", "render", "verdict"]
+
+
+def render(document: ReportDocument) -> str:
+    """Return the HTML page of a report.
+
+    Args:
+        document: A checked report document.
+
+    Raises:
+        UsageError: A figure holds something that could run or load code.
+    """
+    sections = [_section(section, number) for number, section in enumerate(document.sections, start=1)]
+    return _template().render(report=document, sections=sections, environment=_flat(document.provenance.environment))
+
+
+def format_number(value: Any, digits: int = 4) -> str:
+    """Write a cell of a table for people.
+
+    Args:
+        value: A number (at least `digits` significant digits; integers in full, with thin spaces between thousands),
+            a truth value (yes, no), a text (as it is) or None (a dash).
+        digits: Significant digits of numbers that are not whole.
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u2009").replace("-", "\u2212")
+    if not isinstance(value, float):
+        return str(value)
+    if value != value or value in (float("inf"), float("-inf")):
+        return {"nan": "not a number", "inf": "∞", "-inf": "\u2212∞"}[str(value)]
+    if value and not 1e-4 <= abs(value) < 1e7:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa} × 10^{int(exponent)}".replace("-", "\u2212")
+    decimals = max(0, digits - 1 - (len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else _leading_zeros(value)))
+    return f"{value:,.{decimals}f}".replace(",", "\u2009").replace("-", "\u2212")
+
+
+def verdict(section: SectionDocument) -> tuple[str, str]:
+    """Return the verdict on a section: its kind ("pass", "fail" or "none") and one sentence.
+
+    A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
+    """
+    judged = [finding for finding in section.findings if finding.target is not None]
+    missed = [finding.name for finding in judged if finding.passed is False]
+    unmeasured = [finding.name for finding in judged if finding.passed is None]
+    parts = []
+    if missed:
+        parts.append(f"{len(missed)} of {_count(len(judged), 'target')} missed: {_list(missed)}.")
+    if unmeasured:
+        parts.append(f"Not measured: {_list(unmeasured)}.")
+    if section.missing_audits:
+        parts.append(f"Not audited: {_list(section.missing_audits)}.")
+    if parts:
+        return "fail", " ".join(parts)
+    if not judged:
+        return "none", "Nothing here has a target; the numbers are reported as they are."
+    return "pass", "The target is met." if len(judged) == 1 else f"All {len(judged)} targets are met."
+
+
+def _leading_zeros(value: float) -> int:
+    """-1 for 0.5, -2 for 0.05: the exponent of a number below 1, so that its digits are counted from the first."""
+    return int(f"{value:e}".split("e")[1]) if value else 0
+
+
+def _section(section: SectionDocument, number: int) -> dict[str, Any]:
+    kind, sentence = verdict(section)
+    return {
+        "anchor": f"section-{number}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
+        "part": section,
+        "kind": kind,
+        "verdict": sentence,
+        "paragraphs": [text.strip() for text in section.intro.split("\n\n") if text.strip()],
+        "findings": [_finding(finding) for finding in section.findings],
+        "figures": [_figure(figure) for figure in section.figures],
+        "tables": [_table(table.model_dump(mode="json")) for table in section.tables],
+    }
+
+
+def _finding(document: FindingDocument) -> dict[str, Any]:
+    finding = document.finding()
+    low_high = finding.ci95 and f"{format_number(finding.ci95[0])} to {format_number(finding.ci95[1])}"
+    kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
+    return {
+        "name": finding.name,
+        "value": format_number(finding.value),
+        "unit": finding.unit,
+        "interval": low_high or "–",
+        "n": format_number(finding.n),
+        "baseline": format_number(finding.baseline),
+        "target": _target(finding.target, finding.better),
+        "kind": kind,
+        "mark": {"pass": "✓ met", "fail": "✗ missed", "none": "– no target"}[kind]
+        if finding.value is not None
+        else "? not measured",
+        "seeds": ", ".join(str(seed) for seed in finding.seeds),
+        "detail": {key: _say(value) for key, value in finding.detail.items()},
+        "command": finding.command,
+    }
+
+
+def _target(target: Any, better: str | None) -> str:
+    if target is None:
+        return "–"
+    if isinstance(target, tuple):
+        return f"{format_number(target[0])} to {format_number(target[1])}"
+    sign = {"higher": "≥ ", "lower": "≤ ", None: ""}[better]
+    return sign + format_number(target)
+
+
+def _table(table: dict[str, Any]) -> dict[str, Any]:
+    rows = [[decode_json(cell) for cell in row] for row in table["rows"]]
+    numeric = [
+        any(isinstance(row[i], (int, float)) for row in rows) and not any(isinstance(row[i], str) for row in rows)
+        for i in range(len(table["columns"]))
+    ]
+    return {**table, "rows": [[format_number(cell) for cell in row] for row in rows], "numeric": numeric}
+
+
+def _figure(figure: FigureDocument) -> dict[str, Any]:
+    """A figure with its markup. A report.json may come from anywhere, so nothing in it may run or load code."""
+    if figure.kind == "png":
+        if not re.fullmatch(r"[A-Za-z0-9+/=\s]+", figure.data):
+            raise UsageError("A PNG figure of the report is not base64.", cure="Write the report again.")
+        return {"part": figure, "markup": None}
+    unsafe = re.search(r"<\s*(script|foreignObject|iframe|image|style|a)\b|\son\w+\s*=|javascript:", figure.data, re.I)
+    outside = re.search(r"(href|src)\s*=\s*[\"'](?!#)|url\((?!#)|@import", figure.data, re.I)
+    if unsafe or outside or not figure.data.lstrip().startswith("<svg"):
+        what = (unsafe or outside or re.match(r".{0,20}", figure.data, re.S) or [""])[0]
+        raise UsageError(
+            f"An SVG figure of the report holds {what!r}, which could run or load code.",
+            cure="Draw it with netweight.evidence.figures.",
+        )
+    return {"part": figure, "markup": Markup(figure.data)}  # noqa: S704  checked just above
+
+
+def _flat(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The environment as lines: nested objects by dotted names, lists joined."""
+    lines: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and value.keys() != {"nonfinite"}:
+            lines += _flat(value, f"{name}.")
+        else:
+            lines.append((name.replace("_", " "), _say(decode_json(value))))
+    return lines
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} = {_say(item)}" for key, item in value.items()) or "–"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_say(item) for item in value) or "–"
+    return format_number(value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _list(names: Sequence[str], most: int = 4) -> str:
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = resources.files("netweight.evidence").joinpath("report_template.html").read_text(encoding="utf-8")
+    return environment.from_string(text)

@@ -1,0 +1,299 @@
+"""The report: findings of one or more sections, as report.json and as one self-contained HTML page.
+
+A report is built section by section and written at once. The page holds its pictures and styles itself, so that it
+can be mailed, archived and opened without a network; report.json holds the same facts for machines, and the page can
+be made again from it (`netweight report`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, final
+
+from pydantic import ValidationError
+
+from netweight.errors import UsageError
+from netweight.evidence.audit import missing_audits
+from netweight.evidence.document import (
+    FigureDocument,
+    FindingDocument,
+    Provenance,
+    ReportDocument,
+    SectionDocument,
+    TableDocument,
+    parse_report,
+)
+from netweight.evidence.figures import Figure
+from netweight.evidence.finding import Finding, encode_json
+from netweight.evidence.page import render
+
+__all__ = ["MAX_BYTES", "Column", "Report", "Table", "read_report", "rewrite", "write_aside"]
+
+MAX_BYTES = 5 * 1024 * 1024
+"""A page above this size is refused: it would not open well on a phone."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a report table.
+
+    Attributes:
+        name: Heading.
+        unit: Unit of its numbers, in plain text.
+        better: Which direction is better, if any.
+    """
+
+    name: str
+    unit: str = ""
+    better: Literal["higher", "lower"] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report.
+
+    Attributes:
+        title: What the rows are.
+        columns: Headings, or plain texts for columns without unit.
+        rows: Cells: numbers, texts, truth values, or None for "not available"; as many per row as columns.
+        notes: Lines below the table.
+    """
+
+    title: str
+    columns: Sequence[Column | str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = field(default=())
+
+
+@final
+class Report:
+    """A report under construction.
+
+    Args:
+        title: Heading of the page.
+        summary: One or two plain sentences below it.
+        command: The command line that made the numbers.
+        seeds: Seeds that hold for the whole run.
+        inputs: Name of each input → its digest (with the algorithm, "sha256:…").
+        environment: Versions, machine and code path; by default what `netweight.core.environment.describe` says.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        summary: str = "",
+        command: str | None = None,
+        seeds: Iterable[int] = (),
+        inputs: Mapping[str, str] | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.title = title
+        self.summary = summary
+        self.command = command
+        self.seeds = tuple(seeds)
+        self.inputs = dict(inputs or {})
+        self._environment = environment
+        self._sections: list[SectionDocument] = []
+
+    def section(
+        self,
+        title: str,
+        findings: Iterable[Finding],
+        *,
+        figures: Iterable[Figure] = (),
+        tables: Iterable[Table] = (),
+        intro: str = "",
+        question: str = "",
+        conclusion: str = "",
+        treatment: str | None = None,
+        audits: Iterable[str] = (),
+        warnings: Iterable[str] = (),
+    ) -> Report:
+        """Add a section.
+
+        Args:
+            title: Its heading; different from those of other sections.
+            findings: What was measured, in the order to show.
+            figures: Pictures, each with a text alternative.
+            tables: Further tables.
+            intro: A few plain sentences: what this is about and how to read it. A blank line starts a paragraph.
+            question: What was asked, one sentence, for the summary table.
+            conclusion: What was found, one sentence in plain words; without it the findings with targets are counted.
+            treatment: The treatment that the section is about. Audits that it names and that are not in `audits`
+                are shown in red.
+            audits: Names of the audits that ran.
+            warnings: Further sentences to show in red.
+
+        Returns:
+            The report, so that calls can be chained.
+
+        Raises:
+            UsageError: The title is empty or taken, or a table's rows do not fit its columns.
+            NameNotFound: The treatment is not declared.
+        """
+        if not title.strip() or any(section.title == title for section in self._sections):
+            raise UsageError(f"A section titled {title!r} cannot be added.", cure="Give each section its own title.")
+        ran = tuple(audits)
+        self._sections.append(
+            SectionDocument(
+                title=title,
+                intro=intro,
+                question=question,
+                conclusion=conclusion,
+                treatment=treatment,
+                audits=ran,
+                missing_audits=missing_audits(treatment, ran) if treatment else (),
+                warnings=tuple(warnings),
+                findings=tuple(FindingDocument.model_validate(finding.to_json()) for finding in findings),
+                tables=tuple(_table(table) for table in tables),
+                figures=tuple(FigureDocument.model_validate(asdict(figure)) for figure in figures),
+            )
+        )
+        return self
+
+    def document(self) -> ReportDocument:
+        """Return the report as the document that report.json holds."""
+        environment = _default_environment() if self._environment is None else dict(self._environment)
+        seeds = {seed for section in self._sections for finding in section.findings for seed in finding.seeds}
+        return ReportDocument(
+            title=self.title,
+            summary=self.summary,
+            sections=tuple(self._sections),
+            provenance=Provenance(
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                command=self.command,
+                seeds=tuple(sorted(seeds | set(self.seeds))),
+                inputs=self.inputs,
+                environment=_json_object(environment),
+            ),
+        )
+
+    def write(self, folder: str | os.PathLike[str]) -> Path:
+        """Write report.json and report.html into a folder, each aside first, synced and renamed.
+
+        Args:
+            folder: Where to; made when missing. Reports already there are replaced.
+
+        Returns:
+            The path of report.html.
+
+        Raises:
+            UsageError: The page would be larger than 5 MB, or the folder cannot be written.
+        """
+        document = self.document()
+        return _write(document, render(document), Path(folder))
+
+
+def rewrite(folder: str | os.PathLike[str]) -> Path:
+    """Make report.html again from the report.json in a folder.
+
+    Args:
+        folder: A folder with a report.json.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UsageError: There is no report.json, or it does not fit the schema.
+    """
+    return _write_page(render(read_report(folder)), Path(folder))
+
+
+def read_report(folder: str | os.PathLike[str]) -> ReportDocument:
+    """Read the report.json of a folder.
+
+    Args:
+        folder: A folder with a report.json.
+
+    Raises:
+        UsageError: There is none, or it does not fit the schema.
+    """
+    path = Path(folder) / "report.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.", cure="Give the folder of a run that wrote one.") from error
+    return parse_report(text, where=str(path))
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part: aside, synced, renamed.
+
+    Args:
+        path: The file; its folder is made when missing.
+        text: The new content, written as UTF-8.
+
+    Raises:
+        UsageError: The folder cannot be made or written.
+    """
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error}.", cure="Choose a folder that you may write to.") from error
+
+
+def _write(document: ReportDocument, page: str, folder: Path) -> Path:
+    _check_size(page)
+    write_aside(folder / "report.json", document.dump())
+    return _write_page(page, folder)
+
+
+def _write_page(page: str, folder: Path) -> Path:
+    _check_size(page)
+    path = folder / "report.html"
+    write_aside(path, page)
+    return path
+
+
+def _check_size(page: str) -> None:
+    size = len(page.encode())
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"The report page would have {size / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f} MB.",
+            cure="Give it fewer or smaller images.",
+        )
+
+
+def _table(table: Table) -> TableDocument:
+    columns = [Column(column) if isinstance(column, str) else column for column in table.columns]
+    try:
+        return TableDocument.model_validate(
+            {
+                "title": table.title,
+                "columns": [asdict(column) for column in columns],
+                "rows": [encode_json(list(row)) for row in table.rows],
+                "notes": list(table.notes),
+            }
+        )
+    except (ValidationError, TypeError) as error:
+        raise UsageError(f"Table {table.title!r} cannot be shown: {error}.", cure="Cells are numbers or texts.") from error
+
+
+def _json_object(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment as JSON; what JSON cannot hold is written as text, since a report must not fail on it."""
+    try:
+        return cast("dict[str, Any]", encode_json(dict(value)))
+    except TypeError:
+        return {str(key): item if isinstance(item, (bool, int, float, str)) else str(item) for key, item in value.items()}
+
+
+def _default_environment() -> dict[str, Any]:
+    from netweight.core.environment import describe
+
+    return describe()
