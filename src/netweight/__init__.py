@@ -15,7 +15,7 @@ _HOMES = {
     "Report": "netweight.evidence.report:Report",
     "Select": "netweight.core.names:Select",
     "StoreWriter": "netweight.store:StoreWriter",
-    "Units": "netweight.core.names:Units",
+    "Units": "netweight.core.units:Units",
     "compress_folder": "netweight.methods.compress.folder:compress_folder",
     "decompress_folder": "netweight.methods.compress.folder:decompress_folder",
     "open_store": "netweight.store:open_store",

@@ -81,22 +81,23 @@ def _plain(value: Any) -> Any:
     )
 
 
-def canonical_json(value: Any) -> str:
+def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
     """Write a configuration as JSON that is the same for equal configurations: sorted keys, no spaces, plain UTF-8.
 
     Args:
         value: JSON values, dataclasses, pydantic models, enums, paths and sets, nested at will. Tuples count as lists.
+        allow_nan: Write NaN and infinities as Python's `json` does, for results; a configuration never holds them.
 
     Raises:
-        UsageError: The value holds something that JSON cannot, or NaN or infinity.
+        UsageError: The value holds something that JSON cannot, or NaN or infinity unless allowed.
     """
     try:
         return json.dumps(
-            value, default=_plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+            value, default=_plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan
         )
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"The configuration cannot be written as JSON: {error}.", cure="Replace the value, e.g. NaN by null."
+            f"A value cannot be written as JSON: {error}.", cure="Replace the value, e.g. NaN by null."
         ) from None
 
 

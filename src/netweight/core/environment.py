@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "installed_version", "netweight_version", "source_revision"]
+__all__ = ["describe", "installed_version", "netweight_version", "source_revision", "usable_cores"]
 
 PACKAGES = ("torch", "numpy", "safetensors", "pydantic", "transformers", "diffusers", "peft", "flwr", "opacus")
 CPU_FLAGS = ("sse4_2", "avx2", "avx512f", "avx512bw", "avx512_vbmi", "avx512_vbmi2", "neon", "asimd", "sve")
@@ -52,7 +52,7 @@ def _cpu_flags() -> list[str]:
     return [flag for flag in CPU_FLAGS if flag in present]
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Count the cores that this process may use, which in a container is fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -122,7 +122,7 @@ def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": _cpuinfo().get("model name") or platform.processor() or None,
         "cpu_flags": _cpu_flags(),
-        "cores": _cores(),
+        "cores": usable_cores(),
         "memory_bytes": _memory_bytes(),
         "accelerators": _accelerators(),
         "packages": {name: version for name, version in versions.items() if version is not None},

@@ -1,0 +1,196 @@
+"""Engines: where the runs of `map_runs` happen. A plain function each, so that others can be added anywhere.
+
+An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order.
+`local_processes` and `in_process` are here; clusters live in `netweight.integrations`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Protocol, TypeVar, final
+
+from netweight.core.environment import usable_cores
+from netweight.errors import UsageError
+
+__all__ = ["Engine", "Outcome", "in_process", "local_processes"]
+
+C = TypeVar("C")
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended, as an engine reports it.
+
+    Attributes:
+        value: What the function returned; None if it failed.
+        error: The traceback, or what is known of a worker that died; None if the run succeeded.
+        seconds: Wall-clock time of the run.
+    """
+
+    value: Any
+    error: str | None
+    seconds: float
+
+
+class Engine(Protocol):
+    """Runs `fn` on each item, somewhere, and yields `(index of the item, Outcome)` as they end, in any order."""
+
+    def __call__(self, fn: Callable[[C], Any], items: Sequence[C], /) -> Iterator[tuple[int, Outcome]]:
+        """Run all items; a failure is an `Outcome` with an error, never an exception."""
+        ...
+
+
+def _run_one(fn: Callable[[C], Any], item: C) -> Outcome:
+    """Run one item; whatever it raises becomes the outcome's error, save a wish to stop the whole process."""
+    started = time.perf_counter()
+    try:
+        value, error = fn(item), None
+    except Exception:
+        value, error = None, traceback.format_exc()
+    return Outcome(value, error, time.perf_counter() - started)
+
+
+def in_process(fn: Callable[[C], Any], items: Sequence[C], /) -> Iterator[tuple[int, Outcome]]:
+    """Run items one after another in this process: an engine for debugging, and for functions that do not pickle."""
+    for index, item in enumerate(items):
+        yield index, _run_one(fn, item)
+
+
+def _leave_with_parent() -> None:
+    """End this worker as soon as its parent is gone, so that a killed study leaves nothing running behind it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(pipe: Connection, threads: int) -> None:
+    """Serve runs in a worker process: receive `(fn, item)`, answer with an `Outcome`, until None arrives."""
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    while (task := pipe.recv_bytes()) != b"":
+        outcome = _attempt(task)
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception:
+            answer = pickle.dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
+        pipe.send_bytes(answer)
+
+
+def _attempt(task: bytes) -> Outcome:
+    """Unpickle a task and run it; a task that cannot be unpickled here has failed."""
+    try:
+        fn, item = pickle.loads(task)
+    except Exception:
+        return Outcome(None, traceback.format_exc(), 0.0)
+    return _run_one(fn, item)
+
+
+@final
+class _Worker:
+    """One worker process and this side of its pipe."""
+
+    def __init__(self, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, threads), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.index: int | None = None
+        self.started = 0.0
+
+    def give(self, index: int, task: bytes) -> None:
+        """Hand over a task; a worker that is dead already is noticed when its answer is taken."""
+        self.index, self.started = index, time.perf_counter()
+        try:
+            self.pipe.send_bytes(task)
+        except BrokenPipeError:
+            self.process.join()
+
+    def take(self) -> Outcome | None:
+        """Take the answer that is ready; None if the worker died instead."""
+        try:
+            answer = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return None
+        assert isinstance(answer, Outcome)
+        return answer
+
+    def obituary(self) -> Outcome:
+        """Describe the death of this worker as the outcome of the run that it was doing."""
+        self.process.join()
+        code = self.process.exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return Outcome(None, f"The worker process {how} during this run.", time.perf_counter() - self.started)
+
+    def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        self.process.terminate()
+        self.process.join()
+        self.pipe.close()
+
+
+def local_processes(
+    fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None = None
+) -> Iterator[tuple[int, Outcome]]:
+    """Run items in worker processes on this machine: the default engine.
+
+    A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
+    replaced. The machine's cores are shared out among the workers. To choose their number, pass
+    `functools.partial(local_processes, workers=4)` as the engine.
+
+    Args:
+        fn: A function at the top level of a module, with an argument and a result that pickle.
+        items: The items.
+        workers: Number of processes; by default one per usable core.
+
+    Raises:
+        UsageError: `fn` or an item does not pickle, or `workers` is less than 1.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers must be at least 1, not {workers}.")
+    cores = usable_cores()
+    count = min(workers or cores, len(items))
+    waiting = list(enumerate(_pickled(fn, items)))[::-1]
+    pool = [_Worker(max(1, cores // count)) for _ in range(count)]
+    try:
+        for worker in pool:
+            worker.give(*waiting.pop())
+        while busy := {worker.pipe: worker for worker in pool if worker.index is not None}:
+            for ready in wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]
+                index, outcome = worker.index, worker.take()
+                assert index is not None
+                if outcome is None:
+                    outcome = worker.obituary()
+                    pool[pool.index(worker)] = worker = _Worker(max(1, cores // count))
+                worker.index = None
+                if waiting:
+                    worker.give(*waiting.pop())
+                yield index, outcome
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _pickled(fn: Callable[[C], Any], items: Sequence[C]) -> list[bytes]:
+    try:
+        return [pickle.dumps((fn, item)) for item in items]
+    except Exception as error:
+        raise UsageError(
+            f"{getattr(fn, '__qualname__', fn)!r} cannot be sent to worker processes: {error}.",
+            cure="Define it and its configuration's type at the top level of a module, or use engine=in_process.",
+        ) from error
