@@ -1,0 +1,45 @@
+"""Functions that worker processes import, and a study that a test kills. Not a test itself."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from netweight.core.runs import map_runs
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run: what it does, and where it leaves a trace of having run."""
+
+    number: int
+    traces: str
+    deed: str = "square"
+
+
+def work(config: Config) -> dict[str, int]:
+    """Leave a trace, do the deed."""
+    with open(Path(config.traces) / str(config.number), "a") as trace:
+        trace.write("x")
+    if config.deed == "fail" and not (Path(config.traces) / "mended").exists():
+        raise ValueError(f"number {config.number} is unwell")
+    if config.deed == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config.deed == "exit":
+        sys.exit(5)
+    if config.deed == "slow":
+        time.sleep(0.3)
+    return {"square": config.number**2}
+
+
+def unsendable(config: Config) -> object:
+    """Return what does not pickle."""
+    return lambda: config
+
+
+if __name__ == "__main__":
+    study = [Config(number, sys.argv[2], "slow") for number in range(6)]
+    for result in map_runs(work, study, ledger=sys.argv[1]):
+        print(result.config.number, result.remembered, flush=True)
