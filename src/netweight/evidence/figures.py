@@ -27,11 +27,13 @@ __all__ = ["Figure", "bars", "canvas", "image_grid", "lines", "paired_dots", "se
 SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
 """Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
 INK, GRID = "#24292f", "#d5d9de"
-# Colors that matplotlib is told to draw with, and what stands for them in the SVG.
-_MARKERS = {
-    "#010101": f"var(--ink, {INK})",
-    "#020202": f"var(--grid, {GRID})",
-    **{f"#03030{i}": f"var(--series-{i}, {color})" for i, color in enumerate(SERIES, start=1)},
+INK_MARK, GRID_MARK = "#010101", "#020202"
+SERIES_MARKS = tuple(f"#03030{i}" for i in range(1, len(SERIES) + 1))
+# Colors that matplotlib is told to draw with for a page, and what stands for them in the SVG.
+_MARKS = {
+    INK_MARK: f"var(--ink, {INK})",
+    GRID_MARK: f"var(--grid, {GRID})",
+    **{mark: f"var(--series-{i}, {SERIES[i - 1]})" for i, mark in enumerate(SERIES_MARKS, start=1)},
 }
 
 
@@ -54,7 +56,7 @@ class Figure:
 
 def series_color(index: int) -> str:
     """Return the color to give matplotlib for the data series `index` (0, 1, …; repeats after six)."""
-    return f"#03030{index % len(SERIES) + 1}"
+    return f"C{index % len(SERIES)}"
 
 
 def bars(
@@ -93,7 +95,7 @@ def bars(
             where = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(labels))]
             axes.bar(where, heights, width * 0.92, color=series_color(index), label=name)
             for x, (low, high) in zip(where, (errors or {}).get(name, ()), strict=False):
-                axes.plot([x, x], [low, high], color="#010101", linewidth=1.2)
+                axes.plot([x, x], [low, high], color=_ink(), linewidth=1.2)
         axes.set_xticks(range(len(labels)), labels)
         _finish(axes, xlabel, ylabel, log=log, legend=len(groups) > 1)
         return to_figure(drawing, alt=alt, caption=caption)
@@ -170,7 +172,7 @@ def paired_dots(
         raise UsageError(f"paired_dots got {len(before)} and {len(after)} values for {len(labels)} labels.")
     with canvas(1, height=0.7 + 0.28 * len(labels)) as (drawing, (axes,)):
         rows = range(len(labels))
-        axes.hlines(rows, before, after, color="#010101", linewidth=1, zorder=1)
+        axes.hlines(rows, before, after, color=_ink(), linewidth=1, zorder=1)
         axes.scatter(before, rows, color=series_color(0), marker="o", label=names[0], zorder=2)
         axes.scatter(after, rows, color=series_color(1), marker="D", label=names[1], zorder=2)
         axes.set_yticks(rows, labels)
@@ -209,14 +211,17 @@ def image_grid(
         raise UsageError(f"The image grid does not have {len(rows)} rows of {len(columns)} images.")
     inch = pixels / 96
     size = (1.1 + inch * 1.06 * len(columns), 0.3 + inch * 1.06 * len(rows))
-    with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns)) as (drawing, cells):
+    with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns), page=False) as (
+        drawing,
+        cells,
+    ):
         for place, cell in enumerate(cells):
             row, column = divmod(place, len(columns))
             _image_cell(cell, images[row][column])
             if row == 0:
-                cell.set_title(columns[column], fontsize=8, color=INK)
+                cell.set_title(columns[column], fontsize=8)
             if column == 0:
-                cell.set_ylabel(rows[row], fontsize=8, rotation=0, ha="right", va="center", color=INK)
+                cell.set_ylabel(rows[row], fontsize=8, rotation=0, ha="right", va="center")
         file = io.BytesIO()
         drawing.savefig(file, format="png", dpi=144, facecolor="white", metadata={"Software": None})
     return Figure("png", base64.b64encode(file.getvalue()).decode(), alt, caption)
@@ -224,7 +229,7 @@ def image_grid(
 
 @contextmanager
 def canvas(
-    panels: int, *, width: float = 6.6, height: float = 2.9, across: int | None = None
+    panels: int, *, width: float = 6.6, height: float = 2.9, across: int | None = None, page: bool = True
 ) -> Iterator[tuple[Canvas, list[Axes]]]:
     """Open a matplotlib figure in the house style, for plots that the functions here do not cover.
 
@@ -233,6 +238,8 @@ def canvas(
         width: Width in inches.
         height: Height in inches.
         across: Panels per row; all in one row by default.
+        page: Whether the drawing will go through `to_figure`, which lets the page set the colors; False for a file,
+            which is drawn in fixed colors on white.
 
     Yields:
         The matplotlib figure and its axes. Color with `series_color`; turn it into a `Figure` by `to_figure`.
@@ -249,7 +256,7 @@ def canvas(
             "Plots need matplotlib, which is not installed.", cure='Run: pip install "netweight[evidence]"'
         ) from error
     across = across or panels
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_style(page)):
         drawing = MatplotlibFigure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(drawing)  # without pyplot: no global state, no window, safe in threads
         axes = drawing.subplots(-(-panels // across), across, squeeze=False).ravel().tolist()
@@ -275,8 +282,8 @@ def inline_svg(document: str, alt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)  # it would style the whole page
-    for marker, color in _MARKERS.items():
-        svg = svg.replace(marker, color)
+    for mark, color in _MARKS.items():
+        svg = svg.replace(mark, color)
     svg = re.sub(r"font: ([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font: \1system-ui, sans-serif", svg)
     prefix = "f" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10]
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
@@ -291,28 +298,36 @@ def inline_svg(document: str, alt: str) -> str:
     return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
 
 
-_STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
-    "svg.hashsalt": "netweight",  # the same plot gives the same bytes
-    "font.size": 9,
-    "axes.edgecolor": "#010101",
-    "axes.labelcolor": "#010101",
-    "axes.titlecolor": "#010101",
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#020202",
-    "grid.linewidth": 0.7,
-    "text.color": "#010101",
-    "xtick.color": "#010101",
-    "ytick.color": "#010101",
-    "legend.frameon": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-}
+def _style(page: bool) -> dict[str, Any]:
+    from cycler import cycler
+
+    ink, grid = (INK_MARK, GRID_MARK) if page else (INK, GRID)
+    back = "none" if page else "white"
+    colored = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+    return {
+        "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
+        "svg.hashsalt": "netweight",  # the same plot gives the same bytes
+        "font.size": 9,
+        "axes.titlesize": 9.5,
+        "axes.titlelocation": "left",
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=SERIES_MARKS if page else SERIES),
+        "grid.color": grid,
+        "grid.linewidth": 0.7,
+        "legend.frameon": False,
+        "figure.facecolor": back,
+        "axes.facecolor": back,
+        **dict.fromkeys(colored, ink),
+    }
+
+
+def _ink() -> str:
+    import matplotlib
+
+    return str(matplotlib.rcParams["text.color"])
 
 
 def _finish(axes: Axes, xlabel: str, ylabel: str, *, log: bool, legend: bool, grid: Literal["x", "y"] = "y") -> None:

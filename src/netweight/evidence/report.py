@@ -245,7 +245,9 @@ def write_aside(path: Path, text: str) -> None:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error}.", cure="Choose a folder that you may write to.") from error
+        raise UsageError(
+            f"{path} cannot be written: {error}.", cure="Choose a folder that you may write to."
+        ) from error
 
 
 def _write(document: ReportDocument, page: str, folder: Path) -> Path:
@@ -282,7 +284,9 @@ def _table(table: Table) -> TableDocument:
             }
         )
     except (ValidationError, TypeError) as error:
-        raise UsageError(f"Table {table.title!r} cannot be shown: {error}.", cure="Cells are numbers or texts.") from error
+        raise UsageError(
+            f"Table {table.title!r} cannot be shown: {error}.", cure="Cells are numbers or texts."
+        ) from error
 
 
 def _json_object(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +294,9 @@ def _json_object(value: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", encode_json(dict(value)))
     except TypeError:
-        return {str(key): item if isinstance(item, (bool, int, float, str)) else str(item) for key, item in value.items()}
+        return {
+            str(key): item if isinstance(item, (bool, int, float, str)) else str(item) for key, item in value.items()
+        }
 
 
 def _default_environment() -> dict[str, Any]:

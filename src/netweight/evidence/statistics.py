@@ -214,7 +214,9 @@ def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float
         raise UsageError(f"{caller} takes a list of numbers, not an array of shape {values.shape}.")
     if len(values) < minimum:
         few = " Use t_interval for 2 to 4 samples." if caller == "bootstrap" else ""
-        raise UsageError(f"{caller} needs at least {minimum} samples and got {len(values)}.", cure=f"Measure more.{few}")
+        raise UsageError(
+            f"{caller} needs at least {minimum} samples and got {len(values)}.", cure=f"Measure more.{few}"
+        )
     if not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
         raise UsageError(
