@@ -1,0 +1,1 @@
+"""The methods; each opens with its config and its audit. Methods never import each other."""

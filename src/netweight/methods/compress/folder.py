@@ -1,0 +1,319 @@
+"""Whole model folders compressed and restored: resumable after a kill, and in place only when complete.
+
+The work is done beside the target, in `.NAME.netweight-part`: the folder to be under `tree/`, and a journal of
+finished files. A run that is killed or interrupted leaves it; the next run takes from it what still fits its inputs and
+settings. A run that fails removes it. At the end `tree` is renamed to the target.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from netweight.core import digest
+from netweight.core.progress import QUIET, Progress, Task
+from netweight.errors import UsageError
+from netweight.methods.compress.config import CompressConfig
+from netweight.methods.compress.loaders import mark_config, rewrite_index
+from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
+from netweight.methods.compress.plan import Item, Plan, lies_in_diffusers_model, make_plan
+from netweight.methods.compress.shard import check_digest, compress_shard, restore_shard
+from netweight.methods.compress.workplace import Workplace, workplace
+from netweight.store.atomic import refuse_existing, whole_file
+from netweight.store.reading import weight_map
+from netweight.store.writing import Level
+
+__all__ = ["Summary", "compress_folder", "decompress_folder"]
+
+_WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
+
+
+@final
+@dataclass(frozen=True)
+class Summary:
+    """What a run did.
+
+    Attributes:
+        source: What was read.
+        target: What was written.
+        tensors: Number of tensors.
+        nbytes: Bytes of the plain weight files.
+        stored_nbytes: Bytes of the compressed weight files.
+        files: Number of all files of the plain folder.
+        resumed: How many of them an earlier, interrupted run had finished.
+        left_out: Files left out by variant or exclusion.
+        seconds: Time taken.
+    """
+
+    source: Path
+    target: Path
+    tensors: int
+    nbytes: int
+    stored_nbytes: int
+    files: int
+    resumed: int
+    left_out: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Plain bytes per compressed byte; 1 if there are none."""
+        return self.nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
+
+
+def compress_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    level: Level = "default",
+    threads: int | None = None,
+    overwrite: bool = False,
+    variant: str | None = None,
+    exclude: tuple[str, ...] = (),
+    progress: Progress = QUIET,
+) -> Summary:
+    """Compress a model folder, or a single safetensors file, without losing a bit.
+
+    Args:
+        source: A `.safetensors` file; or a folder of a transformers or diffusers model, pipeline or adapter. It is only
+            read.
+        target: Where the compressed file or folder goes. It appears whole or not at all.
+        level: `"fast"`, `"default"` or `"max"`, ever smaller and slower to write.
+        threads: Threads of the encoder; None takes all cores that the process may use.
+        overwrite: Whether an existing target may be replaced.
+        variant: Take only the weight files of this variant, e.g. `"fp16"`, where a folder has it.
+        exclude: Shell patterns of files to leave out, e.g. `("*.bin",)`.
+        progress: Where progress is shown.
+
+    Returns:
+        Sizes, counts and time.
+
+    Raises:
+        UsageError: The source is not there, holds no weights or is compressed already; or the target lies in it.
+        OutputExists: The target exists.
+        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        UnsafeInput: Weights are pickles, or a link or index leads out of the folder.
+        CorruptBlob: A weights file is damaged.
+    """
+    config = CompressConfig(level=level, threads=threads, variant=variant, exclude=tuple(exclude))
+    source, target, started = Path(source), Path(target), time.monotonic()
+    _check_ends(source, target, overwrite)
+    if source.is_file():
+        with progress.task(f"compress {source.name}", source.stat().st_size) as task:
+            result = compress_shard(
+                source, target, level=level, threads=config.workers, overwrite=overwrite, advance=task.update
+            )
+        seconds = time.monotonic() - started
+        return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
+    plan = make_plan(source, config)
+    total = sum(item.size for item in plan.items)
+    with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
+        compression = _Compression(source, plan, config, work, task)
+        resumed = compression.run()
+        manifest = Manifest(level, tuple(compression.done[item.path] for item in plan.items), plan.folders)
+        _write(work.tree / MANIFEST, manifest.to_json().encode())
+        work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
+    return _summary(source, target, manifest, resumed, plan.left_out, started)
+
+
+def decompress_folder(
+    source: str | Path,
+    target: str | Path,
+    *,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = QUIET,
+) -> Summary:
+    """Restore what `compress_folder` was given: every file byte for byte. All digests are checked.
+
+    Args:
+        source: A compressed file or folder. It is only read.
+        target: Where the plain file or folder goes. It appears whole or not at all.
+        threads: Threads of the decoder; None takes all cores that the process may use.
+        overwrite: Whether an existing target may be replaced.
+        progress: Where progress is shown.
+
+    Returns:
+        Sizes, counts and time.
+
+    Raises:
+        UsageError: The source is not there or not compressed, or the target lies in it.
+        OutputExists: The target exists.
+        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        CorruptBlob: A file is damaged; the tensor is named.
+        UnsafeInput: The manifest points outside the folder.
+    """
+    config = CompressConfig(threads=threads)
+    source, target, started = Path(source), Path(target), time.monotonic()
+    _check_ends(source, target, overwrite)
+    if source.is_file():
+        with progress.task(f"decompress {source.name}") as task:
+            result = restore_shard(source, target, threads=config.workers, overwrite=overwrite, advance=task.update)
+        seconds = time.monotonic() - started
+        return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
+    manifest = Manifest.read(source)
+    _check_files(source, manifest)
+    total = sum(entry.nbytes for entry in manifest.files)
+    with workplace(target, overwrite=overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
+        resumed = 0
+        for entry in manifest.files:
+            task.describe(entry.path)
+            status = (source / entry.stored).stat()
+            key = {"path": entry.path, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "digest": entry.digest}
+            if work.finished(key) is not None:
+                resumed += 1
+                task.update(entry.nbytes)
+                continue
+            _restore(source / entry.stored, work.place(entry.path), entry, config.workers, task)
+            work.record(key, {}, work.tree / entry.path)
+        work.finish([entry.path for entry in manifest.files], manifest.folders)
+    return _summary(source, target, manifest, resumed, (), started)
+
+
+def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
+    """Refuse ends that cannot be before anything is read."""
+    if not source.exists():
+        raise UsageError(f"There is no file or folder {source}.", cure="Check the path.")
+    read, written = source.resolve(), target.resolve()
+    if read == written:
+        raise UsageError(f"{source} cannot be its own target.", cure="Choose another name.")
+    if source.is_dir() and (written.is_relative_to(read) or read.is_relative_to(written)):
+        raise UsageError(f"{source} and {target} lie one inside the other.", cure="Choose a place beside it.")
+    if target.exists() and source.is_dir() != target.is_dir():
+        raise UsageError(
+            f"{target} is {'a folder' if target.is_dir() else 'a file'}, {source} is not.", cure="Remove it."
+        )
+    refuse_existing(target, overwrite=overwrite)
+
+
+@final
+@dataclass(frozen=True)
+class _Compression:
+    """One run over a folder: what is read, how, and where it goes."""
+
+    source: Path
+    plan: Plan
+    config: CompressConfig
+    work: Workplace
+    task: Task
+    done: dict[str, FileEntry] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Do every file; return how many an earlier run had done."""
+        resumed = 0
+        how = {"weights": self.weights, "index": self.index, "config": self.configuration, "other": self.other}
+        for item in sorted(self.plan.items, key=lambda item: _WORK_ORDER[item.role]):
+            self.task.describe(item.path)
+            key = {**vars(item), "level": self.config.level}
+            # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
+            known = self.work.finished(key) if item.role in ("weights", "other") else None
+            if known is None:
+                entry = how[item.role](item)
+                self.work.record(key, vars(entry), self.work.tree / item.stored)
+            else:
+                entry = FileEntry(**known)
+                resumed += 1
+                self.task.update(item.size)
+            self.done[item.path] = entry
+        return resumed
+
+    def weights(self, item: Item) -> FileEntry:
+        """Compress a weights file."""
+        result = compress_shard(
+            self.source / item.path,
+            self.work.place(item.stored),
+            level=self.config.level,
+            threads=self.config.workers,
+            overwrite=True,
+            advance=self.task.update,
+        )
+        sizes = {"tensors": result.tensors, "payload": result.payload, "stored_nbytes": result.stored_nbytes}
+        return FileEntry(item.path, "compressed", item.stored, result.nbytes, result.digest, **sizes)
+
+    def index(self, item: Item) -> FileEntry:
+        """Rewrite an index for the compressed shards."""
+        file, parent = self.source / item.path, Path(item.path).parent
+        shards = {(parent / name).as_posix() for name in weight_map(file).values()}
+        total = sum(entry.payload for path, entry in self.done.items() if path in shards)
+        content = file.read_bytes()
+        return self.rewrite(
+            item, content, rewrite_index(content, diffusers=lies_in_diffusers_model(file), total_size=total)
+        )
+
+    def configuration(self, item: Item) -> FileEntry:
+        """Mark a configuration, so that loaders that lack netweight refuse the folder."""
+        content, parent = (self.source / item.path).read_bytes(), Path(item.path).parent
+        weights = [Path(other.path) for other in self.plan.items if other.role in ("weights", "index")]
+        beside = [path.name for path in weights if path.parent == parent]
+        marked = mark_config(Path(item.path).name, content, beside)
+        return self.other(item) if marked is None else self.rewrite(item, content, marked)
+
+    def other(self, item: Item) -> FileEntry:
+        """Carry a file over."""
+        target = self.work.place(item.stored)
+        _copy(self.source / item.path, target)
+        self.task.update(item.size)
+        found, size = digest.of_file(target), target.stat().st_size
+        return FileEntry(item.path, "carried", item.stored, size, found, size, found)
+
+    def rewrite(self, item: Item, content: bytes, stored: bytes) -> FileEntry:
+        """Write new content for a file and keep the original in its entry."""
+        _write(self.work.place(item.stored), stored)
+        self.task.update(len(content))
+        digests = digest.of_bytes(content), digest.of_bytes(stored)
+        return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
+
+
+def _check_files(source: Path, manifest: Manifest) -> None:
+    missing = [entry.stored for entry in manifest.files if not (source / entry.stored).is_file()]
+    if missing:
+        raise UsageError(
+            f"{source} lacks {len(missing)} of its files: {', '.join(missing[:5])}.", cure="Fetch them again."
+        )
+
+
+def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: Task) -> None:
+    """Restore one file and compare it with what was recorded."""
+    if entry.kind == "compressed":
+        found = restore_shard(stored, target, threads=threads, overwrite=True, advance=task.update).digest
+    else:
+        if entry.kind == "rewritten":
+            _write(target, entry.original_content())
+        else:
+            _copy(stored, target)
+        found = digest.of_file(target)
+        task.update(entry.nbytes)
+    check_digest(stored, found, entry.digest)
+
+
+def _write(target: Path, content: bytes) -> None:
+    with whole_file(target, overwrite=True) as file:
+        file.write(content)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy content and permissions, so that the copy appears whole or not at all."""
+    with whole_file(target, overwrite=True) as output, open(source, "rb") as content:
+        shutil.copyfileobj(content, output, 1 << 22)
+        os.fchmod(output.fileno(), source.stat().st_mode & 0o777 | 0o200)
+
+
+def _summary(
+    source: Path, target: Path, manifest: Manifest, resumed: int, left_out: tuple[str, ...], started: float
+) -> Summary:
+    weights = [entry for entry in manifest.files if entry.kind == "compressed"]
+    return Summary(
+        source,
+        target,
+        sum(entry.tensors for entry in weights),
+        sum(entry.nbytes for entry in weights),
+        sum(entry.stored_nbytes for entry in weights),
+        len(manifest.files),
+        resumed,
+        left_out,
+        time.monotonic() - started,
+    )

@@ -1,0 +1,157 @@
+"""`netweight.json`: what a compressed folder holds and what it was made from, enough to restore every file.
+
+{"format": "netweight-folder", "version": 1, "level": "default",
+ "files": [{"path": "model.safetensors", "kind": "compressed", "stored": "model.net.safetensors", ...},
+           {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
+           {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
+ "folders": ["empty"]}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self, final, get_args
+
+from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
+from netweight.store.description import deflate_text, inflate_text
+
+__all__ = ["MANIFEST", "FileEntry", "Kind", "Manifest"]
+
+MANIFEST = "netweight.json"
+Kind = Literal["compressed", "rewritten", "carried"]
+_FORMAT, _VERSION = "netweight-folder", 1
+
+
+@final
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the original folder.
+
+    Attributes:
+        path: Its path in the original folder, with slashes.
+        kind: `"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged.
+        stored: Its path in the compressed folder.
+        nbytes: Its size in the original folder.
+        digest: Digest of its original content.
+        stored_nbytes: Its size in the compressed folder.
+        stored_digest: Digest of its content in the compressed folder; None for compressed weights, which carry a digest
+            per tensor.
+        original: The original content of a rewritten file, deflated, as base64; else None.
+        tensors: Number of tensors of compressed weights; else 0.
+        payload: Bytes of all compressed tensors; else 0.
+    """
+
+    path: str
+    kind: Kind
+    stored: str
+    nbytes: int
+    digest: str
+    stored_nbytes: int
+    stored_digest: str | None = None
+    original: str | None = None
+    tensors: int = 0
+    payload: int = 0
+
+    @classmethod
+    def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
+        """An entry for a file whose original content is kept.
+
+        Args:
+            path: Its path in the original folder.
+            stored: Its path in the compressed folder.
+            original: Its original content.
+            digests: Digests of the original and of the stored content.
+            size: Size of the stored content in bytes.
+        """
+        return cls(path, "rewritten", stored, len(original), digests[0], size, digests[1], deflate_text(original))
+
+    def original_content(self) -> bytes:
+        """The original content of a rewritten file.
+
+        Raises:
+            CorruptBlob: The kept content is damaged.
+        """
+        try:
+            return inflate_text(self.original or "", limit=self.nbytes + 1)
+        except ValueError as error:
+            raise CorruptBlob(
+                f"{MANIFEST}: the kept content of {self.path} is damaged ({error}).", cure="Fetch the file again."
+            ) from error
+
+
+@final
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `netweight.json`.
+
+    Attributes:
+        level: The codec's level.
+        files: All files of the original folder.
+        folders: Its empty folders.
+    """
+
+    level: str
+    files: tuple[FileEntry, ...]
+    folders: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Write the manifest."""
+        fields = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "level": self.level,
+            "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
+            "folders": list(self.folders),
+        }
+        return json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check the manifest of a compressed folder.
+
+        Raises:
+            UsageError: The folder has none, so netweight did not compress it.
+            CorruptBlob: It is damaged.
+            Unsupported: A newer release wrote it.
+            UnsafeInput: It points outside the folder.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise UsageError(
+                f"{folder} has no {MANIFEST}: it is not a folder that netweight compressed.", cure="Check the path."
+            )
+        try:
+            fields = json.loads(path.read_bytes())
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"its format is {fields['format']!r}")
+            if fields["version"] != _VERSION:
+                raise Unsupported(
+                    f"{path} is of version {fields['version']!r}; this release reads version {_VERSION}.",
+                    cure="Upgrade netweight: pip install --upgrade netweight.",
+                )
+            files = tuple(_entry(entry) for entry in fields["files"])
+            manifest = cls(str(fields["level"]), files, tuple(str(name) for name in fields["folders"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
+        for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
+            if not _inside(name):
+                raise UnsafeInput(f"{path} points outside its folder: {name!r}.", cure="Do not use this model.")
+        return manifest
+
+
+def _entry(fields: dict[str, Any]) -> FileEntry:
+    entry = FileEntry(**{"stored_nbytes": 0, "nbytes": 0, **fields})
+    texts = (entry.path, entry.stored, entry.digest)
+    numbers = (entry.nbytes, entry.stored_nbytes, entry.tensors, entry.payload)
+    if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("an entry is malformed")
+    if entry.kind not in get_args(Kind):
+        raise ValueError(f"a file is of unknown kind {entry.kind!r}")
+    return entry
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name

@@ -1,0 +1,160 @@
+"""One safetensors file compressed, or restored byte for byte, in memory of one tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import xxhash
+
+from netweight.core.digest import ALGORITHM
+from netweight.errors import CorruptBlob, UsageError
+from netweight.store.atomic import whole_file
+from netweight.store.header import build_header
+from netweight.store.reading import StoredFile
+from netweight.store.writing import Level, StoreWriter
+
+__all__ = ["ShardResult", "compress_shard", "restore_shard"]
+
+
+@final
+@dataclass(frozen=True)
+class ShardResult:
+    """What one file gave.
+
+    Attributes:
+        tensors: Number of tensors.
+        nbytes: Size of the plain file in bytes.
+        digest: Digest of the plain file.
+        stored_nbytes: Size of the compressed file in bytes.
+        payload: Bytes of the compressed tensors alone.
+    """
+
+    tensors: int
+    nbytes: int
+    digest: str
+    stored_nbytes: int
+    payload: int
+
+
+def compress_shard(
+    source: Path,
+    target: Path,
+    *,
+    level: Level,
+    threads: int,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> ShardResult:
+    """Compress a safetensors file.
+
+    Args:
+        source: The plain file.
+        target: The compressed file; it appears whole or not at all.
+        level: The codec's level.
+        threads: Threads of the encoder.
+        overwrite: Whether `target` may be replaced.
+        advance: Called with the bytes of each tensor when it is done.
+
+    Raises:
+        UsageError: The file is compressed already, or changed while it was read.
+        CorruptBlob: The file is damaged.
+        OutputExists: `target` exists.
+        OutputFailed: `target` could not be written.
+    """
+    file = StoredFile(source)
+    before = os.stat(source)
+    if file.description is not None:
+        raise UsageError(f"{source} is compressed already.", cure="Decompress it first.")
+    whole = xxhash.xxh3_128(_head(file.header.raw))
+    payload = 0
+    try:
+        with StoreWriter(target, level=level, overwrite=overwrite, threads=threads, original=file.header) as writer:
+            for span in file.header.spans:
+                content = file.raw(span.name)
+                payload += writer.add_raw(span.name, content, span.dtype, span.shape)
+                whole.update(content)
+                content.release()
+                file.release(span.name)
+                advance(span.nbytes)
+            after = os.stat(source)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise UsageError(f"{source} changed while it was read.", cure="Wait until it is complete; try again.")
+    finally:
+        file.close()
+    digest = f"{ALGORITHM}:{whole.hexdigest()}"
+    return ShardResult(len(file.header.spans), before.st_size, digest, target.stat().st_size, payload)
+
+
+def restore_shard(
+    source: Path,
+    target: Path,
+    *,
+    threads: int,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> ShardResult:
+    """Restore the safetensors file that a compressed one was made from; every tensor's digest is checked.
+
+    Args:
+        source: The compressed file.
+        target: The plain file; it appears whole or not at all.
+        threads: Threads of the decoder.
+        overwrite: Whether `target` may be replaced.
+        advance: Called with the bytes of each tensor when it is done.
+
+    Returns:
+        The digest is that of the restored file.
+
+    Raises:
+        UsageError: The file is not compressed.
+        CorruptBlob: The file is damaged; the tensor is named.
+        OutputExists: `target` exists.
+        OutputFailed: `target` could not be written.
+    """
+    file = StoredFile(source)
+    if file.description is None:
+        raise UsageError(f"{source} is not compressed.", cure="Check the path.")
+    header = file.original_header.raw if file.original_header is not None else _own_header(file)
+    whole = xxhash.xxh3_128(_head(header))
+    payload = 0
+    try:
+        with whole_file(target, overwrite=overwrite) as output:
+            output.write(_head(header))
+            for name in file.names():
+                content = file.content(name, threads=threads, check=True)
+                output.write(content)
+                whole.update(content)
+                payload += file.info(name).stored_nbytes
+                file.release(name)
+                advance(file.info(name).nbytes)
+    finally:
+        file.close()
+    digest = f"{ALGORITHM}:{whole.hexdigest()}"
+    return ShardResult(len(file.names()), target.stat().st_size, digest, source.stat().st_size, payload)
+
+
+def check_digest(path: Path, found: str, recorded: str) -> None:
+    """Compare a restored file with what was recorded of the original.
+
+    Raises:
+        CorruptBlob: They differ.
+    """
+    if found != recorded:
+        raise CorruptBlob(
+            f"{path}: the restored content has digest {found}, recorded is {recorded}.",
+            cure="The compressed folder is damaged: fetch or make it again.",
+        )
+
+
+def _head(raw: bytes) -> bytes:
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _own_header(file: StoredFile) -> bytes:
+    """A header for tensors that never were in a plain file."""
+    infos = [file.info(name) for name in file.names()]
+    return build_header([(i.name, i.dtype, i.shape, i.nbytes) for i in infos], {"format": "pt"})

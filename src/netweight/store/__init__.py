@@ -1,0 +1,10 @@
+"""Tensors at rest: safetensors files and folders whose tensors may be compressed, read and written one at a time.
+
+A compressed file is an ordinary safetensors file. Each tensor `name` is stored as a U8 tensor `name.net` that holds the
+codec's bytes; the entry `netweight` of `__metadata__` says what each was (see `description.py`).
+"""
+
+from netweight.store.reading import Store, TensorInfo, open_store
+from netweight.store.writing import StoreWriter
+
+__all__ = ["Store", "StoreWriter", "TensorInfo", "open_store"]

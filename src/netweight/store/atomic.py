@@ -1,0 +1,134 @@
+"""Files and folders that appear whole or not at all: written aside, synced, renamed. Used by whatever writes weights.
+
+The temporary name is derived from the target's name, so that the next run finds what a killed run left behind, and it
+is locked while in use, so that two runs cannot mix. Works on POSIX systems.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from netweight.errors import NetweightError, OutputExists, UsageError
+
+__all__ = [
+    "OutputFailed",
+    "lock",
+    "naming_failures",
+    "part_of",
+    "refuse_existing",
+    "sync",
+    "whole_file",
+]
+
+
+class OutputFailed(NetweightError):
+    """The output could not be written: the disk is full, a quota or size limit was met, or the folder is read-only."""
+
+
+def part_of(target: Path) -> Path:
+    """The temporary path beside `target` in which it is written."""
+    return target.with_name(f".{target.name}.netweight-part")
+
+
+def refuse_existing(target: Path, *, overwrite: bool) -> None:
+    """Check that an output may be written.
+
+    Raises:
+        OutputExists: `target` exists and `overwrite` is false.
+        UsageError: The folder it should lie in does not exist.
+    """
+    if (target.exists() or target.is_symlink()) and not overwrite:
+        raise OutputExists(f"{target} exists already.", cure="Choose another name, or pass overwrite (--overwrite).")
+    if not target.parent.is_dir():
+        raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
+
+
+@contextmanager
+def naming_failures(target: Path) -> Iterator[None]:
+    """Turn the system's refusals to write `target` into errors with a cure.
+
+    Raises:
+        OutputFailed: The system refused; the cause is the `OSError`.
+    """
+    cures = {
+        errno.ENOSPC: "The disk is full: free space, or choose another disk.",
+        errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
+        errno.EFBIG: "The file would exceed the size limit: see `ulimit -f`, or choose another file system.",
+        errno.EROFS: "The file system is read-only: choose another place.",
+        errno.EACCES: "Permission is missing: choose another place.",
+    }
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in cures:
+            raise
+        raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to read and write, made if absent, that no other run may open this way meanwhile.
+
+    Raises:
+        UsageError: Another run holds it.
+    """
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise UsageError(f"Another run is writing {path}.", cure="Wait for it, or choose another name.") from error
+        # The file that was opened may have been renamed by its last owner before the lock was gained.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()
+    with file:
+        yield file
+
+
+@contextmanager
+def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
+    """Write a file that appears whole or not at all.
+
+    Args:
+        target: The file's final path.
+        overwrite: Whether an existing file may be replaced.
+
+    Yields:
+        The temporary file, empty, open to read and write. It is synced and renamed when the block ends, and removed if
+        the block raises.
+
+    Raises:
+        OutputExists: The file exists already.
+        OutputFailed: The disk is full or the place cannot be written.
+        UsageError: Another run is writing the same file.
+    """
+    refuse_existing(target, overwrite=overwrite)
+    part = part_of(target)
+    with naming_failures(target), lock(part) as file:
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        os.replace(part, target)
+        sync(target.parent)
