@@ -1,0 +1,62 @@
+# make tour    install what the tour needs and run it: everything at work on a small real model
+# make test    install what the tests need and run them
+# make check   style, formatting, types, the layers of the architecture
+# make study   the slow studies, resumable: fuzzing, and the papers' tables at paper scale
+# make bench   the codec against its peers on this machine; results go to benchmarks/results/
+# make clean   remove what was built, except downloaded packages
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet -c constraints.txt
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+# What an installation is made from: when one of these changes, netweight is installed again.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
+	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
+
+.PHONY: tour test check study bench clean
+
+tour: $(VENV)/tour.stamp
+	$(BIN)/netweight tour
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --config pyproject.toml
+
+study: $(VENV)/dev.stamp
+	if [ -x fuzz/run.sh ]; then PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh; fi
+	for table in $$($(BIN)/netweight reproduce --list --ids); do \
+		$(BIN)/netweight reproduce $$table --scale paper || exit 1; \
+	done
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/netweight benchmark codec
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+
+# torch goes first and alone: an exact version finds the small CPU build, a range would fetch gigabytes of CUDA.
+$(VENV)/torch.stamp: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(shell grep '^torch==' constraints.txt)
+	touch $@
+
+# Dependencies have stamps of their own, so that a change of code installs netweight alone.
+$(VENV)/build.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(PIP) scikit-build-core nanobind cmake ninja
+	touch $@
+
+$(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
+	$(PIP) --no-build-isolation ".[tour,evidence]"
+	touch $@
+
+$(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
+	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,bench]"
+	touch $@

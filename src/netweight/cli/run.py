@@ -1,0 +1,89 @@
+"""`netweight run`: check a recipe, show its plan, run or resume it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netweight.cli import FINDING_FAILED
+from netweight.cli.output import Output, output_option
+from netweight.core.progress import Progress
+
+if TYPE_CHECKING:
+    from netweight import recipes
+    from netweight.evidence.finding import Finding
+
+__all__ = ["run"]
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(dir_okay=False))
+@click.option("--plan", "only_plan", is_flag=True, help="Check everything, show the steps, do nothing.")
+@click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
+@click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
+@output_option
+@click.pass_context
+def run(
+    context: click.Context, recipe: str, only_plan: bool, subject: str | None, folder: str | None, output: Output
+) -> None:
+    """Run a recipe: treatments and audits from the YAML file RECIPE.
+
+    Steps that an earlier run finished are not done again. Exits with 1 if a finding misses its target.
+    """
+    from netweight import recipes
+
+    plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder))
+    if only_plan:
+        output.result({"plan": plan.to_json()})
+        _show_plan(output, plan)
+        return
+    done = recipes.run(plan, progress=Progress(), command=shlex.join(["netweight", *sys.argv[1:]]))
+    report = plan.recipe.output / "report.html"
+    _show(output, done)
+    output.line(f"\nReport: {report}")
+    output.result({"plan": plan.to_json(), "steps": [_as_json(step) for step in done], "report": str(report)})
+    if any(step.failed for step in done):
+        context.exit(FINDING_FAILED)
+
+
+def _show_plan(output: Output, plan: recipes.Plan) -> None:
+    output.line(f"{plan.recipe.subject} → {plan.recipe.output}")
+    for step in plan.steps:
+        settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
+        output.line(f"{step.number}. {step.verb}: {settings}")
+        output.line(f"   audits: {', '.join(step.audits) or 'none'}")
+        _show_left_out(output, step)
+
+
+def _show_left_out(output: Output, step: recipes.Step) -> None:
+    if step.left_out or not step.audits:
+        missing = ", ".join(step.left_out) or "it has none"
+        output.line(f"   not proved: {step.verb} without its audits ({missing})", fg="red")
+
+
+def _show(output: Output, done: list[recipes.Done]) -> None:
+    for entry in done:
+        output.line(f"{entry.step.number}. {entry.step.verb} → {entry.path}", bold=True)
+        if entry.remembered:
+            output.line("   done by an earlier run")
+        _show_left_out(output, entry.step)
+        output.table((), [_row(finding) for found in entry.findings.values() for finding in found], indent=3)
+
+
+def _row(finding: Finding) -> tuple[str, str, str]:
+    value = f"{finding.value:.6g}" if isinstance(finding.value, float) else str(finding.value)
+    verdict = {True: "passed", False: "FAILED", None: ""}[finding.passed]
+    return finding.name, f"{value} {finding.unit}".rstrip(), verdict
+
+
+def _as_json(entry: recipes.Done) -> dict[str, Any]:
+    return {
+        "treatment": entry.step.verb,
+        "path": str(entry.path),
+        "remembered": entry.remembered,
+        "left_out": list(entry.step.left_out),
+        "findings": {name: [finding.to_json() for finding in found] for name, found in entry.findings.items()},
+    }

@@ -1,0 +1,17 @@
+"""Recipes: a YAML file says what is done to a model and how it is proved; here it is checked, planned, run and resumed.
+
+    subject: my-model                # a folder or .safetensors file
+    treatments:
+      - compress: {level: max}       # in this order; settings as on the command line
+    audits: all                      # or a list of names; what is left out is shown in red
+    output: runs/my-model            # the results, the ledger and the report
+
+Paths are taken from the current folder. Every step is remembered in the output's ledger by a digest of its input and
+settings, so that a second run continues where the first one stopped. Called by `netweight run`.
+"""
+
+from netweight.recipes.reading import Recipe, read_recipe
+from netweight.recipes.running import Done, Plan, Step, run
+from netweight.recipes.treatments import Treatment, register
+
+__all__ = ["Done", "Plan", "Recipe", "Step", "Treatment", "read_recipe", "register", "run"]

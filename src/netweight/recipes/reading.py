@@ -1,0 +1,127 @@
+"""A recipe's YAML file → a `Recipe` of which everything that can be known before work has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import pydantic
+import yaml
+
+from netweight.core.names import nearest_names
+from netweight.errors import UsageError
+from netweight.recipes.treatments import Chosen, choose, explain, unknown_keys
+
+__all__ = ["Recipe", "read_recipe"]
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as it was read; all of it is known to be well-formed.
+
+    Attributes:
+        subject: The model that is treated, a folder or a file.
+        treatments: Treatments with their settings, in order; at least one.
+        audits: Names of the audits to run, or "all".
+        output: Folder of results; made when missing.
+        seed: Root of every random choice.
+    """
+
+    subject: Path
+    treatments: tuple[Chosen, ...]
+    audits: Literal["all"] | tuple[str, ...]
+    output: Path
+    seed: int
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, which also refuses a key given twice instead of forgetting the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for twice in (key for place, key in enumerate(keys) if key in keys[:place]):
+            raise yaml.MarkedYAMLError(problem=f"the key {twice!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Fields(pydantic.BaseModel):
+    """The outline of a recipe; treatments are checked one by one, each against its own settings."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+    subject: str = pydantic.Field(min_length=1)
+    treatments: tuple[Any, ...] = pydantic.Field(min_length=1)
+    audits: Literal["all"] | tuple[str, ...] = "all"
+    output: str = pydantic.Field(min_length=1)
+    seed: int = 0
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except OSError as error:
+        raise UsageError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"The recipe {path} is empty or no mapping.", cure="It needs subject, treatments and output.")
+    return content
+
+
+def read_recipe(path: str | Path, *, subject: str | None = None, output: str | None = None) -> Recipe:
+    """Read a recipe and check everything that can be known before work; all problems are reported at once.
+
+    Args:
+        path: The YAML file.
+        subject: Takes the place of the file's subject.
+        output: Takes the place of the file's output.
+
+    Raises:
+        UsageError: The file cannot be read, or something in it is wrong; the message lists every problem.
+    """
+    content = _load(Path(path))
+    content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
+    problems = unknown_keys(content, list(_Fields.model_fields), "")
+    listed = content.get("treatments")
+    entries = listed if isinstance(listed, list) else []
+    treatments = [choose(entry, f"treatments.{place}", problems) for place, entry in enumerate(entries)]
+    chosen = tuple(treatment for treatment in treatments if treatment is not None)
+    try:
+        fields = _Fields.model_validate(content)
+    except pydantic.ValidationError as error:
+        raise _refusal(path, [*explain(error), *problems]) from None
+    recipe = Recipe(Path(fields.subject), chosen, fields.audits, Path(fields.output), fields.seed)
+    problems += _path_problems(recipe)
+    if len(chosen) == len(entries):  # else it is unknown which audits there are
+        problems += _audit_problems(recipe)
+    if problems:
+        raise _refusal(path, problems)
+    return recipe
+
+
+def _refusal(path: str | Path, problems: list[str]) -> UsageError:
+    count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return UsageError(f"The recipe {path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _path_problems(recipe: Recipe) -> list[str]:
+    problems = []
+    if not recipe.subject.exists():
+        problems.append(f"subject: {recipe.subject} does not exist.")
+    elif recipe.output.resolve().is_relative_to(recipe.subject.resolve()):
+        problems.append(f"output: {recipe.output} lies inside the subject, which is never changed.")
+    if recipe.output.exists() and not recipe.output.is_dir():
+        problems.append(f"output: {recipe.output} is a file; it must be a folder.")
+    return problems
+
+
+def _audit_problems(recipe: Recipe) -> list[str]:
+    known = sorted({name for chosen in recipe.treatments for name in chosen.treatment.audits})
+    return [
+        f"audits: no treatment of this recipe has an audit {name!r}. "
+        f"Nearest: {', '.join(nearest_names(name, known, count=2)) or 'none'}."
+        for name in (recipe.audits if recipe.audits != "all" else ())
+        if name not in known
+    ]

@@ -1,0 +1,172 @@
+"""The treatments that a recipe may name: a verb, the type of its settings, what it does and what its audits look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar, final
+
+import pydantic
+
+from netweight.core.names import nearest_names
+from netweight.core.progress import Progress
+from netweight.errors import NetweightError, UsageError
+from netweight.evidence.audit import audits_of
+from netweight.methods.compress.config import CompressConfig
+
+__all__ = ["Apply", "Chosen", "Treatment", "choose", "explain", "register"]
+
+T = TypeVar("T")
+Apply = Callable[[Path, Path, T, Progress], object]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Treatment(Generic[T]):
+    """A treatment of model files that recipes know.
+
+    Attributes:
+        verb: Its key in the YAML file, and its name in the register of audits.
+        config: The frozen dataclass of its settings.
+        home: The module that declares and registers its audits when imported.
+        apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
+            or not at all; it never changes `source`.
+        subject: Takes `(destination, source)` and returns what its audits take as their subject.
+    """
+
+    verb: str
+    config: type[T]
+    home: str
+    apply: Apply[T]
+    subject: Callable[[Path, Path], Any]
+
+    @property
+    def audits(self) -> tuple[str, ...]:
+        """The names of its audits."""
+        importlib.import_module(self.home)
+        return tuple(audits_of(self.verb))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A treatment with the settings that a recipe gives it."""
+
+    treatment: Treatment[Any]
+    config: Any
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
+
+
+_TREATMENTS: dict[type, Treatment[Any]] = {}
+
+
+def register(treatment: Treatment[Any]) -> None:
+    """Make a treatment known to recipes, under the type of its settings.
+
+    Raises:
+        UsageError: Its verb or the type of its settings is taken.
+    """
+    taken = {known.verb for known in _TREATMENTS.values()}
+    if treatment.config in _TREATMENTS or treatment.verb in taken:
+        raise UsageError(
+            f"The treatment {treatment.verb!r} or its settings {treatment.config.__name__} are registered already.",
+            cure="Choose another verb and a type of its own.",
+        )
+    _TREATMENTS[treatment.config] = treatment
+
+
+def _compress(source: Path, destination: Path, settings: CompressConfig, progress: Progress) -> None:
+    from netweight.methods.compress.folder import compress_folder
+
+    compress_folder(
+        source,
+        destination,
+        level=settings.level,
+        threads=settings.threads,
+        variant=settings.variant,
+        exclude=settings.exclude,
+        progress=progress,
+    )
+
+
+register(
+    Treatment(
+        "compress",
+        CompressConfig,
+        home="netweight.methods.compress.audit",
+        apply=_compress,
+        subject=lambda destination, source: destination,
+    )
+)
+
+
+def explain(error: pydantic.ValidationError, where: str = "") -> list[str]:
+    """Put pydantic's complaints into one line each.
+
+    Args:
+        error: What pydantic found.
+        where: Place of the checked value in the recipe, ending with a dot unless empty.
+    """
+    lines = []
+    for problem in error.errors(include_url=False):
+        place = where + ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            lines.append(f"{place}: is missing.")
+        else:
+            lines.append(f"{place}: {problem['msg']}, not {problem['input']!r}.")
+    return lines
+
+
+def choose(entry: Any, where: str, problems: list[str]) -> Chosen | None:
+    """Check one entry of a recipe's `treatments`: a verb alone, or a verb with its settings.
+
+    Args:
+        entry: The entry as YAML gives it.
+        where: Its place in the recipe, for messages.
+        problems: Receives one line for everything that is wrong.
+
+    Returns:
+        The treatment with its settings; None if something is wrong.
+    """
+    if isinstance(entry, str):
+        entry = {entry: None}
+    if not isinstance(entry, dict) or len(entry) != 1:
+        problems.append(f"{where}: write a treatment as `- verb` or `- verb: {{settings}}`, not {entry!r}.")
+        return None
+    ((verb, settings),) = entry.items()
+    known = {treatment.verb: treatment for treatment in _TREATMENTS.values()}
+    if verb not in known:
+        near = ", ".join(nearest_names(str(verb), known, count=2))
+        problems.append(f"{where}: there is no treatment {verb!r}. Nearest: {near}.")
+        return None
+    return _configure(known[verb], {} if settings is None else settings, f"{where}.{verb}.", problems)
+
+
+def _configure(treatment: Treatment[Any], settings: Any, where: str, problems: list[str]) -> Chosen | None:
+    """Check the settings of a treatment against its type."""
+    found = unknown_keys(settings, [field.name for field in dataclasses.fields(treatment.config)], where)
+    try:
+        config = pydantic.TypeAdapter(treatment.config).validate_python(settings)
+    except pydantic.ValidationError as error:
+        found += explain(error, where)
+    except NetweightError as error:
+        found.append(f"{where.rstrip('.')}: {error}")
+    problems += found
+    return None if found else Chosen(treatment, config)
+
+
+def unknown_keys(given: Any, known: list[str], where: str) -> list[str]:
+    """Write one line for each key that nothing knows, with the nearest known ones."""
+    if not isinstance(given, dict):
+        return []
+    return [
+        f"{where}{key}: there is no such key. Nearest: {', '.join(nearest_names(str(key), known, count=2))}."
+        for key in given
+        if key not in known
+    ]
