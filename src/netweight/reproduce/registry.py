@@ -1,0 +1,206 @@
+"""What can be measured again: functions registered under the id of the table or figure they measure.
+
+A module that defines tables imports nothing heavy at its top; it is listed in `MODULES` and imported when the
+registry is first asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+from netweight.evidence.figures import Figure
+from netweight.evidence.finding import Finding, Number
+
+__all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
+
+MODULES = ("netweight.reproduce.neuzip",)
+"""Modules that register tables."""
+
+Scale: TypeAlias = Literal["small", "paper"]
+_REGISTER: dict[str, TableEntry] = {}
+
+# What a table may need: an extra of this package (with a module that tells whether it is installed), or a thing.
+_EXTRAS = {
+    "llm": "transformers",
+    "diffusion": "diffusers",
+    "federated": "flwr",
+    "dp": "opacus",
+    "evidence": "matplotlib",
+    "bench": "zipnn",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a published or measured table.
+
+    Attributes:
+        name: Heading; a measured column is laid beside the published one of the same name.
+        unit: Unit of its values, in plain text.
+        better: Which direction is better, or None.
+    """
+
+    name: str
+    unit: str = ""
+    better: Literal["higher", "lower"] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a published or measured table.
+
+    Attributes:
+        name: A measured row is laid beside the published one of the same name.
+        values: One per column; None where there is no number.
+    """
+
+    name: str
+    values: tuple[Number | None, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a table function measured.
+
+    Attributes:
+        columns: Columns of the measured table.
+        rows: Its rows.
+        differs: What differs from the paper's set-up, one sentence each; empty only for the very same set-up.
+        labels: Measured row or column name → name of the published one it is to be laid beside, where they differ.
+        findings: What the numbers say, with intervals and targets where there are any.
+        figures: Pictures.
+        notes: Lines for below the table.
+        inputs: Name of each input → its digest.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    differs: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    notes: tuple[str, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that rows fit columns and that labels name something."""
+        for row in self.rows:
+            if len(row.values) != len(self.columns):
+                sizes = f"{len(row.values)} values for {len(self.columns)} columns"
+                raise UsageError(f"Measured row {row.name!r} has {sizes}.", cure="Give one per column, or None.")
+        names = {part.name for part in (*self.rows, *self.columns)}
+        for name in self.labels:
+            if name not in names:
+                raise UsageError(
+                    f"The label {name!r} names no measured row or column.", cure=f"There are: {sorted(names)}."
+                )
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A registered table.
+
+    Attributes:
+        id: For example "neuzip-fig1".
+        run: The function that measures it: `(scale, out, **options) -> Measured`.
+        needs: What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`.
+        paper_needs: What it needs besides, in words, at the paper's scale.
+        stand_in: Whether its small scale measures a stand-in for what the paper used.
+    """
+
+    id: str
+    run: Callable[..., Measured]
+    needs: tuple[str, ...]
+    paper_needs: tuple[str, ...]
+    stand_in: bool
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that `run` takes beside scale and out."""
+        kinds = inspect.signature(self.run).parameters.values()
+        return tuple(p.name for p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def table(
+    table_id: str, *, needs: tuple[str, ...] = (), paper_needs: tuple[str, ...] = (), stand_in: bool = False
+) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
+    """Register the decorated function as the one that measures a table or figure.
+
+    The function takes `scale` ("small": minutes on a laptop; "paper": the paper's size) and `out`, a folder of its own
+    in which it may keep what lets it resume, and optional keyword-only arguments; it returns a `Measured`.
+
+    Args:
+        table_id: The name of the file with the published numbers, or of a figure in the catalog.
+        needs: What it needs: names of extras, "gpu", "data:FOLDER".
+        paper_needs: What the paper's scale needs besides, in words.
+        stand_in: Whether the small scale measures a stand-in.
+
+    Raises:
+        UsageError: The id is taken, or a need is unknown.
+    """
+    for need in needs:
+        if need not in _EXTRAS and need != "gpu" and not need.startswith("data:"):
+            raise UsageError(f"Table {table_id!r} needs {need!r}, which is unknown.", cure=f"Known: {sorted(_EXTRAS)}.")
+
+    def register(run: Callable[..., Measured]) -> Callable[..., Measured]:
+        entry = TableEntry(table_id, run, needs, paper_needs, stand_in)
+        if _REGISTER.setdefault(table_id, entry).run is not run:
+            raise UsageError(f"Table {table_id!r} is registered twice.", cure="Keep one of the two functions.")
+        return run
+
+    return register
+
+
+def registered() -> Mapping[str, TableEntry]:
+    """Return all registered tables by id; imports the modules that define them."""
+    for module in MODULES:
+        importlib.import_module(module)
+    return dict(_REGISTER)
+
+
+def find(table_id: str) -> TableEntry:
+    """Return a registered table.
+
+    Raises:
+        NameNotFound: It is not registered; says whether the papers have it, and the nearest names.
+    """
+    entries = registered()
+    if table_id in entries:
+        return entries[table_id]
+    near = ", ".join(nearest_names(table_id, entries))
+    raise NameNotFound(
+        f"No table {table_id!r} can be measured.", cure=f"Nearest: {near}. All: netweight reproduce --list"
+    )
+
+
+def unmet(needs: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what is missing of a table's needs, each as a sentence with the cure."""
+    return tuple(sentence for need in needs if (sentence := _missing(need)))
+
+
+def _missing(need: str) -> str:
+    if need in _EXTRAS:
+        installed = importlib.util.find_spec(_EXTRAS[need]) is not None
+        return "" if installed else f'needs the {need} extra: pip install "netweight[{need}]"'
+    if need == "gpu":
+        return "" if _has_gpu() else "needs a CUDA GPU"
+    folder = need.removeprefix("data:")
+    root = os.environ.get("NETWEIGHT_DATA")
+    if root and (Path(root) / folder).is_dir():
+        return ""
+    return f"needs the data set {folder}: set NETWEIGHT_DATA to a folder that holds {folder}/"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,295 @@
+"""Measure one table, lay it beside the published one, keep the result: what `netweight reproduce TABLE` does.
+
+Every run has a folder of its own, `OUT/ID-SCALE/`, with result.json (the measurement), report.json and report.html. A
+finished run is reused; an unfinished one starts again in the same folder, where the table function may have kept
+what lets it resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
+from netweight.evidence.figures import Figure
+from netweight.evidence.finding import Finding, Number, decode_json, encode_json
+from netweight.evidence.report import Column as ReportColumn
+from netweight.evidence.report import Report, Table, write_aside
+from netweight.reproduce.published import Published, published
+from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
+
+__all__ = ["Comparison", "Reproduction", "compare", "run_table"]
+
+FORMAT = 1
+"""Version of result.json."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number of a table, published and measured.
+
+    Attributes:
+        row: Name of the row, as published where both exist.
+        column: Name of the column.
+        unit: Unit of the three numbers.
+        better: Which direction is better, or None.
+        published: The paper's number, or None.
+        measured: Ours, or None.
+        difference: Measured minus published, or None when one of them is missing.
+    """
+
+    row: str
+    column: str
+    unit: str
+    better: str | None
+    published: Number | None
+    measured: Number | None
+    difference: float | None
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A measured table beside the published one.
+
+    Attributes:
+        id: The table.
+        scale: "small" or "paper".
+        folder: Where its files are.
+        reused: Whether a finished run was found and taken.
+        published: The paper's table, or None.
+        measured: What was measured.
+        comparisons: Both, number by number.
+    """
+
+    id: str
+    scale: Scale
+    folder: Path
+    reused: bool
+    published: Published | None
+    measured: Measured
+    comparisons: tuple[Comparison, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `netweight reproduce --json` prints."""
+        return {
+            "id": self.id,
+            "scale": self.scale,
+            "folder": str(self.folder),
+            "reused": self.reused,
+            "published": self.published is not None,
+            "rows": [encode_json(asdict(comparison)) for comparison in self.comparisons],
+            "differs": list(self.measured.differs),
+            "notes": list(self.measured.notes),
+            "findings": [finding.to_json() for finding in self.measured.findings],
+            "report": str(self.folder / "report.html"),
+        }
+
+
+def run_table(
+    table_id: str,
+    *,
+    scale: Scale = "small",
+    out: str | os.PathLike[str],
+    overwrite: bool = False,
+    options: Mapping[str, Any] | None = None,
+    command: str | None = None,
+) -> Reproduction:
+    """Measure a table, or take the finished measurement of an earlier run, and write its report.
+
+    Args:
+        table_id: A registered table, for example "neuzip-fig1".
+        scale: "small" (minutes on a laptop) or "paper" (the paper's size).
+        out: Folder for the results of all tables; this one gets `out/ID-SCALE`.
+        overwrite: Whether to measure again although a result is there.
+        options: Further arguments of the table; which ones it takes depends on the table.
+        command: The command line to name in the report.
+
+    Returns:
+        The measured table beside the published one.
+
+    Raises:
+        NameNotFound: No such table is registered.
+        UsageError: The scale or an option is unknown to the table.
+        MissingExtra: Something that the table needs is missing.
+        OutputExists: The result there was measured with other options.
+        Unsupported: The result there cannot be read.
+    """
+    if scale not in ("small", "paper"):
+        raise UsageError(f"There is no scale {scale!r}.", cure="Use small or paper.")
+    entry = find(table_id)
+    given = _checked_options(entry, options or {})
+    folder = Path(out) / f"{table_id}-{scale}"
+    file = folder / "result.json"
+    measured = None if overwrite or not file.exists() else _load(file, given)
+    reused = measured is not None
+    if measured is None:
+        measured = _measure(entry, scale, folder, given)
+        write_aside(file, _dump(measured, entry, scale, given))
+    numbers = published(table_id)
+    result = Reproduction(table_id, scale, folder, reused, numbers, measured, compare(numbers, measured))
+    if not reused or not (folder / "report.html").exists():
+        write_report(result, command=command)
+    return result
+
+
+def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, ...]:
+    """Lay a measured table beside the published one.
+
+    Args:
+        numbers: The published table, or None when the paper prints no numbers.
+        measured: The measured table. Rows and columns meet by name, after `labels` were applied.
+
+    Returns:
+        Every published number in the paper's order, then those measured only. Numbers missing on both sides are
+        left out.
+    """
+    ours = {
+        (measured.labels.get(row.name, row.name), measured.labels.get(column.name, column.name)): (column, value)
+        for row in measured.rows
+        for column, value in zip(measured.columns, row.values, strict=True)
+    }
+    theirs = {
+        (row.name, column.name): (column, value)
+        for row in (numbers.rows if numbers else ())
+        for column, value in zip(numbers.columns if numbers else (), row.values, strict=True)
+    }
+    pairs = []
+    for place in {**theirs, **ours}:
+        column, _ = theirs.get(place) or ours[place]
+        paper, here = theirs.get(place, (column, None))[1], ours.get(place, (column, None))[1]
+        if paper is not None or here is not None:
+            difference = None if paper is None or here is None else float(here) - float(paper)
+            pairs.append(Comparison(*place, column.unit, column.better, paper, here, difference))
+    return tuple(pairs)
+
+
+def write_report(result: Reproduction, *, command: str | None = None) -> Path:
+    """Write report.json and report.html of a reproduction into its folder.
+
+    Args:
+        result: The reproduction.
+        command: The command line to name; by default the shortest one that measures the same.
+
+    Returns:
+        The path of report.html.
+    """
+    numbers, measured = result.published, result.measured
+    report = Report(
+        f"{result.id}, measured again",
+        summary=_summary(result),
+        command=command or f"netweight reproduce {result.id} --scale {result.scale}",
+        inputs=measured.inputs,
+    )
+    report.section(
+        numbers.title if numbers else result.id,
+        measured.findings,
+        tables=[_comparison_table(result), *_differences_table(measured)],
+        figures=measured.figures,
+        intro="\n\n".join(numbers.notes) if numbers else "",
+        question=f"Does what {numbers.table if numbers else 'the figure'} shows hold here?",
+    )
+    return report.write(result.folder)
+
+
+def _summary(result: Reproduction) -> str:
+    numbers = result.published
+    if numbers is None:
+        return "The paper prints this without numbers, so there is nothing to lay beside what was measured."
+    third = numbers.source == "third-party re-run"
+    kind = " The published numbers are a third party's, not the paper's." if third else ""
+    return f"{numbers.table} of “{numbers.paper}” (arXiv {numbers.arxiv}) at scale {result.scale}.{kind}"
+
+
+def _comparison_table(result: Reproduction) -> Table:
+    columns = ["row", "column", "unit", "better", "published", "measured", "difference"]
+    rows = [
+        [c.row, c.column, c.unit or "–", c.better or "–", c.published, c.measured, c.difference]
+        for c in result.comparisons
+    ]
+    return Table("Published beside measured", [ReportColumn(name) for name in columns], rows, result.measured.notes)
+
+
+def _differences_table(measured: Measured) -> list[Table]:
+    if not measured.differs:
+        return []
+    rows = [[number, sentence] for number, sentence in enumerate(measured.differs, start=1)]
+    return [Table("What differs from the paper's set-up", ["no.", "difference"], rows)]
+
+
+def _checked_options(entry: TableEntry, options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in entry.options:
+            takes = ", ".join(entry.options) or "none"
+            raise UsageError(f"Table {entry.id} takes no option {name!r}.", cure=f"It takes: {takes}.")
+    return given
+
+
+def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str, Any]) -> Measured:
+    missing = unmet(entry.needs)
+    if missing:
+        raise MissingExtra(f"Table {entry.id} {'; '.join(missing)}.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error}.", cure="Choose another --out.") from error
+    started = time.monotonic()
+    measured = entry.run(scale, folder, **options)
+    seconds = time.monotonic() - started
+    took = f"Measured in {seconds:.0f} s." if seconds >= 1 else "Measured in less than a second."
+    return Measured(**{**_shallow(measured), "notes": (*measured.notes, took)})
+
+
+def _shallow(measured: Measured) -> dict[str, Any]:
+    return {name: getattr(measured, name) for name in Measured.__dataclass_fields__}
+
+
+def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[str, Any]) -> str:
+    content = {
+        "netweight_result": FORMAT,
+        "id": entry.id,
+        "scale": scale,
+        "options": {name: str(value) for name, value in sorted(options.items())},
+        "columns": [asdict(column) for column in measured.columns],
+        "rows": [asdict(row) for row in measured.rows],
+        "differs": measured.differs,
+        "labels": dict(measured.labels),
+        "findings": [finding.to_json() for finding in measured.findings],
+        "figures": [asdict(figure) for figure in measured.figures],
+        "notes": measured.notes,
+        "inputs": dict(measured.inputs),
+    }
+    return json.dumps(encode_json(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _load(file: Path, options: Mapping[str, Any]) -> Measured:
+    cure = "Measure again with --overwrite, or choose another --out."
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["netweight_result"] != FORMAT:
+            raise ValueError(f"format {data['netweight_result']}")
+        if data["options"] != {name: str(value) for name, value in options.items()}:
+            had = ", ".join(f"{name}={value}" for name, value in data["options"].items()) or "no options"
+            raise OutputExists(f"{file} holds a run with {had}.", cure=cure)
+        findings = tuple(Finding.from_json(finding) for finding in data["findings"])
+        return Measured(
+            columns=tuple(Column(**column) for column in data["columns"]),
+            rows=tuple(Row(row["name"], _numbers(row["values"])) for row in data["rows"]),
+            differs=tuple(data["differs"]),
+            labels=data["labels"],
+            findings=findings,
+            figures=tuple(Figure(**figure) for figure in data["figures"]),
+            notes=tuple(data["notes"]),
+            inputs=data["inputs"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unsupported(f"{file} is not the result of a run of this version: {error!r}.", cure=cure) from error
+
+
+def _numbers(values: list[Any]) -> tuple[Number | None, ...]:
+    return tuple(cast("list[Number | None]", decode_json(values)))
