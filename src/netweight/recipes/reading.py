@@ -41,7 +41,8 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML's safe loader, which also refuses a key given twice instead of forgetting the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         for twice in (key for place, key in enumerate(keys) if key in keys[:place]):
             raise yaml.MarkedYAMLError(problem=f"the key {twice!r} is given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)

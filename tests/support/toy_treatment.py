@@ -1,0 +1,44 @@
+"""A treatment small enough to see through, registered as a user would register one: it repeats a file's text."""
+
+from dataclasses import dataclass
+
+from netweight.evidence.audit import register_audit, register_treatment
+from netweight.evidence.finding import Finding
+from netweight.recipes import Treatment, register
+
+CALLS: list[str] = []
+
+
+@dataclass(frozen=True)
+class RepeatConfig:
+    """How often the text is repeated."""
+
+    times: int = 2
+    letters: str = ""
+
+
+def repeat(source, destination, settings, progress):
+    CALLS.append("repeat")
+    destination.write_text(source.read_text() * settings.times + settings.letters)
+
+
+register(
+    Treatment(
+        "repeat", RepeatConfig, home="toy_treatment", apply=repeat, subject=lambda result, source: (result, source)
+    )
+)
+register_treatment("repeat", audits=("length", "start"))
+
+
+@register_audit("repeat", "length")
+def length(subject, config, *, seed, progress):
+    CALLS.append("length")
+    result, source = (len(path.read_text()) for path in subject)
+    return [Finding("length", result, unit="letters", target=source * config.times)]
+
+
+@register_audit("repeat", "start")
+def start(subject, config, *, seed, progress):
+    CALLS.append("start")
+    result, source = (path.read_text() for path in subject)
+    return [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))]

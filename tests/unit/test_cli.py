@@ -1,0 +1,106 @@
+"""The command line's conventions: exit codes, where messages go, JSON for machines."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from netweight import cli, errors
+from netweight.cli.output import output_option
+
+
+@pytest.fixture
+def call():
+    def invoke(*arguments):
+        return CliRunner().invoke(cli.netweight, list(arguments))
+
+    return invoke
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_exists_and_its_help_begins_with_its_summary(call, name):
+    answer = call(name, "--help")
+    assert answer.exit_code == 0
+    assert answer.stdout.startswith(f"Usage: netweight {name}")
+    target, summary = cli.COMMANDS[name]
+    module, attribute = target.split(":")
+    assert getattr(importlib.import_module(module), attribute).help
+    assert summary in call("--help").stdout
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(call):
+    answer = call("docto")
+    assert answer.exit_code == 2
+    assert "There is no command 'docto'. Nearest: doctor" in answer.stderr
+
+
+def test_the_version(call):
+    assert call("--version").stdout == f"netweight {cli.netweight_version()}\n"
+
+
+def named(monkeypatch, command):
+    """Put a command into the table under the name `trial`."""
+    module = type(sys)("netweight_trial")
+    module.trial = command
+    monkeypatch.setitem(sys.modules, "netweight_trial", module)
+    monkeypatch.setitem(cli.COMMANDS, "trial", ("netweight_trial:trial", "Only for this test."))
+
+
+@pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__])
+def test_errors_become_messages_and_exit_codes(monkeypatch, call, kind):
+    @click.command()
+    @output_option
+    def trial(output):
+        raise kind("The thing is broken.", cure="Mend it.")
+
+    named(monkeypatch, trial)
+    answer = call("trial")
+    assert answer.exit_code == kind.exit_code
+    assert answer.exit_code in (2, 3)
+    assert answer.stderr == "Error: The thing is broken. Mend it.\n"
+    assert answer.stdout == ""
+    answer = call("trial", "--json")
+    assert answer.exit_code == kind.exit_code
+    assert json.loads(answer.stdout) == {
+        "error": {"kind": kind.__name__, "message": "The thing is broken.", "cure": "Mend it."}
+    }
+
+
+def test_output_is_text_for_people_or_one_object_for_machines(monkeypatch, call):
+    @click.command()
+    @output_option
+    def trial(output):
+        output.line("hello")
+        output.table(("name", "size"), [("a", 1), ("long", 1000)], indent=1)
+        output.table(("name",), [])
+        output.warn("careful")
+        output.result({"greeting": "hello", "where": errors})
+
+    named(monkeypatch, trial)
+    answer = call("trial")
+    assert answer.stdout == "hello\n name  size\n a        1\n long  1000\n"
+    assert answer.stderr == "Warning: careful\n"
+    answer = call("trial", "--json")
+    assert json.loads(answer.stdout)["greeting"] == "hello"
+    assert answer.stderr == "Warning: careful\n"
+
+
+def test_a_bug_is_not_hidden(monkeypatch, call):
+    @click.command()
+    def trial():
+        raise ZeroDivisionError
+
+    named(monkeypatch, trial)
+    assert isinstance(call("trial").exception, ZeroDivisionError)
+
+
+def test_the_process_exits_with_the_code():
+    program = "from netweight.cli import main; main(['run', 'no-such-recipe.yaml'])"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("Error: The recipe no-such-recipe.yaml cannot be read")
+    assert "Traceback" not in answer.stderr

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+import toy_treatment
+from click.testing import CliRunner
+
+from netweight import cli
+
+RECIPE = """
+subject: subject
+treatments:
+  - repeat
+output: out
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "subject").write_text("abc")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    toy_treatment.CALLS.clear()
+
+    def invoke(*arguments):
+        return CliRunner().invoke(cli.netweight, ["run", "recipe.yaml", *arguments])
+
+    return invoke
+
+
+def test_a_plan_does_nothing(call, tmp_path):
+    answer = call("--plan")
+    assert answer.exit_code == 0
+    assert answer.stdout == "subject → out\n1. repeat: times=2, letters=\n   audits: length, start\n"
+    assert toy_treatment.CALLS == []
+    assert not (tmp_path / "out").exists()
+    assert json.loads(call("--plan", "--json", "--output", "there").stdout)["plan"]["output"] == "there"
+
+
+def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
+    answer = call()
+    assert answer.exit_code == 0
+    assert "length                  6 letters  passed" in answer.stdout
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert "done by an earlier run" in call().stdout
+    data = json.loads(call("--json").stdout)
+    assert data["steps"][0]["remembered"] is True
+    assert data["steps"][0]["findings"]["length"][0]["value"] == 6
+
+
+def test_a_failed_finding_gives_exit_code_1(call, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("- repeat", "- repeat: {letters: z}"))
+    answer = call()
+    assert answer.exit_code == 1
+    assert "FAILED" in answer.stdout
+    assert call("--json").exit_code == 1
+
+
+def test_a_treatment_without_its_audits_is_called_out(call, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "audits: []\n")
+    for arguments in (["--plan"], []):
+        assert "not proved: repeat without its audits (length, start)" in call(*arguments).stdout
+
+
+def test_problems_are_usage_errors(call):
+    answer = call("--subject", "elsewhere")
+    assert answer.exit_code == 2
+    assert "subject: elsewhere does not exist" in answer.stderr

@@ -1,0 +1,58 @@
+import io
+
+import pytest
+
+from netweight.core.progress import QUIET, Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_shows_bytes_per_second():
+    stream = Terminal()
+    with Progress(stream=stream).task("packing", 10_000_000) as task:
+        task.update(5_000_000)
+        task.describe("packing b")
+        task.update(5_000_000)
+    assert "packing: " in stream.getvalue()
+    assert "/10.0M" in stream.getvalue()
+    assert "B/s" in stream.getvalue()
+
+
+def test_elsewhere_lines_are_rare_and_plain():
+    stream = io.StringIO()
+    with Progress(stream=stream).task("packing", 100) as task:
+        for _ in range(100):
+            task.update()
+    assert stream.getvalue() == ""
+    with Progress(stream=stream, every=0).task("packing", 2_000_000) as task:
+        task.update(1_000_000)
+    assert stream.getvalue().startswith("packing: 1.00MB of 2.00MB, ")
+    stream.truncate(0)
+    with Progress("plain", stream=stream, every=0).task("reading", unit="files") as task:
+        task.update(1500)
+    assert "reading: 1,500 files, " in stream.getvalue()
+
+
+def test_quiet_is_silent_and_counts(capsys):
+    with QUIET.task("x", 3) as task:
+        task.update(2)
+    QUIET.note("nothing")
+    assert task.done == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_track_passes_items_on_and_notes_are_lines():
+    stream = io.StringIO()
+    progress = Progress("plain", stream=stream, every=0)
+    assert list(progress.track("abc", "letters", 3)) == ["a", "b", "c"]
+    progress.note("done")
+    assert stream.getvalue().splitlines()[-1] == "done"
+
+
+@pytest.mark.parametrize("mode", ["bar", "plain", "off"])
+def test_an_exception_passes_through_a_task(mode):
+    with pytest.raises(ZeroDivisionError), Progress(mode, stream=io.StringIO()).task("x"):
+        raise ZeroDivisionError
