@@ -219,7 +219,7 @@ def image_grid(
             row, column = divmod(place, len(columns))
             _image_cell(cell, images[row][column])
             if row == 0:
-                cell.set_title(columns[column], fontsize=8)
+                cell.set_title(columns[column], fontsize=8, loc="center")
             if column == 0:
                 cell.set_ylabel(rows[row], fontsize=8, rotation=0, ha="right", va="center")
         file = io.BytesIO()
@@ -298,7 +298,7 @@ def inline_svg(document: str, alt: str) -> str:
     return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
 
 
-def _style(page: bool) -> dict[str, Any]:
+def _style(page: bool) -> Any:
     from cycler import cycler
 
     ink, grid = (INK_MARK, GRID_MARK) if page else (INK, GRID)

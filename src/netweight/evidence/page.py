@@ -107,7 +107,7 @@ def _finding(document: FindingDocument) -> dict[str, Any]:
     kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
     return {
         "name": finding.name,
-        "value": format_number(finding.value),
+        "value": _telling(finding.value, finding.target),
         "unit": finding.unit,
         "interval": low_high or "–",
         "n": format_number(finding.n),
@@ -127,17 +127,32 @@ def _target(target: Any, better: str | None) -> str:
     if target is None:
         return "–"
     if isinstance(target, tuple):
-        return f"{format_number(target[0])} to {format_number(target[1])}"
+        return f"{_as_set(target[0])} to {_as_set(target[1])}"
     sign = {"higher": "≥ ", "lower": "≤ ", None: ""}[better]
-    return sign + format_number(target)
+    return sign + _as_set(target)
+
+
+def _as_set(bound: Any) -> str:
+    """A target with as many digits as it was set with."""
+    plain = f"{bound:.10g}" if isinstance(bound, float) and (bound == 0 or 1e-4 <= abs(bound) < 1e7) else None
+    return plain.replace("-", "\u2212") if plain else format_number(bound)
+
+
+def _telling(value: Any, target: Any) -> str:
+    """The value with enough digits to be told from its target: 1.5128 misses 1.513 and must not be shown as 1.513."""
+    bounds = target if isinstance(target, tuple) else (target,)
+    if not isinstance(value, float):
+        return format_number(value)
+    for digits in range(4, 10):
+        text = format_number(value, digits)
+        if all(bound is None or value == bound or text != format_number(float(bound), digits) for bound in bounds):
+            return text
+    return repr(value)
 
 
 def _table(table: dict[str, Any]) -> dict[str, Any]:
     rows = [[decode_json(cell) for cell in row] for row in table["rows"]]
-    numeric = [
-        any(isinstance(row[i], (int, float)) for row in rows) and not any(isinstance(row[i], str) for row in rows)
-        for i in range(len(table["columns"]))
-    ]
+    numeric = [not any(isinstance(row[i], str) for row in rows) for i in range(len(table["columns"]))]
     return {**table, "rows": [[format_number(cell) for cell in row] for row in rows], "numeric": numeric}
 
 

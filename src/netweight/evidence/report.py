@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,8 +30,9 @@ from netweight.evidence.document import (
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, encode_json
 from netweight.evidence.page import render
+from netweight.store.atomic import naming_failures, whole_file
 
-__all__ = ["MAX_BYTES", "Column", "Report", "Table", "read_report", "rewrite", "write_aside"]
+__all__ = ["MAX_BYTES", "Column", "Report", "Table", "read_report", "rewrite", "write_text"]
 
 MAX_BYTES = 5 * 1024 * 1024
 """A page above this size is refused: it would not open well on a phone."""
@@ -184,7 +184,8 @@ class Report:
             The path of report.html.
 
         Raises:
-            UsageError: The page would be larger than 5 MB, or the folder cannot be written.
+            UsageError: The page would be larger than 5 MB.
+            OutputFailed: The folder cannot be made or written.
         """
         document = self.document()
         return _write(document, render(document), Path(folder))
@@ -222,44 +223,33 @@ def read_report(folder: str | os.PathLike[str]) -> ReportDocument:
     return parse_report(text, where=str(path))
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part: aside, synced, renamed.
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all, in place of one that may be there.
 
     Args:
         path: The file; its folder is made when missing.
         text: The new content, written as UTF-8.
 
     Raises:
-        UsageError: The folder cannot be made or written.
+        OutputFailed: The folder cannot be made or written, or the disk is full.
+        UsageError: Another run is writing the same file.
     """
-    temporary: str | None = None
-    try:
+    with naming_failures(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise UsageError(
-            f"{path} cannot be written: {error}.", cure="Choose a folder that you may write to."
-        ) from error
+    with whole_file(path, overwrite=True) as file:
+        file.write(text.encode())
 
 
 def _write(document: ReportDocument, page: str, folder: Path) -> Path:
     _check_size(page)
-    write_aside(folder / "report.json", document.dump())
+    write_text(folder / "report.json", document.dump())
     return _write_page(page, folder)
 
 
 def _write_page(page: str, folder: Path) -> Path:
     _check_size(page)
     path = folder / "report.html"
-    write_aside(path, page)
+    write_text(path, page)
     return path
 
 

@@ -6,6 +6,7 @@ random draw has a seed. scipy belongs to the `evidence` extra and is imported wh
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -258,9 +259,8 @@ def _method(method: Method, statistic: Statistic) -> str:
 
 def _scipy_stats() -> Any:
     try:
-        import scipy.stats
+        return importlib.import_module("scipy.stats")
     except ImportError as error:
         raise MissingExtra(
             "Intervals need scipy, which is not installed.", cure='Run: pip install "netweight[evidence]"'
         ) from error
-    return scipy.stats

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from netweight.reproduce.published import published, published_ids
 from netweight.reproduce.registry import registered, unmet
 
-__all__ = ["PAPERS", "Item", "State", "items"]
+__all__ = ["PAPERS", "Item", "State", "items", "title_of"]
 
 State: TypeAlias = Literal["reproduced here", "small stand-in", "needs something", "not written yet", "cannot be"]
 
@@ -96,16 +96,25 @@ class Item:
 
 def items() -> tuple[Item, ...]:
     """Return every table and figure of the five papers, in the papers' order, with its state."""
-    numbered = {table_id: _title(table_id) for table_id in published_ids()}
-    unread = dict.fromkeys(_NO_NUMBERS, "A table of the appendix whose numbers are not at hand")
-    titles = numbered | _TABLES | unread | _FIGURES
-    titles |= {table_id: titles.get(table_id, "") for table_id in registered()}
+    numbered = dict.fromkeys(published_ids())
+    everything = [*numbered, *_TABLES, *_NO_NUMBERS, *_FIGURES]
+    everything += [table_id for table_id in registered() if table_id not in everything]
     return tuple(
-        Item(table_id, paper, title, *_state(table_id), numbers=table_id in numbered)
+        Item(table_id, paper, title_of(table_id), *_state(table_id), numbers=table_id in numbered)
         for prefix, paper in PAPERS.items()
-        for table_id, title in titles.items()
+        for table_id in everything
         if table_id.startswith(f"{prefix}-")
     )
+
+
+def title_of(table_id: str) -> str:
+    """Return what a table or figure shows; its id where the catalog has no title."""
+    numbers = published(table_id)
+    if numbers is not None:
+        return numbers.title
+    if table_id in _NO_NUMBERS:
+        return "A table of the appendix whose numbers are not at hand"
+    return (_TABLES | _FIGURES).get(table_id, table_id)
 
 
 def _state(table_id: str) -> tuple[State, str]:
@@ -118,8 +127,3 @@ def _state(table_id: str) -> tuple[State, str]:
         return "needs something", missing
     at_size = f"paper scale needs {' and '.join(entry.paper_needs)}" if entry.paper_needs else ""
     return ("small stand-in" if entry.stand_in else "reproduced here"), at_size
-
-
-def _title(table_id: str) -> str:
-    numbers = published(table_id)
-    return numbers.title if numbers else ""

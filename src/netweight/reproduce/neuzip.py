@@ -56,7 +56,7 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
             "Paper scale measures Llama-3 8B, and no model was named.", cure="Give its folder: --model FOLDER"
         )
     files = _weight_files(Path(model)) if model else [_minilm()]
-    name = Path(model).name if model else "MiniLM (22.7 M weights)"
+    name = Path(model).name if model else "MiniLM"
     differs = (
         f"Measured on {name}; the paper's figure shows Llama-3 8B.",
         "Weights stored wider than bf16 are rounded to bf16 first.",
@@ -80,7 +80,7 @@ def figure5(scale: Scale, out: Path) -> Measured:
     if share > 1:
         differs.append(f"Every {share}th weight of each tensor is drawn: the histogram is the same but for noise.")
     statistics = _statistics(_random_llama(share))
-    return _measured("Llama-3 8B, randomly initialized", statistics, tuple(differs), {}, seeds=(SEED,))
+    return _measured("Llama-3 8B, random", statistics, tuple(differs), {}, seeds=(SEED,))
 
 
 def _measured(

@@ -97,7 +97,7 @@ class Measured:
             if len(row.values) != len(self.columns):
                 sizes = f"{len(row.values)} values for {len(self.columns)} columns"
                 raise UsageError(f"Measured row {row.name!r} has {sizes}.", cure="Give one per column, or None.")
-        names = {part.name for part in (*self.rows, *self.columns)}
+        names = {row.name for row in self.rows} | {column.name for column in self.columns}
         for name in self.labels:
             if name not in names:
                 raise UsageError(

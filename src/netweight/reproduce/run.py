@@ -19,9 +19,11 @@ from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, Number, decode_json, encode_json
 from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Report, Table, write_aside
+from netweight.evidence.report import Report, Table, write_text
+from netweight.reproduce.catalog import title_of
 from netweight.reproduce.published import Published, published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
+from netweight.store.atomic import naming_failures
 
 __all__ = ["Comparison", "Reproduction", "compare", "run_table"]
 
@@ -116,6 +118,7 @@ def run_table(
         NameNotFound: No such table is registered.
         UsageError: The scale or an option is unknown to the table.
         MissingExtra: Something that the table needs is missing.
+        OutputFailed: The folder cannot be made or written.
         OutputExists: The result there was measured with other options.
         Unsupported: The result there cannot be read.
     """
@@ -129,7 +132,7 @@ def run_table(
     reused = measured is not None
     if measured is None:
         measured = _measure(entry, scale, folder, given)
-        write_aside(file, _dump(measured, entry, scale, given))
+        write_text(file, _dump(measured, entry, scale, given))
     numbers = published(table_id)
     result = Reproduction(table_id, scale, folder, reused, numbers, measured, compare(numbers, measured))
     if not reused or not (folder / "report.html").exists():
@@ -186,9 +189,9 @@ def write_report(result: Reproduction, *, command: str | None = None) -> Path:
         inputs=measured.inputs,
     )
     report.section(
-        numbers.title if numbers else result.id,
+        title_of(result.id),
         measured.findings,
-        tables=[_comparison_table(result), *_differences_table(measured)],
+        tables=[_comparison_table(result)],
         figures=measured.figures,
         intro="\n\n".join(numbers.notes) if numbers else "",
         question=f"Does what {numbers.table if numbers else 'the figure'} shows hold here?",
@@ -206,19 +209,22 @@ def _summary(result: Reproduction) -> str:
 
 
 def _comparison_table(result: Reproduction) -> Table:
-    columns = ["row", "column", "unit", "better", "published", "measured", "difference"]
-    rows = [
-        [c.row, c.column, c.unit or "–", c.better or "–", c.published, c.measured, c.difference]
-        for c in result.comparisons
-    ]
-    return Table("Published beside measured", [ReportColumn(name) for name in columns], rows, result.measured.notes)
-
-
-def _differences_table(measured: Measured) -> list[Table]:
-    if not measured.differs:
-        return []
-    rows = [[number, sentence] for number, sentence in enumerate(measured.differs, start=1)]
-    return [Table("What differs from the paper's set-up", ["no.", "difference"], rows)]
+    """The comparison for a page: columns that would be empty are left out, a repeated row name is printed once."""
+    cells: dict[str, list[Any]] = {
+        "unit": [c.unit for c in result.comparisons],
+        "better": [c.better for c in result.comparisons],
+        "published": [c.published for c in result.comparisons],
+        "measured": [c.measured for c in result.comparisons],
+        "difference": [c.difference for c in result.comparisons],
+    }
+    shown = {name: column for name, column in cells.items() if any(value not in (None, "") for value in column)}
+    names = [c.row for c in result.comparisons]
+    first = [name if number == 0 or name != names[number - 1] else "" for number, name in enumerate(names)]
+    columns: list[list[Any]] = [first, [c.column for c in result.comparisons], *shown.values()]
+    rows = list(zip(*columns, strict=True))
+    notes = [*result.measured.notes, *(f"Differs from the paper: {sentence}" for sentence in result.measured.differs)]
+    title = "Published beside measured" if result.published else "Measured"
+    return Table(title, [ReportColumn(name) for name in ("row", "column", *shown)], rows, notes)
 
 
 def _checked_options(entry: TableEntry, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,10 +240,8 @@ def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str
     missing = unmet(entry.needs)
     if missing:
         raise MissingExtra(f"Table {entry.id} {'; '.join(missing)}.")
-    try:
+    with naming_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error}.", cure="Choose another --out.") from error
     started = time.monotonic()
     measured = entry.run(scale, folder, **options)
     seconds = time.monotonic() - started

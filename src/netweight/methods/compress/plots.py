@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from netweight.errors import UsageError
 from netweight.evidence.figures import Figure, canvas, series_color, to_figure
 from netweight.methods.compress.bits import BitStatistics
+from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,13 +30,14 @@ def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLi
 
     Args:
         stats_by_label: Name of each → its statistics; one row of three panels (sign, exponent, mantissa) per name.
-        file: Where to; the suffix says how: .svg, .png or .pdf. Written aside, then renamed.
+        file: Where to; the suffix says how: .svg, .png or .pdf. It appears whole or not at all.
 
     Returns:
         The path of the file.
 
     Raises:
-        UsageError: The suffix is another one, or there is nothing to draw.
+        UsageError: The suffix is another one, there is nothing to draw, or the folder does not exist.
+        OutputFailed: The folder cannot be written.
         MissingExtra: matplotlib is not installed.
 
     Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
@@ -43,16 +45,10 @@ def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLi
     path = Path(file)
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(SUFFIXES)}.")
-    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     with canvas(3 * len(_checked(stats_by_label)), page=False, across=3, **_size(stats_by_label)) as (drawing, axes):
         _draw(stats_by_label, axes)
-        try:
-            drawing.savefig(aside, format=path.suffix[1:].lower(), dpi=160, metadata=_no_date(path))
-            aside.replace(path)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error}.", cure="Choose a folder you may write to.") from error
-        finally:
-            aside.unlink(missing_ok=True)
+        with whole_file(path, overwrite=True) as opened:
+            drawing.savefig(opened, format=path.suffix[1:].lower(), dpi=160, metadata=_no_date(path))
     return path
 
 
