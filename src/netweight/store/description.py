@@ -21,13 +21,19 @@ from typing import Any, final
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.header import MAX_HEADER, Header, nbytes_of, parse_header
 
-__all__ = ["FORMAT", "KEY", "SUFFIX", "Description", "Original", "deflate_text", "inflate_text"]
+__all__ = ["KEY", "REFUSALS", "SUFFIX", "Description", "Original", "deflate_text", "inflate_text"]
 
 KEY = "netweight"
 SUFFIX = ".net"
 VERSION = 1
-FORMAT = "netweight (pip install netweight, then import netweight.integrations.transformers)"
-"""The entry `format` of `__metadata__`. Loaders that check it refuse all but their own formats and show this text."""
+_SENTENCE = "these weights are compressed by netweight: pip install netweight, or run netweight decompress"
+REFUSALS = {
+    "format": _SENTENCE,
+    "lora_adapter_metadata": json.dumps({f"{part}.{_SENTENCE}": 1 for part in ("unet", "transformer", "text_encoder")}),
+}
+"""Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
+names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
+LoRA's config of `lora_adapter_metadata`, refuses names that it does not know, and shows them."""
 
 
 @final

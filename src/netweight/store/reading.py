@@ -7,14 +7,13 @@ import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 from netweight import codec
-from netweight.core import digest
-from netweight.errors import CorruptBlob, NameNotFound, UsageError
+from netweight.core.names import nearest_names
+from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.description import KEY, SUFFIX, Description, Original
 from netweight.store.header import Header, Span, read_header
 
@@ -120,10 +119,7 @@ class StoredFile:
             return self.raw(name)
         with self._named(name):
             self._compare(name, original)
-            content = codec.decode_raw(self.raw(name), threads=threads)
-            if check and (found := digest.of_bytes(content)) != original.digest:
-                raise CorruptBlob(f"the content's digest is {found}, recorded is {original.digest}.")
-        return content
+            return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
         """The tensor as it was, in memory of its own."""
@@ -334,11 +330,8 @@ class Store:
 
     def _place(self, name: str) -> StoredFile:
         if name not in self._places:
-            near = get_close_matches(name, self._places, n=3)
-            cure = (
-                f"The nearest names are {', '.join(near)}." if near else f"There are {len(self)} tensors: see names()."
-            )
-            raise NameNotFound(f"There is no tensor {name!r} in {self.files[0].path.parent}.", cure=cure)
+            near = ", ".join(nearest_names(name, self._places)) or "none, the store is empty"
+            raise NameNotFound(f"There is no tensor {name!r} in this store.", cure=f"The nearest names are {near}.")
         return self._places[name]
 
 
@@ -380,8 +373,6 @@ def weight_map(index: Path) -> dict[str, str]:
         CorruptBlob: The index is damaged.
         UnsafeInput: It names a file outside its folder.
     """
-    from netweight.errors import UnsafeInput
-
     try:
         entries = json.loads(index.read_bytes())["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}

@@ -11,7 +11,7 @@ from typing import IO, Any, Literal, Self, final
 from netweight import codec
 from netweight.errors import CorruptBlob, UsageError
 from netweight.store.atomic import whole_file
-from netweight.store.description import FORMAT, KEY, SUFFIX, Description, Original
+from netweight.store.description import KEY, REFUSALS, SUFFIX, Description, Original
 from netweight.store.header import Header, build_header
 
 __all__ = ["Level", "StoreWriter"]
@@ -144,7 +144,7 @@ class StoreWriter:
             raise CorruptBlob(f"{self.path}: the tensors added are not those of the header.")
         description = Description(self._tensors, self._original)
         tensors = [(name + SUFFIX, "U8", (size,), size) for name, size in self._sizes.items()]
-        metadata = {"format": FORMAT, KEY: description.to_json()}
+        metadata = {**REFUSALS, KEY: description.to_json()}
         payload = sum(self._sizes.values())
         header = build_header(tensors, metadata)
         # Spare room may be filled with spaces as long as it is next to nothing; else the payload moves.

@@ -114,7 +114,9 @@ def compress_folder(
     with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
         compression = _Compression(source, plan, config, work, task)
         resumed = compression.run()
-        manifest = Manifest(level, tuple(compression.done[item.path] for item in plan.items), plan.folders)
+        manifest = Manifest(
+            level, tuple(compression.done[item.path] for item in plan.items), plan.folders, plan.left_out
+        )
         _write(work.tree / MANIFEST, manifest.to_json().encode())
         work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
     return _summary(source, target, manifest, resumed, plan.left_out, started)
@@ -156,7 +158,7 @@ def decompress_folder(
         seconds = time.monotonic() - started
         return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
     manifest = Manifest.read(source)
-    _check_files(source, manifest)
+    manifest.check_present(source)
     total = sum(entry.nbytes for entry in manifest.files)
     with workplace(target, overwrite=overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
         resumed = 0
@@ -231,8 +233,16 @@ class _Compression:
             overwrite=True,
             advance=self.task.update,
         )
-        sizes = {"tensors": result.tensors, "payload": result.payload, "stored_nbytes": result.stored_nbytes}
-        return FileEntry(item.path, "compressed", item.stored, result.nbytes, result.digest, **sizes)
+        return FileEntry(
+            path=item.path,
+            kind="compressed",
+            stored=item.stored,
+            nbytes=result.nbytes,
+            digest=result.digest,
+            stored_nbytes=result.stored_nbytes,
+            tensors=result.tensors,
+            payload=result.payload,
+        )
 
     def index(self, item: Item) -> FileEntry:
         """Rewrite an index for the compressed shards."""
@@ -266,14 +276,6 @@ class _Compression:
         self.task.update(len(content))
         digests = digest.of_bytes(content), digest.of_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
-
-
-def _check_files(source: Path, manifest: Manifest) -> None:
-    missing = [entry.stored for entry in manifest.files if not (source / entry.stored).is_file()]
-    if missing:
-        raise UsageError(
-            f"{source} lacks {len(missing)} of its files: {', '.join(missing[:5])}.", cure="Fetch them again."
-        )
 
 
 def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: Task) -> None:

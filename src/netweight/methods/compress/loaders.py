@@ -5,15 +5,16 @@ compressed folder, three things are changed, each of which alone stops a loader 
 `tests/integration/test_without_netweight.py`):
 
 1. **The weights go by another name**, `model.net.safetensors` for `model.safetensors`: a loader that looks for the
-   usual name finds no weights and says so. Only inside a diffusers model's folder the names stay, since diffusers has no
-   way to be told another one, and stops at 2.
+   usual name finds no weights and says so. Only inside a diffusers model's folder the names stay, since diffusers has
+   no way to be told another one, and stops at 2.
 2. **The configuration says what to install.**
    transformers (`config.json`): an unknown `quant_method` makes it warn only; but it refuses a `transformers_weights`
    that is no file name, and shows it. So that entry holds the sentence to be read. `quantization_config.weights` holds
    the real name, which a registered quantizer puts back in `update_attn_implementation`, before files are looked for.
    diffusers (`config.json` with `_class_name`): refuses an unknown `quant_method` and shows it.
    peft (`adapter_config.json`): refuses an unknown `peft_type` and shows it.
-3. **The weights' own metadata** hold a `format` that transformers up to 4.57 refuses and shows.
+3. **The weights' own metadata** hold what transformers up to 4.57 and diffusers' LoRA loader refuse and show (see
+   `store/description.py`).
 
 The original configurations are kept byte for byte in the manifest.
 """

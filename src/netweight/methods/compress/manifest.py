@@ -4,7 +4,7 @@
  "files": [{"path": "model.safetensors", "kind": "compressed", "stored": "model.net.safetensors", ...},
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
- "folders": ["empty"]}
+ "folders": ["empty"], "left_out": []}
 """
 
 from __future__ import annotations
@@ -90,11 +90,13 @@ class Manifest:
         level: The codec's level.
         files: All files of the original folder.
         folders: Its empty folders.
+        left_out: Its files that were left out on request.
     """
 
     level: str
     files: tuple[FileEntry, ...]
     folders: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Write the manifest."""
@@ -104,6 +106,7 @@ class Manifest:
             "level": self.level,
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
+            "left_out": list(self.left_out),
         }
         return json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
 
@@ -132,13 +135,26 @@ class Manifest:
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             files = tuple(_entry(entry) for entry in fields["files"])
-            manifest = cls(str(fields["level"]), files, tuple(str(name) for name in fields["folders"]))
+            folders, left_out = (tuple(map(str, fields[key])) for key in ("folders", "left_out"))
+            manifest = cls(str(fields["level"]), files, folders, left_out)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
         for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
             if not _inside(name):
                 raise UnsafeInput(f"{path} points outside its folder: {name!r}.", cure="Do not use this model.")
         return manifest
+
+    def check_present(self, folder: Path) -> None:
+        """Check that all stored files are there.
+
+        Raises:
+            CorruptBlob: Some are missing; they are named.
+        """
+        missing = [entry.stored for entry in self.files if not (folder / entry.stored).is_file()]
+        if missing:
+            raise CorruptBlob(
+                f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}.", cure="Fetch them again."
+            )
 
 
 def _entry(fields: dict[str, Any]) -> FileEntry:

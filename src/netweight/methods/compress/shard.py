@@ -17,7 +17,7 @@ from netweight.store.header import build_header
 from netweight.store.reading import StoredFile
 from netweight.store.writing import Level, StoreWriter
 
-__all__ = ["ShardResult", "compress_shard", "restore_shard"]
+__all__ = ["ShardResult", "check_digest", "compress_shard", "plain_head", "restore_shard"]
 
 
 @final
@@ -118,12 +118,12 @@ def restore_shard(
     file = StoredFile(source)
     if file.description is None:
         raise UsageError(f"{source} is not compressed.", cure="Check the path.")
-    header = file.original_header.raw if file.original_header is not None else _own_header(file)
-    whole = xxhash.xxh3_128(_head(header))
+    head = plain_head(file)
+    whole = xxhash.xxh3_128(head)
     payload = 0
     try:
         with whole_file(target, overwrite=overwrite) as output:
-            output.write(_head(header))
+            output.write(head)
             for name in file.names():
                 content = file.content(name, threads=threads, check=True)
                 output.write(content)
@@ -150,11 +150,13 @@ def check_digest(path: Path, found: str, recorded: str) -> None:
         )
 
 
+def plain_head(file: StoredFile) -> bytes:
+    """The bytes before the data of the plain file: the original's if there was one, else new ones."""
+    if file.original_header is not None:
+        return _head(file.original_header.raw)
+    infos = [file.info(name) for name in file.names()]
+    return _head(build_header([(i.name, i.dtype, i.shape, i.nbytes) for i in infos], {"format": "pt"}))
+
+
 def _head(raw: bytes) -> bytes:
     return len(raw).to_bytes(8, "little") + raw
-
-
-def _own_header(file: StoredFile) -> bytes:
-    """A header for tensors that never were in a plain file."""
-    infos = [file.info(name) for name in file.names()]
-    return build_header([(i.name, i.dtype, i.shape, i.nbytes) for i in infos], {"format": "pt"})

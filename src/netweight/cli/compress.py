@@ -1,0 +1,206 @@
+"""The commands compress, decompress, inspect and verify: arguments in, words or JSON out; the work is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from netweight.cli.output import Output, output_option
+
+if TYPE_CHECKING:
+    from netweight.core.progress import Progress
+    from netweight.methods.compress.folder import Summary
+    from netweight.methods.compress.inspection import TensorReport
+
+__all__ = ["compress", "decompress", "inspect", "verify"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PATH = click.Path(path_type=Path)
+_SHOWN = 20  # names written per failed finding
+
+
+def _threads(command: F) -> F:
+    return click.option(
+        "--threads", type=click.IntRange(min=1), help="Threads of the codec; by default all cores that may be used."
+    )(command)
+
+
+def _overwrite(command: F) -> F:
+    return click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")(command)
+
+
+@click.command()
+@click.argument("src")
+@click.argument("dst", type=_PATH)
+@click.option(
+    "--level",
+    type=click.Choice(["fast", "default", "max"]),
+    default="default",
+    show_default=True,
+    help="Ever smaller and slower to write.",
+)
+@_threads
+@_overwrite
+@click.option("--variant", help="Take only weights of this variant, e.g. fp16, where a folder has it.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these files out; may be repeated.")
+@output_option
+def compress(
+    src: str,
+    dst: Path,
+    level: str,
+    threads: int | None,
+    overwrite: bool,
+    variant: str | None,
+    exclude: tuple[str, ...],
+    output: Output,
+) -> None:
+    """Make a model's files smaller, bit for bit.
+
+    SRC is a .safetensors file, the folder of a transformers or diffusers model, pipeline or adapter, or a model's id on
+    the Hugging Face hub (owner/name). All other files are carried over. A run that was interrupted continues where it
+    stopped when it is started again.
+    """
+    from netweight.methods.compress.folder import compress_folder
+
+    summary = compress_folder(
+        _source(src),
+        dst,
+        level=level,  # type: ignore[arg-type]  # click has checked it
+        threads=threads,
+        overwrite=overwrite,
+        variant=variant,
+        exclude=exclude,
+        progress=_progress(output),
+    )
+    _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
+
+
+@click.command()
+@click.argument("src", type=_PATH)
+@click.argument("dst", type=_PATH)
+@_threads
+@_overwrite
+@output_option
+def decompress(src: Path, dst: Path, threads: int | None, overwrite: bool, output: Output) -> None:
+    """Restore the original files of a compressed model, byte for byte; all digests are checked.
+
+    SRC is a compressed .safetensors file or folder.
+    """
+    from netweight.methods.compress.folder import decompress_folder
+
+    summary = decompress_folder(src, dst, threads=threads, overwrite=overwrite, progress=_progress(output))
+    _show(output, summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
+
+
+@click.command()
+@click.argument("path", type=_PATH)
+@click.option("--against", type=_PATH, metavar="SRC", help="The original: compare every bit with it.")
+@_threads
+@output_option
+@click.pass_context
+def verify(context: click.Context, path: Path, against: Path | None, threads: int | None, output: Output) -> None:
+    """Prove that a compressed model is intact, and identical to its original if that is given.
+
+    Exits with 1 if anything is damaged or differs.
+    """
+    from netweight.methods.compress.audit import verify as run_audit
+
+    findings = run_audit(path, against, threads=threads, progress=_progress(output))
+    passed = all(finding.passed is not False for finding in findings)
+    for finding in findings:
+        word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
+        value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
+        among = f" of {finding.detail['among']}" if finding.detail.get("among") else ""
+        output.line(f"{word:7}{finding.name}: {value}{among}", fg=color)
+        names = finding.detail.get("which", ())
+        for name in names[:_SHOWN]:
+            output.line(f"         {name}")
+        if len(names) > _SHOWN:
+            output.line("         ... --json names more")
+    output.result({"path": str(path), "passed": passed, "findings": [finding.to_json() for finding in findings]})
+    if not passed:
+        context.exit(1)
+
+
+@click.command()
+@click.argument("path", type=_PATH)
+@click.option("--tensor", metavar="PATTERN", help="Only tensors whose names match, e.g. '**.attention.**'.")
+@click.option("--plot", type=_PATH, metavar="FILE", help="Draw the histograms of sign, exponent and mantissa here.")
+@output_option
+def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -> None:
+    """Show what is in weight files, tensor by tensor.
+
+    PATH is a .safetensors file or a folder, compressed or not. Entropies are in bits per weight; the shares of sign,
+    exponent and mantissa are those of the total entropy.
+    """
+    from netweight.methods.compress.inspection import inspect_tensors
+
+    reports = list(inspect_tensors(path, tensor=tensor, progress=_progress(output)))
+    headers = ["tensor", "dtype", "shape", "stored bits", "entropy", "sign", "exponent", "mantissa"]
+    output.table(headers, [_row(report) for report in reports])
+    plain, stored = (sum(getattr(report.info, size) for report in reports) for size in ("nbytes", "stored_nbytes"))
+    output.line(f"{len(reports)} tensors, {_size(plain)} of values in {_size(stored)} of file")
+    if plot is not None:
+        _plot(reports, path, plot)
+        output.line(f"Histograms drawn in {plot}.")
+    tensors = [report.to_json() for report in reports]
+    output.result({"path": str(path), "nbytes": plain, "stored_nbytes": stored, "tensors": tensors})
+
+
+def _source(src: str) -> Path:
+    """A path as it is; the id of a model on the hub as the folder it is fetched to."""
+    path = Path(src)
+    if path.exists():
+        return path
+    from netweight.integrations.hub import fetch, is_hub_id
+
+    return fetch(src) if is_hub_id(src) else path
+
+
+def _progress(output: Output) -> Progress:
+    from netweight.core.progress import QUIET, Progress
+
+    return QUIET if output.as_json else Progress()
+
+
+def _show(output: Output, summary: Summary, sizes: str) -> None:
+    rate = summary.nbytes / max(summary.seconds, 1e-9)
+    output.line(
+        f"{summary.target}: {summary.tensors} tensors, {sizes} (ratio {summary.ratio:.4f}), "
+        f"{summary.seconds:.2f} s, {_size(rate)}/s"
+    )
+    if summary.resumed:
+        output.line(f"{summary.resumed} files were done by an earlier, interrupted run.")
+    for path in summary.left_out:
+        output.line(f"Left out: {path}")
+    values = {**vars(summary), "source": str(summary.source), "target": str(summary.target), "ratio": summary.ratio}
+    output.result(values)
+
+
+def _size(nbytes: float) -> str:
+    from tqdm import tqdm
+
+    return tqdm.format_sizeof(nbytes, "B", 1000)
+
+
+def _row(report: TensorReport) -> list[object]:
+    info, bits = report.info, report.bits
+    start = [info.name, info.dtype, "x".join(map(str, info.shape)) or "scalar", f"{report.stored_bits:.2f}"]
+    if bits is None:
+        return [*start, "-", "-", "-", "-"]
+    shares = bits.shares
+    parts = [f"{shares[part]:.1%}" for part in ("sign", "exponent", "mantissa")]
+    return [*start, f"{bits.bits_per_weight:.2f}", *parts]
+
+
+def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
+    """Draw one row of histograms per dtype, all tensors of it taken together."""
+    from netweight.methods.compress.bits import merge
+    from netweight.methods.compress.plots import plot_bits
+
+    known = [report.bits for report in reports if report.bits is not None and report.bits.count]
+    dtypes = dict.fromkeys(bits.dtype for bits in known)
+    plot_bits({f"{path.name}, {dtype}": merge(bits for bits in known if bits.dtype == dtype) for dtype in dtypes}, plot)

@@ -1,0 +1,244 @@
+"""The audit of compression: are all bits there, and are they those of the original? Tensor by tensor, file by file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import xxhash
+
+from netweight.core import digest
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import CorruptBlob, UsageError
+from netweight.evidence.finding import Finding
+from netweight.methods.compress.config import CompressConfig
+from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
+from netweight.methods.compress.shard import plain_head
+from netweight.store.reading import StoredFile
+
+__all__ = ["verify"]
+
+_SHOWN = 100  # names kept per finding
+
+
+def verify(
+    path: str | Path,
+    against: str | Path | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress = QUIET,
+) -> list[Finding]:
+    """Decode everything and compare it with the recorded digests and, if given, with the original.
+
+    Args:
+        path: A file or folder, usually compressed.
+        against: The file or folder that it was made from, or another one that should hold the same, compressed or not.
+        threads: Threads of the decoder; None takes all cores that the process may use.
+        progress: Where progress is shown.
+
+    Returns:
+        Findings that each count what is wrong, with target 0 and the names in `detail["which"]`: damaged tensors and
+        files, and with `against` tensors that differ, tensors and files that only one side has, and files that differ;
+        at last the ratio.
+
+    Raises:
+        UsageError: A path is not there; or `path` is not compressed, so that it carries no digests, and `against` is
+            missing.
+        CorruptBlob: A file is so damaged that it cannot be opened, or missing.
+        UnsafeInput: A manifest points outside its folder.
+    """
+    config = CompressConfig(threads=threads)
+    subject = _Side.open(Path(path))
+    other = None if against is None else _Side.open(Path(against))
+    if not subject.compressed and other is None:
+        raise UsageError(f"{path} is not compressed and carries no digests.", cure="Name the original: --against SRC.")
+    tally = _Tally()
+    with progress.task(f"verify {subject.root.name}", subject.nbytes()) as task:
+        for name, file in subject.weights.items():
+            task.describe(name)
+            peer = None if other is None else other.weights.get(name)
+            _check_weights(subject, name, file, peer, config.workers, tally, task.update)
+    _check_others(subject, other, tally)
+    return tally.findings(subject, other)
+
+
+@final
+@dataclass(frozen=True)
+class _Side:
+    """The files of one file or folder by the paths they have when it is not compressed."""
+
+    root: Path
+    manifest: Manifest | None
+    weights: dict[str, Path]
+    others: dict[str, Path]
+
+    @classmethod
+    def open(cls, path: Path) -> _Side:
+        if path.is_file():
+            return cls(path, None, {"": path}, {})
+        if not path.is_dir():
+            raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+        if (path / MANIFEST).exists():
+            manifest = Manifest.read(path)
+            manifest.check_present(path)
+            places = {entry.path: (entry.kind, path / entry.stored) for entry in manifest.files}
+            weights = {name: file for name, (kind, file) in places.items() if kind == "compressed"}
+            return cls(
+                path, manifest, weights, {name: file for name, (_, file) in places.items() if name not in weights}
+            )
+        files = {file.relative_to(path).as_posix(): file for file in sorted(_files(path))}
+        weights = {name: file for name, file in files.items() if name.endswith(".safetensors")}
+        return cls(path, None, weights, {name: file for name, file in files.items() if name not in weights})
+
+    @property
+    def compressed(self) -> bool:
+        """Whether anything in it carries digests."""
+        return self.manifest is not None or any(_is_compressed(file) for file in self.weights.values())
+
+    def entry(self, name: str) -> FileEntry | None:
+        """What the manifest says of a file."""
+        if self.manifest is None:
+            return None
+        return next(entry for entry in self.manifest.files if entry.path == name)
+
+    def nbytes(self) -> int:
+        """Bytes of the weight files when not compressed."""
+        total = 0
+        for path in self.weights.values():
+            file = StoredFile(path)
+            total += len(plain_head(file)) + sum(file.info(name).nbytes for name in file.names())
+            file.close()
+        return total
+
+    def stored_nbytes(self) -> int:
+        """Bytes of the weight files as they are."""
+        return sum(os.stat(file).st_size for file in self.weights.values())
+
+    def digest(self, name: str) -> str:
+        """Digest of the original content of a file that holds no weights."""
+        entry = self.entry(name)
+        if entry is not None and entry.kind == "rewritten":
+            return digest.of_bytes(entry.original_content())
+        return digest.of_file(self.others[name])
+
+
+@final
+@dataclass
+class _Tally:
+    """What was found wrong so far: names and reasons."""
+
+    tensors: int = 0
+    files: int = 0
+    damaged: list[str] = field(default_factory=list)
+    damaged_files: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    different_files: list[str] = field(default_factory=list)
+    one_sided: list[str] = field(default_factory=list)
+
+    def findings(self, subject: _Side, other: _Side | None) -> list[Finding]:
+        found = []
+        if subject.compressed:
+            found.append(_none_of("damaged tensors", self.damaged, self.tensors))
+            found.append(_none_of("damaged files", self.damaged_files, self.files))
+        if other is not None:
+            found.append(_none_of("tensors that differ", self.different, self.tensors))
+            found.append(_none_of("files that differ", self.different_files, self.files))
+            found.append(_none_of("tensors and files that only one side has", self.one_sided, None))
+        nbytes, stored = subject.nbytes(), subject.stored_nbytes()
+        detail = {"nbytes": nbytes, "stored_nbytes": stored}
+        found.append(Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=detail))
+        return found
+
+
+def _none_of(name: str, which: list[str], among: int | None) -> Finding:
+    detail = {"which": which[:_SHOWN], "among": among}
+    return Finding(name, len(which), n=among or None, better="lower", target=0, detail=detail)
+
+
+def _check_weights(
+    side: _Side,
+    name: str,
+    path: Path,
+    peer_path: Path | None,
+    threads: int,
+    tally: _Tally,
+    advance: Callable[[int], None],
+) -> None:
+    """Decode one weights file, compare its digests, and compare it with its peer if there is one."""
+    file = StoredFile(path)
+    peer = None if peer_path is None else StoredFile(peer_path)
+    head = plain_head(file)
+    whole = xxhash.xxh3_128(head)
+    broken = False
+    for tensor in file.names():
+        where = f"{name}: {tensor}" if name else tensor
+        tally.tensors += 1
+        try:
+            content = file.content(tensor, threads=threads, check=True)
+        except CorruptBlob as error:
+            tally.damaged.append(f"{where}: {error.reason}")
+            broken = True
+        else:
+            whole.update(content)
+            if peer is not None:
+                _compare(file, peer, tensor, where, content, threads, tally)
+        file.release(tensor)
+        advance(file.info(tensor).nbytes)
+    tally.files += 1
+    entry = side.entry(name)
+    recorded = None if entry is None else entry.digest
+    if not broken and recorded is not None and f"{digest.ALGORITHM}:{whole.hexdigest()}" != recorded:
+        tally.damaged_files.append(f"{name}: its digest is not the recorded one")
+    if peer is not None:
+        held = set(file.names())
+        tally.one_sided += [f"{name}: {tensor}" for tensor in sorted(held ^ set(peer.names()))]
+        if plain_head(peer) != head:
+            tally.different_files.append(f"{name or path.name}: the headers differ (order, metadata or padding)")
+        peer.close()
+    file.close()
+
+
+def _compare(
+    file: StoredFile, peer: StoredFile, tensor: str, where: str, content: Any, threads: int, tally: _Tally
+) -> None:
+    """Compare one tensor with its peer: dtype, shape and every bit."""
+    if tensor not in peer.names():
+        return
+    mine, theirs = file.info(tensor), peer.info(tensor)
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        tally.different.append(f"{where}: {mine.dtype} {mine.shape} against {theirs.dtype} {theirs.shape}")
+    elif memoryview(content).cast("B") != memoryview(peer.content(tensor, threads=threads)).cast("B"):
+        tally.different.append(f"{where}: the bits differ")
+    peer.release(tensor)
+
+
+def _check_others(subject: _Side, other: _Side | None, tally: _Tally) -> None:
+    """Compare the files that hold no weights with their digests and with the other side."""
+    for name, file in subject.others.items():
+        tally.files += 1
+        entry = subject.entry(name)
+        if entry is not None:
+            if digest.of_file(file) != entry.stored_digest:
+                tally.damaged_files.append(f"{entry.stored}: its digest is not the recorded one")
+            if entry.kind == "rewritten" and subject.digest(name) != entry.digest:
+                tally.damaged_files.append(f"{name}: the kept original is damaged")
+        if other is not None and name in other.others and subject.digest(name) != other.digest(name):
+            tally.different_files.append(name)
+    if other is not None:
+        mine, theirs = ({*side.weights, *side.others} for side in (subject, other))
+        known = {path for side in (subject, other) if side.manifest for path in side.manifest.left_out}
+        tally.one_sided += sorted((mine ^ theirs) - known)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for here, _, leaves in os.walk(folder):
+        yield from (Path(here) / leaf for leaf in leaves)
+
+
+def _is_compressed(path: Path) -> bool:
+    file = StoredFile(path)
+    file.close()
+    return file.description is not None
