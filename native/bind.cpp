@@ -1,0 +1,128 @@
+// The Python module netweight.codec._native. Everything Python is here; arguments are buffers, so no array is ever converted.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "blob.h"
+#include "buffer_pool.h"
+
+namespace nb = nanobind;
+using namespace netweight;
+
+namespace {
+
+// A contiguous buffer of a Python object, held while this lives.
+class Buffer {
+ public:
+  Buffer(nb::handle object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) nb::raise_python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  u8* data() const { return static_cast<u8*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+  std::span<const u8> bytes() const { return {data(), size()}; }
+
+ private:
+  Py_buffer view_;
+};
+
+using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
+
+Bytes pooled_array(size_t size) {
+  void* buffer = buffer_pool::acquire(size);
+  nb::capsule owner(buffer, [](void* p) noexcept { buffer_pool::release(p); });
+  return Bytes(buffer, {size}, owner);
+}
+
+nb::tuple header_tuple(const BlobHeader& h) {
+  nb::list shape;
+  for (u64 d : h.shape) shape.append(d);
+  nb::list starts;
+  for (u64 s : h.chunk_start) starts.append(s);
+  return nb::make_tuple(h.dtype->name, nb::tuple(shape), h.nbytes, static_cast<int>(h.level), h.chunk_log2,
+                        nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers);
+}
+
+nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
+                        const std::string& path) {
+  Buffer in(tensor, false);
+  const Dtype& dtype = dtype_by_name(dtype_name.c_str());
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  if (tensor_bytes(dtype, shape) != in.size()) throw nb::value_error("the buffer's size does not fit dtype and shape");
+  if (shape.size() > kMaxDims) throw nb::value_error("a tensor of more than 64 dimensions");
+  if (chunk_log2 == 0) chunk_log2 = default_chunk_log2(dtype);
+  if (chunk_log2 < kMinChunkLog2 || chunk_log2 > kMaxChunkLog2) throw nb::value_error("chunk_log2 must be 10 to 22");
+  if (level < 0 || level > static_cast<int>(Level::max)) throw nb::value_error("level must be 0, 1 or 2");
+  const size_t bound = encode_bound(dtype, shape, chunk_log2);
+  PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bound));
+  if (!out) nb::raise_python_error();
+  u8* to = reinterpret_cast<u8*>(PyBytes_AS_STRING(out));
+  size_t size;
+  try {
+    nb::gil_scoped_release release;
+    buffer_pool::advise_huge_pages(to, bound);
+    size = encode(in.bytes(), dtype, shape, static_cast<Level>(level), chunk_log2, threads, kernels, to);
+  } catch (...) {
+    Py_DECREF(out);
+    throw;
+  }
+  if (_PyBytes_Resize(&out, static_cast<Py_ssize_t>(size)) != 0) nb::raise_python_error();
+  return nb::steal(out);
+}
+
+void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, std::span<u8> out, int threads, bool check, const Kernels& kernels) {
+  nb::gil_scoped_release release;
+  decode_range(blob, h, first, last, threads, kernels, out.data());
+  if (check && !digest_matches(h, out)) throw CorruptError("the decoded bytes do not have the digest that was stored with them");
+}
+
+Bytes decode(nb::handle blob, int threads, bool check, const std::string& path) {
+  Buffer in(blob, false);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  BlobHeader h = read_header(in.bytes());
+  Bytes out = pooled_array(static_cast<size_t>(h.nbytes));
+  decode_to(in.bytes(), h, 0, h.numbers, {out.data(), static_cast<size_t>(h.nbytes)}, threads, check, kernels);
+  return out;
+}
+
+void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path) {
+  Buffer in(blob, false), to(out, true);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  BlobHeader h = read_header(in.bytes());
+  if (h.nbytes != to.size()) throw nb::value_error("the output's size differs from the tensor's");
+  decode_to(in.bytes(), h, 0, h.numbers, {to.data(), to.size()}, threads, check, kernels);
+}
+
+Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const std::string& path) {
+  Buffer in(blob, false);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  BlobHeader h = read_header(in.bytes());
+  if (first > last || last > h.numbers) throw nb::value_error("the range lies outside the tensor");
+  Bytes out = pooled_array(static_cast<size_t>((last - first) * h.dtype->unit_bytes));
+  decode_to(in.bytes(), h, first, last, {out.data(), static_cast<size_t>((last - first) * h.dtype->unit_bytes)}, threads, false, kernels);
+  return out;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "netweight's codec in C++; use netweight.codec";
+  nb::exception<CorruptError>(m, "CorruptError", PyExc_ValueError);
+  nb::exception<UnsupportedError>(m, "UnsupportedError", PyExc_ValueError);
+  m.def("encode", &encode_bytes, nb::arg("tensor"), nb::arg("dtype"), nb::arg("shape"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
+        nb::arg("path"));
+  m.def("read_header", [](nb::handle blob) { return header_tuple(read_header(Buffer(blob, false).bytes())); }, nb::arg("blob"));
+  m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
+  m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
+  m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
+  m.def("paths", [] {
+    nb::list names;
+    for (const Kernels* k : usable_kernels()) names.append(k->name);
+    return names;
+  });
+  m.def("trim_pool", &buffer_pool::trim, nb::arg("keep"));
+  m.def("idle_bytes", &buffer_pool::idle_bytes);
+}

@@ -1,0 +1,278 @@
+// Whole tensors: header, index, chunks, threads.
+#include "blob.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "plane.h"
+
+#define XXH_INLINE_ALL
+#include "third_party/xxhash.h"
+
+namespace netweight {
+namespace {
+
+// ---- chunks ----------------------------------------------------------------------------------------------------------
+
+PlaneShape head_shape(const Dtype& d) {
+  if (d.exponent_bits == 0) return {head_bytes(d), PlaneKind::integer, 0, 0};
+  int inside = 8 * head_bytes(d) - 1 - d.exponent_bits;
+  return {head_bytes(d), PlaneKind::floating, d.exponent_bits, std::min<int>(inside, d.mantissa_bits)};
+}
+
+constexpr PlaneShape kTail = {1, PlaneKind::tail, 0, 0};
+
+u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+  const int tails = plane_count(d) - 1;
+  if (tails == 0) return encode_plane(head_shape(d), in, count, level, kernels, scratch, out);
+  u8* head = scratch.planes(count * d.unit_bytes);
+  u8* tail[6];
+  for (int t = 0; t < tails; t++) tail[t] = head + (2 + static_cast<size_t>(t)) * count;
+  (d.unit_bytes == 4 ? kernels.split4 : kernels.split8)(in, count, head, tail);
+  out = encode_plane(head_shape(d), head, count, level, kernels, scratch, out);
+  for (int t = 0; t < tails; t++) out = encode_plane(kTail, tail[t], count, level, kernels, scratch, out);
+  return out;
+}
+
+void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, std::vector<u8>& scratch, u8* out) {
+  const int tails = plane_count(d) - 1;
+  if (tails == 0) {
+    decode_plane(in, readable_end, head_bytes(d), count, kernels, out);
+  } else {
+    if (scratch.size() < count * d.unit_bytes) scratch.resize(count * d.unit_bytes);
+    u8* head = scratch.data();
+    decode_plane(in, readable_end, 2, count, kernels, head);
+    const u8* tail[6];
+    for (int t = 0; t < tails; t++) {
+      tail[t] = raw_plane(in, 1, count);  // the usual case: used where it lies
+      if (tail[t]) continue;
+      u8* to = head + (2 + static_cast<size_t>(t)) * count;
+      decode_plane(in, readable_end, 1, count, kernels, to);
+      tail[t] = to;
+    }
+    (d.unit_bytes == 4 ? kernels.join4 : kernels.join8)(head, tail, count, out);
+  }
+  if (in.at != in.end) throw CorruptError("a chunk holds more bytes than its planes");
+}
+
+// ---- threads ---------------------------------------------------------------------------------------------------------
+
+// Calls work(worker, item) for every item; the first exception stops the rest and is thrown again here.
+template <typename Work>
+void parallel_for(size_t items, int threads, Work work) {
+  threads = static_cast<int>(std::clamp<size_t>(static_cast<size_t>(std::max(threads, 1)), 1, std::max<size_t>(items, 1)));
+  if (threads == 1) {
+    for (size_t i = 0; i < items; i++) work(0, i);
+    return;
+  }
+  std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex guard;
+  auto loop = [&](int worker) {
+    try {
+      for (size_t i; (i = next++) < items;) work(worker, i);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(guard);
+      if (!failure) failure = std::current_exception();
+      next = items;
+    }
+  };
+  std::vector<std::thread> pool;
+  for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
+  loop(0);
+  for (std::thread& t : pool) t.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+// ---- header ----------------------------------------------------------------------------------------------------------
+
+u8* put_varint(u8* p, u64 v) {
+  for (; v >= 128; v >>= 7) *p++ = static_cast<u8>(v | 128);
+  *p++ = static_cast<u8>(v);
+  return p;
+}
+
+u64 read_varint(Reader& in) {
+  u64 v = 0;
+  for (int shift = 0; shift < 63; shift += 7) {
+    u8 b = in.byte("the header");
+    v |= static_cast<u64>(b & 127) << shift;
+    if (b < 128) return v;
+  }
+  throw CorruptError("a dimension in the header is too large");
+}
+
+u32 header_check(const u8* header, size_t size) {
+  XXH3_state_t state;
+  XXH3_64bits_reset(&state);
+  XXH3_64bits_update(&state, header, 24);
+  XXH3_64bits_update(&state, header + kFixedHeader, size - kFixedHeader);
+  return static_cast<u32>(XXH3_64bits_digest(&state));
+}
+
+u64 chunk_count(u64 numbers, int chunk_log2) { return (numbers >> chunk_log2) + ((numbers & ((u64{1} << chunk_log2) - 1)) != 0); }
+
+std::string megabytes(size_t n) { return std::to_string(n) + " bytes"; }
+
+}  // namespace
+
+size_t BlobHeader::numbers_in_chunk(size_t chunk) const {
+  return static_cast<size_t>(std::min<u64>(u64{1} << chunk_log2, numbers - (static_cast<u64>(chunk) << chunk_log2)));
+}
+
+u64 tensor_bytes(const Dtype& dtype, const std::vector<u64>& shape) {
+  unsigned __int128 bits = dtype.bits;
+  if (std::find(shape.begin(), shape.end(), 0u) != shape.end()) return 0;
+  for (u64 d : shape) {
+    bits *= d;
+    if (bits >> 62) throw UnsupportedError("a tensor of this shape is too large");
+  }
+  if (bits % 8) throw UnsupportedError(std::string("a tensor of type ") + dtype.name + " must fill whole bytes");
+  return static_cast<u64>(bits / 8);
+}
+
+size_t encode_bound(const Dtype& dtype, const std::vector<u64>& shape, int chunk_log2) {
+  u64 bytes = tensor_bytes(dtype, shape);
+  u64 chunks = chunk_count(bytes / dtype.unit_bytes, chunk_log2);
+  return static_cast<size_t>(kFixedHeader + 10 * shape.size() + bytes + chunks * (4 + 4096 * static_cast<u64>(plane_count(dtype))));
+}
+
+BlobHeader read_header(std::span<const u8> blob) {
+  if (blob.size() < kFixedHeader) throw CorruptError("it is shorter than a header (" + megabytes(blob.size()) + ")");
+  if (std::memcmp(blob.data(), kMagic, 3) != 0) throw CorruptError("it does not start with the marker NWT");
+  if (blob[3] != kVersion) throw UnsupportedError("format version " + std::to_string(blob[3]) + " is newer than this release reads (1)");
+  BlobHeader h;
+  h.dtype = &dtype_by_code(blob[4]);
+  if (blob[5] > static_cast<u8>(Level::max)) throw UnsupportedError("level number " + std::to_string(blob[5]) + " is not known to this release");
+  h.level = static_cast<Level>(blob[5]);
+  h.chunk_log2 = blob[6];
+  if (h.chunk_log2 < kMinChunkLog2 || h.chunk_log2 > kMaxChunkLog2) throw CorruptError("the header states an impossible chunk size");
+  if (blob[7] > kMaxDims) throw CorruptError("the header states an impossible number of dimensions");
+  std::memcpy(h.digest, blob.data() + 8, 16);
+  Reader in{blob.data() + kFixedHeader, blob.data() + blob.size()};
+  h.elements = 1;
+  for (int i = 0; i < blob[7]; i++) h.shape.push_back(read_varint(in));
+  h.nbytes = tensor_bytes(*h.dtype, h.shape);
+  for (u64 d : h.shape) h.elements = h.nbytes ? h.elements * d : 0;
+  if (std::find(h.shape.begin(), h.shape.end(), 0u) != h.shape.end()) h.elements = 0;
+  h.numbers = h.nbytes / h.dtype->unit_bytes;
+  const u64 chunks = chunk_count(h.numbers, h.chunk_log2);
+  if (chunks > static_cast<u64>(in.end - in.at) / 4) throw CorruptError("the data ends inside the index of chunks");
+  const u8* index = in.take(static_cast<size_t>(chunks) * 4, "the index of chunks");
+  if (get32(blob.data() + 24) != header_check(blob.data(), static_cast<size_t>(in.at - blob.data())))
+    throw CorruptError("the header's checksum does not fit its bytes");
+  h.chunk_start.resize(static_cast<size_t>(chunks) + 1);
+  h.chunk_start[0] = static_cast<u64>(in.at - blob.data());
+  for (size_t c = 0; c < chunks; c++) h.chunk_start[c + 1] = h.chunk_start[c] + get32(index + 4 * c);
+  if (h.chunk_start.back() != blob.size())
+    throw CorruptError("it has " + megabytes(blob.size()) + " where its index adds up to " + std::to_string(h.chunk_start.back()));
+  return h;
+}
+
+size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<u64>& shape, Level level, int chunk_log2, int threads,
+              const Kernels& kernels, u8* out) {
+  u8* p = out;
+  std::memcpy(p, kMagic, 3);
+  p[3] = kVersion;
+  p[4] = dtype.code;
+  p[5] = static_cast<u8>(level);
+  p[6] = static_cast<u8>(chunk_log2);
+  p[7] = static_cast<u8>(shape.size());
+  p = out + kFixedHeader;
+  for (u64 d : shape) p = put_varint(p, d);
+  u8* index = p;
+  const size_t unit = dtype.unit_bytes, step = size_t{1} << chunk_log2;
+  const size_t numbers = tensor.size() / unit;
+  const size_t chunks = static_cast<size_t>(chunk_count(numbers, chunk_log2));
+  u8* payload = index + 4 * chunks;
+  auto chunk_of = [&](size_t c) { return tensor.subspan(c * step * unit, std::min(step, numbers - c * step) * unit); };
+
+  XXH3_state_t hash;
+  XXH3_128bits_reset(&hash);
+  u8* end = payload;
+  if (threads <= 1 || chunks < 2) {
+    EncodeScratch scratch;
+    for (size_t c = 0; c < chunks; c++) {
+      std::span<const u8> chunk = chunk_of(c);
+      XXH3_128bits_update(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
+      u8* start = end;
+      end = encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch, start);
+      put32(index + 4 * c, static_cast<u32>(end - start));
+    }
+  } else {
+    // Every chunk gets room for the worst case, then they close ranks. Item 0 is the digest of everything.
+    const size_t room = step * unit + 4096 * static_cast<size_t>(plane_count(dtype));
+    std::vector<EncodeScratch> scratch(static_cast<size_t>(threads));
+    std::vector<size_t> size(chunks);
+    parallel_for(chunks + 1, threads, [&](int worker, size_t item) {
+      if (item == 0) {
+        XXH3_128bits_update(&hash, tensor.data(), tensor.size());
+        return;
+      }
+      const size_t c = item - 1;
+      std::span<const u8> chunk = chunk_of(c);
+      u8* start = payload + c * room;
+      size[c] = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch[static_cast<size_t>(worker)], start) - start);
+    });
+    for (size_t c = 0; c < chunks; c++) {
+      std::memmove(end, payload + c * room, size[c]);
+      put32(index + 4 * c, static_cast<u32>(size[c]));
+      end += size[c];
+    }
+  }
+  XXH128_canonical_t digest;
+  XXH128_canonicalFromHash(&digest, XXH3_128bits_digest(&hash));
+  std::memcpy(out + 8, digest.digest, 16);
+  put32(out + 24, header_check(out, static_cast<size_t>(payload - out)));
+  return static_cast<size_t>(end - out);
+}
+
+void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
+  if (first >= last) return;
+  const size_t unit = h.dtype->unit_bytes;
+  const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
+  const u8* readable_end = blob.data() + blob.size();
+  struct Scratch {
+    std::vector<u8> planes, partial;
+  };
+  std::vector<Scratch> scratch(static_cast<size_t>(std::max(threads, 1)));
+  parallel_for(to - from, threads, [&](int worker, size_t item) {
+    const size_t c = from + item;
+    const u64 start = static_cast<u64>(c) << h.chunk_log2;
+    const size_t count = h.numbers_in_chunk(c);
+    Scratch& s = scratch[static_cast<size_t>(worker)];
+    Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
+    if (start >= first && start + count <= last) {
+      decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, out + (start - first) * unit);
+      return;
+    }
+    s.partial.resize(count * unit);
+    decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, s.partial.data());
+    const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
+    std::memcpy(out + (begin - first) * unit, s.partial.data() + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+  });
+}
+
+bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
+  XXH128_canonical_t digest;
+  XXH128_canonicalFromHash(&digest, XXH3_128bits(tensor.data(), tensor.size()));
+  return std::memcmp(digest.digest, header.digest, 16) == 0;
+}
+
+std::vector<const Kernels*> usable_kernels() {
+  std::vector<const Kernels*> all;
+  for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+    if (k) all.push_back(k);
+  return all;
+}
+
+const Kernels& kernels_by_name(const char* name) {
+  for (const Kernels* k : usable_kernels())
+    if (std::strcmp(name, "auto") == 0 || std::strcmp(name, k->name) == 0) return *k;
+  throw UnsupportedError(std::string("this processor or build has no codec path named ") + name);
+}
+
+}  // namespace netweight

@@ -1,0 +1,47 @@
+// Whole tensors: header, index, chunks, threads. See docs/format.md.
+#pragma once
+
+#include <span>
+
+#include "kernels.h"
+
+namespace netweight {
+
+struct BlobHeader {
+  const Dtype* dtype;
+  Level level;
+  int chunk_log2;
+  std::vector<u64> shape;
+  u8 digest[16];  // xxh3-128 of the tensor's bytes, canonical (big-endian) form
+  u64 elements;
+  u64 nbytes;     // of the tensor
+  u64 numbers;    // units of dtype->unit_bytes bytes
+  std::vector<u64> chunk_start;  // offsets in the blob; one more than there are chunks
+
+  size_t chunks() const { return chunk_start.size() - 1; }
+  size_t numbers_in_chunk(size_t chunk) const;
+};
+
+// Reads and checks header and index; throws CorruptError or UnsupportedError.
+BlobHeader read_header(std::span<const u8> blob);
+
+// The tensor's size in bytes; throws UnsupportedError for shapes that overflow and for sub-byte types that end inside a byte.
+u64 tensor_bytes(const Dtype& dtype, const std::vector<u64>& shape);
+
+// What encode may write for such a tensor.
+size_t encode_bound(const Dtype& dtype, const std::vector<u64>& shape, int chunk_log2);
+
+// Encodes to `out` (of encode_bound bytes); returns the blob's size.
+size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<u64>& shape, Level level, int chunk_log2, int threads,
+              const Kernels& kernels, u8* out);
+
+// Decodes numbers [first, last) to `out`; only the chunks they touch are read.
+void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, int threads, const Kernels& kernels, u8* out);
+
+// True when `tensor` has the digest that the header states.
+bool digest_matches(const BlobHeader& header, std::span<const u8> tensor);
+
+const Kernels& kernels_by_name(const char* name);  // "auto" for the fastest; throws UnsupportedError
+std::vector<const Kernels*> usable_kernels();      // fastest first
+
+}  // namespace netweight

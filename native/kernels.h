@@ -1,0 +1,115 @@
+// What an instruction set must offer to the codec. Every implementation yields the same bytes; they differ in speed only.
+#pragma once
+
+#include "table.h"
+
+namespace netweight {
+
+// Raw bits of the rows: region `low` holds the low eight bits (or all, when there are at most eight) of every row but the
+// last, whose share is folded into the streams' first states; region `rest` holds the bits above eight of every row.
+struct RawRegions {
+  size_t row_low_bytes = 0;  // one 64-lane row of one stream
+  size_t row_rest_bytes = 0;
+  size_t low_bytes = 0;      // whole regions
+  size_t rest_bytes = 0;
+
+  NETWEIGHT_INLINE RawRegions(const Split& split, int streams, size_t rows) {
+    int low_bits = split.raw_bits < 8 ? split.raw_bits : 8;
+    row_low_bytes = field_block_bytes(low_bits);
+    row_rest_bytes = field_block_bytes(split.raw_bits - low_bits);
+    low_bytes = row_low_bytes * static_cast<size_t>(streams) * (rows - 1);
+    rest_bytes = row_rest_bytes * static_cast<size_t>(streams) * rows;
+  }
+};
+
+// A parsed rans block. Row r of stream g holds elements (r * streams + g) * 64 .. + 63 of the chunk.
+struct RansBlock {
+  Split split;
+  int streams;
+  size_t count;  // elements
+  size_t rows;   // ceil(count / (64 * streams)), the last may be partial
+  const u8* raw_low;
+  const u8* raw_rest;
+  const u8* stream_end[kMaxStreams];
+  const u8* readable_end;  // reading below this address is safe
+  const DecodeTable* table;
+};
+
+struct Lanes {
+  alignas(64) u8 low[kMaxStreams][64];
+  alignas(64) u8 high[kMaxStreams][64];
+  const u8* at[kMaxStreams];
+};
+
+// Decodes whole rows [row, row_end) to `out` (the chunk's first element) and returns the row where it had to stop, because
+// reading on might pass readable_end. The portable one returns row_end, or npos when a stream runs out: corrupt.
+using DecodeRows = size_t (*)(const RansBlock&, Lanes&, size_t row, size_t row_end, void* out);
+inline constexpr size_t npos = ~size_t{0};
+
+// Lookups of an encoder: index of a symbol by map[symbol], or, when paired, 2 * map[symbol >> 1] + (symbol & 1).
+struct alignas(64) EncodeTable {
+  u8 map[256];
+  u8 frequency[64];  // 0: not in the table
+  u8 start[64];
+  u8 complement[64];  // 256 - frequency
+  u8 reciprocal_low[64], reciprocal_high[64], shift[64];  // x / f == (2x * reciprocal >> 16) >> shift for x < 256 f
+  int host;           // index that stands in for symbols not in the table
+  bool paired;
+  bool mapped;        // false: too many symbols for this layout, only the portable encoder can serve
+  struct Entry {
+    u16 frequency, start;
+    u32 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
+  };
+  std::vector<Entry> by_symbol;
+  Entry host_entry;
+
+  EncodeTable(const Table& table, const Split& split);
+};
+
+struct Patch {
+  u32 position;  // row * 64 + lane within the stream
+  u32 symbol;
+};
+
+struct RansEncoder {
+  Split split;
+  int streams;
+  size_t count, rows;
+  const EncodeTable* table;
+  u8* raw_low;
+  u8* raw_rest;
+  u8* at[kMaxStreams];                // byte streams grow downwards from here
+  Patch* patch[kMaxStreams];          // patches grow downwards likewise
+  Patch* patch_limit[kMaxStreams];    // lowest address that may still take a row's worth of patches
+  alignas(64) u8 low[kMaxStreams][64];
+  alignas(64) u8 high[kMaxStreams][64];
+  u16 padding = 0;                    // element that fills the last row
+};
+
+// Encodes rows row-1, row-2, ..., 0 of `in`, full rows only; false when there are more patches than fit.
+using EncodeRows = bool (*)(RansEncoder&, const void* in, size_t row);
+
+// Numbers of 4 or 8 bytes as planes: the two top bytes as 16-bit words, then one plane per byte, most significant first.
+using Join = void (*)(const u8* head, const u8* const* tail, size_t count, u8* out);
+using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail);
+
+struct Kernels {
+  const char* name;
+  DecodeRows decode_rows;
+  EncodeRows encode_rows;
+  Join join4, join8;
+  TakeApart split4, split8;
+};
+
+const Kernels& portable_kernels();
+const Kernels* avx2_kernels();    // nullptr when this build or this processor has none
+const Kernels* avx512_kernels();
+
+// Merges 64 placed symbols with raw bits, all in lane order, and writes the first `count` elements of the row.
+void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count);
+
+// The last row (folded raw bits, perhaps partial) is the portable code's in every set.
+bool decode_last_row(const RansBlock& block, Lanes& lanes, void* out);
+bool encode_last_row(RansEncoder& encoder, const void* in);
+
+}  // namespace netweight

@@ -1,0 +1,338 @@
+// AVX-512 (VBMI, VBMI2) kernels. A stream's 64 states are two registers, low bytes and high bytes; every table fits in
+// registers; a refill is one expand. Compiled with -mavx512*; only called after a check of the processor.
+#include "interleave.h"
+#include "kernels.h"
+
+#if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
+#include <immintrin.h>
+
+namespace netweight {
+namespace {
+
+// How the fields of a block reach the bytes of the elements: spread 8 fields into each 8-byte word, then shift every byte.
+struct FieldPlacement {
+  __m512i spread;      // byte index of each word's bytes
+  __m512i low_shift;   // bit offset, within the word, of what lands in the low byte
+  __m512i high_shift;
+  __m512i low_mask;    // which bits of the low byte are raw
+  __m512i high_mask;
+  __mmask64 present;   // bytes of a block
+};
+
+FieldPlacement placement(int bits, int low_offset, u8 low_mask, int high_offset, u8 high_mask) {
+  alignas(64) u8 spread[64], low[64], high[64];
+  for (int i = 0; i < 64; i++) {
+    int at = i / 8 * bits + i % 8;
+    spread[i] = static_cast<u8>(at < 64 ? at : 63);
+    low[i] = static_cast<u8>((i % 8 * bits + low_offset) & 63);
+    high[i] = static_cast<u8>((i % 8 * bits + high_offset) & 63);
+  }
+  return {_mm512_load_si512(spread),
+          _mm512_load_si512(low),
+          _mm512_load_si512(high),
+          _mm512_set1_epi8(static_cast<char>(low_mask)),
+          _mm512_set1_epi8(static_cast<char>(high_mask)),
+          bits == 8 ? ~__mmask64{0} : (__mmask64{1} << (8 * bits)) - 1};
+}
+
+constexpr u8 ones(int bits) { return static_cast<u8>((1 << bits) - 1); }
+
+// For at most eight raw bits per element: both output bytes come from one block. For more: the low byte is a plain byte and
+// the high byte comes from the block of the remaining bits.
+FieldPlacement element_placement(const Split& s) {
+  int b = s.raw_bits <= 8 ? s.raw_bits : s.raw_bits - 8;
+  if (s.raw_bits > 8) return placement(b, s.signed_raw ? b - 8 : 0, s.signed_raw ? 0x80 : 0, 0, ones(s.signed_raw ? b - 1 : b));
+  if (!s.signed_raw) return placement(b, 0, ones(b), 0, 0);
+  return placement(b, 0, ones(b - 1), b - 8, 0x80);
+}
+
+inline __m512i choose(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
+inline __m512i merge_or(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xEA); }
+
+// Rows of 64 * S elements. kRest: more than eight raw bits.
+template <int S, int kUnit, bool kRest>
+__attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
+  const DecodeTable& t = *b.table;
+  const __m512i slots0 = _mm512_load_si512(t.slot_to_index), slots1 = _mm512_load_si512(t.slot_to_index + 64),
+                slots2 = _mm512_load_si512(t.slot_to_index + 128), slots3 = _mm512_load_si512(t.slot_to_index + 192);
+  const __m512i frequency = _mm512_load_si512(t.frequency), start = _mm512_load_si512(t.start),
+                sym_low = _mm512_load_si512(t.low), sym_high = _mm512_load_si512(t.high);
+  const FieldPlacement place = element_placement(b.split);
+  const __m512i one = _mm512_set1_epi8(1);
+  alignas(64) u8 even[64], odd[64];  // low and high bytes of the words in lane order
+  for (int i = 0; i < 64; i++) {
+    even[i] = static_cast<u8>(((i >> 3) & 1) * 64 + (i >> 4) * 16 + 2 * (i & 7));
+    odd[i] = static_cast<u8>(even[i] + 1);
+  }
+  const __m512i low_bytes = _mm512_load_si512(even), high_bytes = _mm512_load_si512(odd);
+  const RawRegions region(b.split, S, b.rows);
+  const u8* raw = b.raw_low + row * S * region.row_low_bytes;
+  const u8* rest = b.raw_rest + row * S * region.row_rest_bytes;
+  const u8* at[S];
+  __m512i L[S], H[S];
+#pragma GCC unroll 4
+  for (int g = 0; g < S; g++) {
+    at[g] = lanes.at[g];
+    L[g] = _mm512_load_si512(lanes.low[g]);
+    H[g] = _mm512_load_si512(lanes.high[g]);
+  }
+  u8* to = out + row * S * 64 * kUnit;
+
+  auto step = [&](int g) __attribute__((always_inline)) {
+    __m512i q0 = _mm512_permutex2var_epi8(slots0, L[g], slots1), q1 = _mm512_permutex2var_epi8(slots2, L[g], slots3);
+    __m512i index = _mm512_mask_mov_epi8(q0, _mm512_movepi8_mask(L[g]), q1);
+    __m512i f = _mm512_permutexvar_epi8(index, frequency);
+    __m512i k = _mm512_sub_epi8(L[g], _mm512_permutexvar_epi8(index, start));
+    __m512i x0 = _mm512_maddubs_epi16(_mm512_unpacklo_epi8(H[g], one), _mm512_unpacklo_epi8(f, k));
+    __m512i x1 = _mm512_maddubs_epi16(_mm512_unpackhi_epi8(H[g], one), _mm512_unpackhi_epi8(f, k));
+    __m512i low = _mm512_permutex2var_epi8(x0, low_bytes, x1), high = _mm512_permutex2var_epi8(x0, high_bytes, x1);
+    __mmask64 refill = _mm512_testn_epi8_mask(high, high);
+    H[g] = _mm512_mask_mov_epi8(high, refill, low);
+    L[g] = _mm512_mask_expand_epi8(low, refill, _mm512_loadu_si512(at[g]));
+    at[g] += __builtin_popcountll(refill);
+
+    if constexpr (kUnit == 2) {
+      __m512i lo = _mm512_permutexvar_epi8(index, sym_low), hi = _mm512_permutexvar_epi8(index, sym_high);
+      if constexpr (kRest) {
+        __m512i r = _mm512_permutexvar_epi8(place.spread, _mm512_maskz_loadu_epi8(place.present, rest));
+        hi = merge_or(place.high_mask, _mm512_multishift_epi64_epi8(place.high_shift, r), hi);
+        hi = merge_or(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), hi);
+        lo = _mm512_or_si512(lo, _mm512_loadu_si512(raw));
+        rest += region.row_rest_bytes;
+      } else {
+        __m512i r = _mm512_permutexvar_epi8(place.spread, _mm512_maskz_loadu_epi8(place.present, raw));
+        lo = choose(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), lo);
+        hi = choose(place.high_mask, _mm512_multishift_epi64_epi8(place.high_shift, r), hi);
+      }
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lo, hi));
+      _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi8(lo, hi));
+    } else {
+      __m512i r = _mm512_permutexvar_epi8(place.spread, _mm512_maskz_loadu_epi8(place.present, raw));
+      __m512i v = merge_or(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), _mm512_permutexvar_epi8(index, sym_low));
+      v = merge_or(place.high_mask, _mm512_multishift_epi64_epi8(place.high_shift, r), v);
+      _mm512_storeu_si512(to, v);
+    }
+    raw += region.row_low_bytes;
+    to += 64 * kUnit;
+  };
+
+  // A step reads up to 64 bytes of each stream: sixteen rows at a time while that is safe, then row by row.
+  for (size_t many : {size_t{16}, size_t{1}})
+    while (row + many <= row_end) {
+      bool safe = true;
+      for (int g = 0; g < S; g++) safe &= static_cast<size_t>(b.readable_end - at[g]) >= 64 * many;
+      if (!safe) break;
+      for (size_t r = 0; r < many; r++) {
+#pragma GCC unroll 4
+        for (int g = 0; g < S; g++) step(g);
+      }
+      row += many;
+      for (int g = 0; g < S; g++)
+        if (at[g] > b.stream_end[g]) return npos;
+    }
+#pragma GCC unroll 4
+  for (int g = 0; g < S; g++) {
+    lanes.at[g] = at[g];
+    _mm512_store_si512(lanes.low[g], L[g]);
+    _mm512_store_si512(lanes.high[g], H[g]);
+  }
+  return row;
+}
+
+template <int S>
+size_t decode_streams(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, u8* out) {
+  if (b.split.unit == 1) return decode<S, 1, false>(b, lanes, row, row_end, out);
+  return b.split.raw_bits > 8 ? decode<S, 2, true>(b, lanes, row, row_end, out) : decode<S, 2, false>(b, lanes, row, row_end, out);
+}
+
+size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, void* out) {
+  u8* to = static_cast<u8*>(out);
+  return b.streams == 1   ? decode_streams<1>(b, lanes, row, row_end, to)
+         : b.streams == 2 ? decode_streams<2>(b, lanes, row, row_end, to)
+                          : decode_streams<4>(b, lanes, row, row_end, to);
+}
+
+// Packs 64 bytes holding fields of `bits` < 8 bits into 8 * bits bytes.
+struct FieldPacking {
+  __m512i pairs, quads;
+  __m128i shift;  // count of the last step
+  __m512i four;   // mask of four fields
+  __m512i compact;
+  __mmask64 present;
+
+  explicit FieldPacking(int bits) {
+    pairs = _mm512_set1_epi16(static_cast<short>(1 | 1 << (8 + bits)));
+    quads = _mm512_set1_epi32(1 | 1 << (16 + 2 * bits));
+    shift = _mm_cvtsi32_si128(32 - 4 * bits);
+    four = _mm512_set1_epi64((1ll << (4 * bits)) - 1);
+    alignas(64) u8 index[64] = {};
+    for (int i = 0; i < 8 * bits; i++) index[i] = static_cast<u8>(i / bits * 8 + i % bits);
+    compact = _mm512_load_si512(index);
+    present = (__mmask64{1} << (8 * bits)) - 1;
+  }
+  void store(u8* out, __m512i fields) const {
+    __m512i x = _mm512_madd_epi16(_mm512_maddubs_epi16(pairs, fields), quads);
+    x = choose(four, x, _mm512_srl_epi64(x, shift));
+    _mm512_mask_storeu_epi8(out, present, _mm512_permutexvar_epi8(compact, x));
+  }
+};
+
+// Rows of 64 * S elements. kPaired: the symbol has nine bits and is looked up by its upper eight.
+template <int S, int kUnit, bool kPaired>
+__attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) {
+  const EncodeTable& t = *e.table;
+  const __m512i map0 = _mm512_load_si512(t.map), map1 = _mm512_load_si512(t.map + 64), map2 = _mm512_load_si512(t.map + 128),
+                map3 = _mm512_load_si512(t.map + 192);
+  const __m512i frequency = _mm512_load_si512(t.frequency), start = _mm512_load_si512(t.start),
+                complement = _mm512_load_si512(t.complement), reciprocal_low = _mm512_load_si512(t.reciprocal_low),
+                reciprocal_high = _mm512_load_si512(t.reciprocal_high), shift = _mm512_load_si512(t.shift);
+  const __m512i zero = _mm512_setzero_si512(), byte = _mm512_set1_epi16(0xff), one = _mm512_set1_epi8(1);
+  const __m512i host = _mm512_set1_epi8(static_cast<char>(t.host));
+  const Split split = e.split;
+  const RawRegions region(split, S, e.rows);
+  const int low_bits = split.raw_bits < 8 ? split.raw_bits : 8, rest_bits = split.raw_bits - low_bits;
+  const FieldPacking pack_low(low_bits % 8), pack_rest(rest_bits);
+  const bool has_rest = rest_bits > 0, whole_low = low_bits == 8, some_low = low_bits > 0;
+  // Symbol and raw bits as shifts and masks of 16-bit words (one-byte elements are widened first).
+  const __m128i symbol_shift = _mm_cvtsi32_si128(split.signed_raw ? split.raw_bits - 1 : split.raw_bits);
+  const __m512i symbol_mask = _mm512_set1_epi16(static_cast<short>((1 << split.symbol_bits()) - 1));
+  const __m128i sign_shift = _mm_cvtsi32_si128(8 * split.unit - split.raw_bits);
+  const __m512i sign_bit = _mm512_set1_epi16(static_cast<short>(split.signed_raw ? 1 << (split.raw_bits - 1) : 0));
+  const __m512i raw_mask =
+      _mm512_set1_epi16(static_cast<short>(split.signed_raw ? (1 << (split.raw_bits - 1)) - 1 : (1 << split.raw_bits) - 1));
+  alignas(64) u8 even[64], odd[64];
+  for (int i = 0; i < 64; i++) {
+    even[i] = static_cast<u8>(((i >> 3) & 1) * 64 + (i >> 4) * 16 + 2 * (i & 7));
+    odd[i] = static_cast<u8>(even[i] + 1);
+  }
+  const __m512i low_bytes = _mm512_load_si512(even), high_bytes = _mm512_load_si512(odd);
+
+  u8* at[S];
+  __m512i L[S], H[S];
+  for (int g = 0; g < S; g++) {
+    at[g] = e.at[g];
+    L[g] = _mm512_load_si512(e.low[g]);
+    H[g] = _mm512_load_si512(e.high[g]);
+  }
+  u8* raw = e.raw_low + row * S * region.row_low_bytes;
+  u8* rest = e.raw_rest + row * S * region.row_rest_bytes;
+  const u8* from = in + row * S * 64 * kUnit;
+  bool room = true;
+
+  auto step = [&](int g, size_t r) __attribute__((always_inline)) {
+    from -= 64 * kUnit;
+    __m512i v0, v1;  // words: elements in two halves, so that packing them gives lane order
+    if constexpr (kUnit == 2) {
+      v0 = _mm512_loadu_si512(from);
+      v1 = _mm512_loadu_si512(from + 64);
+    } else {
+      __m512i v = _mm512_loadu_si512(from);
+      v0 = _mm512_unpacklo_epi8(v, zero);
+      v1 = _mm512_unpackhi_epi8(v, zero);
+    }
+    __m512i s0 = _mm512_and_si512(_mm512_srl_epi16(v0, symbol_shift), symbol_mask);
+    __m512i s1 = _mm512_and_si512(_mm512_srl_epi16(v1, symbol_shift), symbol_mask);
+    __m512i index;
+    if constexpr (kPaired) {
+      __m512i head = _mm512_packus_epi16(_mm512_srli_epi16(s0, 1), _mm512_srli_epi16(s1, 1));
+      __m512i tail = _mm512_and_si512(_mm512_packus_epi16(_mm512_and_si512(s0, byte), _mm512_and_si512(s1, byte)), one);
+      index = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(map0, head, map1), _mm512_movepi8_mask(head),
+                                   _mm512_permutex2var_epi8(map2, head, map3));
+      index = _mm512_or_si512(_mm512_add_epi8(index, index), tail);
+    } else {
+      __m512i symbol = _mm512_packus_epi16(s0, s1);
+      index = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(map0, symbol, map1), _mm512_movepi8_mask(symbol),
+                                   _mm512_permutex2var_epi8(map2, symbol, map3));
+    }
+    __m512i r0 = choose(raw_mask, v0, _mm512_and_si512(_mm512_srl_epi16(v0, sign_shift), sign_bit));
+    __m512i r1 = choose(raw_mask, v1, _mm512_and_si512(_mm512_srl_epi16(v1, sign_shift), sign_bit));
+    if (some_low) {
+      raw -= region.row_low_bytes;
+      __m512i fields = _mm512_packus_epi16(_mm512_and_si512(r0, byte), _mm512_and_si512(r1, byte));
+      if (whole_low) _mm512_storeu_si512(raw, fields);
+      else pack_low.store(raw, fields);
+    }
+    if (has_rest) {
+      rest -= region.row_rest_bytes;
+      pack_rest.store(rest, _mm512_packus_epi16(_mm512_srli_epi16(r0, 8), _mm512_srli_epi16(r1, 8)));
+    }
+
+    __m512i f = _mm512_permutexvar_epi8(index, frequency);
+    __mmask64 rare = _mm512_testn_epi8_mask(f, f);
+    if (__builtin_expect(rare != 0, 0)) {
+      if (e.patch[g] < e.patch_limit[g]) room = false;
+      else {
+        alignas(64) u16 symbols[64];
+        // Words s0, s1 of one 128-bit part are lanes 16q..16q+7 and 16q+8..16q+15.
+        _mm512_store_si512(symbols, s0);
+        _mm512_store_si512(symbols + 32, s1);
+        for (u64 m = rare; m;) {
+          int i = 63 - __builtin_clzll(m);
+          m &= ~(u64{1} << i);
+          *--e.patch[g] = {static_cast<u32>(r * 64 + static_cast<size_t>(i)), symbols[((i >> 3) & 1) * 32 + (i >> 4) * 8 + (i & 7)]};
+        }
+      }
+      index = _mm512_mask_mov_epi8(index, rare, host);
+      f = _mm512_permutexvar_epi8(index, frequency);
+    }
+    __mmask64 full = _mm512_cmpge_epu8_mask(H[g], f);
+    unsigned emitted = static_cast<unsigned>(__builtin_popcountll(full));
+    at[g] -= emitted;
+    _mm512_mask_storeu_epi8(at[g], _bzhi_u64(~0ull, emitted), _mm512_maskz_compress_epi8(full, L[g]));
+    __m512i low = _mm512_mask_mov_epi8(L[g], full, H[g]), high = _mm512_maskz_mov_epi8(~full, H[g]);
+
+    __m512i b = _mm512_permutexvar_epi8(index, start), c = _mm512_permutexvar_epi8(index, complement),
+            d0 = _mm512_permutexvar_epi8(index, reciprocal_low), d1 = _mm512_permutexvar_epi8(index, reciprocal_high),
+            n = _mm512_permutexvar_epi8(index, shift);
+    auto advance = [&](__m512i x, __m512i d, __m512i n16, __m512i c16, __m512i b16) __attribute__((always_inline)) {
+      __m512i q = _mm512_srlv_epi16(_mm512_mulhi_epu16(_mm512_add_epi16(x, x), d), n16);
+      return _mm512_add_epi16(_mm512_add_epi16(x, b16), _mm512_mullo_epi16(q, c16));
+    };
+    __m512i x0 = advance(_mm512_unpacklo_epi8(low, high), _mm512_unpacklo_epi8(d0, d1), _mm512_unpacklo_epi8(n, zero),
+                         _mm512_unpacklo_epi8(c, zero), _mm512_unpacklo_epi8(b, zero));
+    __m512i x1 = advance(_mm512_unpackhi_epi8(low, high), _mm512_unpackhi_epi8(d0, d1), _mm512_unpackhi_epi8(n, zero),
+                         _mm512_unpackhi_epi8(c, zero), _mm512_unpackhi_epi8(b, zero));
+    L[g] = _mm512_permutex2var_epi8(x0, low_bytes, x1);
+    H[g] = _mm512_permutex2var_epi8(x0, high_bytes, x1);
+  };
+
+  while (row-- > 0 && room) {
+#pragma GCC unroll 4
+    for (int g = S - 1; g >= 0; g--) step(g, row);
+  }
+  for (int g = 0; g < S; g++) {
+    e.at[g] = at[g];
+    _mm512_store_si512(e.low[g], L[g]);
+    _mm512_store_si512(e.high[g], H[g]);
+  }
+  return room;
+}
+
+template <int S>
+bool encode_streams(RansEncoder& e, const u8* in, size_t row) {
+  if (e.split.unit == 1) return encode<S, 1, false>(e, in, row);
+  return e.table->paired ? encode<S, 2, true>(e, in, row) : encode<S, 2, false>(e, in, row);
+}
+
+bool encode_rows(RansEncoder& e, const void* in, size_t row) {
+  if (!e.table->mapped) return portable_kernels().encode_rows(e, in, row);
+  const u8* from = static_cast<const u8*>(in);
+  return e.streams == 1 ? encode_streams<1>(e, from, row) : e.streams == 2 ? encode_streams<2>(e, from, row) : encode_streams<4>(e, from, row);
+}
+
+}  // namespace
+
+const Kernels* avx512_kernels() {
+  static const Kernels set = {"avx512", decode_rows, encode_rows, join4, join8, split4, split8};
+  static const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
+  return usable ? &set : nullptr;
+}
+
+}  // namespace netweight
+
+#else
+namespace netweight {
+const Kernels* avx512_kernels() { return nullptr; }
+}  // namespace netweight
+#endif

@@ -1,0 +1,247 @@
+// Plain C++ kernels: the behaviour that every other set must match. Written in short passes over 64 lanes, which compilers
+// turn into whatever vector instructions their target has.
+#include "fields.h"
+#include "interleave.h"
+#include "kernels.h"
+
+#include <bit>
+
+namespace netweight {
+
+EncodeTable::EncodeTable(const Table& t, const Split& split) {
+  std::memset(map, 63, sizeof map);
+  std::memset(frequency, 0, sizeof frequency);
+  std::memset(start, 0, sizeof start);
+  std::memset(complement, 0, sizeof complement);
+  std::memset(reciprocal_low, 0, sizeof reciprocal_low);
+  std::memset(reciprocal_high, 0, sizeof reciprocal_high);
+  std::memset(shift, 0, sizeof shift);
+  by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{0, 0, 0});
+  paired = split.symbol_bits() > 8;
+  mapped = split.symbol_bits() <= 9;
+  host = 0;
+  if (paired) std::memset(map, 31, sizeof map);
+  int pairs = 0;
+  for (int i = 0; i < t.count; i++) {
+    int f = t.frequency[i], s = t.symbol[i];
+    Entry entry{static_cast<u16>(f), t.start[i], static_cast<u32>(((u64{1} << 32) + f - 1) / f)};
+    if (f == 1) entry.reciprocal = 0xffffffffu;  // x * (2^32 - 1) >> 32 == x - 1: corrected where it is used
+    by_symbol[s] = entry;
+    if (i == t.host) host_entry = entry;
+    if (!mapped) continue;
+    int index = i;
+    if (paired) {
+      if (map[s >> 1] == 31) {
+        if (pairs == 31) {
+          mapped = false;
+          continue;
+        }
+        map[s >> 1] = static_cast<u8>(pairs++);
+      }
+      index = 2 * map[s >> 1] + (s & 1);
+    } else {
+      map[s] = static_cast<u8>(i);
+    }
+    int bits = std::bit_width(static_cast<unsigned>(f - 1));  // ceil(log2 f)
+    u32 reciprocal = static_cast<u32>(((u64{1} << (15 + bits)) + f - 1) / f);
+    frequency[index] = static_cast<u8>(f);
+    start[index] = t.start[i];
+    complement[index] = static_cast<u8>(256 - f);
+    reciprocal_low[index] = static_cast<u8>(reciprocal);
+    reciprocal_high[index] = static_cast<u8>(reciprocal >> 8);
+    shift[index] = static_cast<u8>(bits);
+    if (i == t.host) host = index;
+  }
+}
+
+void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count) {
+  u16 v[64];
+  const int top = 8 * split.unit - split.raw_bits;  // from the sign's place in the raw bits to its place in the element
+  if (split.signed_raw) {
+    const int low_mask = (1 << (split.raw_bits - 1)) - 1, sign = 1 << (split.raw_bits - 1);
+    if (split.raw_bits <= 8)
+      for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | (raw_low[i] & low_mask) | (raw_low[i] & sign) << top);
+    else
+      for (int i = 0; i < 64; i++) {
+        int r = raw_low[i] | raw_rest[i] << 8;
+        v[i] = static_cast<u16>(placed[i] | (r & low_mask) | (r & sign) << top);
+      }
+  } else {
+    for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | raw_low[i] | (split.raw_bits > 8 ? raw_rest[i] << 8 : 0));
+  }
+  if (split.unit == 1) {
+    u8 b[64];
+    for (int i = 0; i < 64; i++) b[i] = static_cast<u8>(v[i]);
+    std::memcpy(out, b, count);
+    return;
+  }
+  u16 ordered[64];
+  u8* to = count == 64 ? static_cast<u8*>(out) : reinterpret_cast<u8*>(ordered);
+  for (int q = 0; q < 8; q++) std::memcpy(to + 2 * lane_position(8 * q, 2), v + 8 * q, 16);
+  if (count != 64) std::memcpy(out, ordered, 2 * count);
+}
+
+namespace {
+
+inline u32 load(const void* in, int unit, size_t i) {
+  if (unit == 1) return static_cast<const u8*>(in)[i];
+  u16 v;  // copied, because a mapped file need not be aligned
+  std::memcpy(&v, static_cast<const u8*>(in) + 2 * i, 2);
+  return v;
+}
+
+// Bit i set where byte i of the 64 is 1.
+inline u64 mask_of(const u8* flags) {
+  u64 mask = 0;
+  for (int q = 0; q < 8; q++) {
+    u64 x;
+    std::memcpy(&x, flags + 8 * q, 8);
+    mask |= (x * 0x0102040810204080ull >> 56) << (8 * q);
+  }
+  return mask;
+}
+
+// One step of 64 lanes: placed symbols to `placed`, states advanced and refilled. False when the stream runs out.
+inline bool step(const DecodeTable& t, u8* low, u8* high, const u8*& at, const u8* end, u16* placed) {
+  u16 x[64], fk[64];
+  u8 need[64];
+  for (int i = 0; i < 64; i++) {
+    u32 e = t.entry[low[i]];
+    fk[i] = static_cast<u16>(e);
+    placed[i] = static_cast<u16>(e >> 16);
+  }
+  for (int i = 0; i < 64; i++) {
+    x[i] = static_cast<u16>((fk[i] & 0xff) * high[i] + (fk[i] >> 8));
+    need[i] = x[i] < 256;
+  }
+  for (int i = 0; i < 64; i++) {
+    low[i] = static_cast<u8>(x[i]);
+    high[i] = need[i] ? static_cast<u8>(x[i]) : static_cast<u8>(x[i] >> 8);
+  }
+  u64 mask = mask_of(need);
+  if (std::popcount(mask) > end - at) return false;
+  for (; mask; mask &= mask - 1) low[std::countr_zero(mask)] = *at++;
+  return true;
+}
+
+inline void* element(void* out, int unit, size_t i) { return static_cast<u8*>(out) + i * static_cast<size_t>(unit); }
+
+size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, void* out) {
+  const int low_bits = b.split.raw_bits < 8 ? b.split.raw_bits : 8, rest_bits = b.split.raw_bits - low_bits;
+  alignas(64) u16 placed[64];
+  alignas(64) u8 raw_low[64], raw_rest[64];
+  for (; row < row_end; row++)
+    for (int g = 0; g < b.streams; g++) {
+      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return npos;
+      size_t block = row * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
+      unpack_fields(low_bits, b.raw_low + block * field_block_bytes(low_bits), raw_low);
+      if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
+      merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
+    }
+  return row_end;
+}
+
+// The 64 elements of one row of one stream in lane order; beyond the end: padding.
+inline void load_row(const RansEncoder& e, const void* in, size_t block, u32* v) {
+  for (int i = 0; i < 64; i++) {
+    size_t at = block * 64 + static_cast<size_t>(lane_position(i, e.split.unit));
+    v[i] = at < e.count ? load(in, e.split.unit, at) : e.padding;
+  }
+}
+
+inline void split_raw(const Split& split, const u32* v, u8* raw_low, u8* raw_rest) {
+  for (int i = 0; i < 64; i++) {
+    u32 r = split.raw(v[i]);
+    raw_low[i] = static_cast<u8>(r);
+    raw_rest[i] = static_cast<u8>(r >> 8);
+  }
+}
+
+// Encodes 64 lanes, last lane first; false when the patches are full.
+inline bool put_row(RansEncoder& e, int g, size_t row, const u32* v) {
+  if (e.patch[g] < e.patch_limit[g]) return false;
+  const EncodeTable& t = *e.table;
+  u8* at = e.at[g];
+  for (int i = 63; i >= 0; i--) {
+    u32 symbol = e.split.symbol(v[i]);
+    EncodeTable::Entry entry = t.by_symbol[symbol];
+    if (entry.frequency == 0) {
+      *--e.patch[g] = {static_cast<u32>(row * 64 + static_cast<size_t>(i)), symbol};
+      entry = t.host_entry;
+    }
+    u32 x = e.low[g][i] | static_cast<u32>(e.high[g][i]) << 8;
+    if (e.high[g][i] >= entry.frequency) {
+      *--at = static_cast<u8>(x);
+      x >>= 8;
+    }
+    u32 q = entry.frequency == 1 ? x : static_cast<u32>(u64{x} * entry.reciprocal >> 32);
+    x += entry.start + q * (256u - entry.frequency);
+    e.low[g][i] = static_cast<u8>(x);
+    e.high[g][i] = static_cast<u8>(x >> 8);
+  }
+  e.at[g] = at;
+  return true;
+}
+
+bool encode_rows(RansEncoder& e, const void* in, size_t row) {
+  const int low_bits = e.split.raw_bits < 8 ? e.split.raw_bits : 8, rest_bits = e.split.raw_bits - low_bits;
+  u32 v[64];
+  alignas(64) u8 raw_low[64], raw_rest[64];
+  while (row-- > 0)
+    for (int g = e.streams - 1; g >= 0; g--) {
+      size_t block = row * static_cast<size_t>(e.streams) + static_cast<size_t>(g);
+      load_row(e, in, block, v);
+      split_raw(e.split, v, raw_low, raw_rest);
+      pack_fields(low_bits, raw_low, e.raw_low + block * field_block_bytes(low_bits));
+      pack_fields(rest_bits, raw_rest, e.raw_rest + block * field_block_bytes(rest_bits));
+      if (!put_row(e, g, row, v)) return false;
+    }
+  return true;
+}
+
+}  // namespace
+
+bool decode_last_row(const RansBlock& b, Lanes& lanes, void* out) {
+  const int low_bits = b.split.raw_bits < 8 ? b.split.raw_bits : 8, rest_bits = b.split.raw_bits - low_bits;
+  const size_t used = field_block_bytes(low_bits);
+  alignas(64) u16 placed[64];
+  alignas(64) u8 raw_low[64], raw_rest[64];
+  for (int g = 0; g < b.streams; g++) {
+    if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return false;
+    // After the last step a sound stream is used up and every state is 256 plus one byte of folded raw bits.
+    if (lanes.at[g] != b.stream_end[g]) return false;
+    for (size_t i = 0; i < 64; i++)
+      if (lanes.high[g][i] != 1 || (i >= used && lanes.low[g][i] != 0)) return false;
+    size_t block = (b.rows - 1) * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
+    unpack_fields(low_bits, lanes.low[g], raw_low);
+    if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
+    if (block * 64 >= b.count) continue;
+    size_t left = b.count - block * 64;
+    merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), left < 64 ? left : 64);
+  }
+  return true;
+}
+
+bool encode_last_row(RansEncoder& e, const void* in) {
+  const int low_bits = e.split.raw_bits < 8 ? e.split.raw_bits : 8, rest_bits = e.split.raw_bits - low_bits;
+  u32 v[64];
+  alignas(64) u8 raw_low[64], raw_rest[64];
+  for (int g = e.streams - 1; g >= 0; g--) {
+    size_t block = (e.rows - 1) * static_cast<size_t>(e.streams) + static_cast<size_t>(g);
+    load_row(e, in, block, v);
+    split_raw(e.split, v, raw_low, raw_rest);
+    std::memset(e.low[g], 0, 64);
+    std::memset(e.high[g], 1, 64);
+    pack_fields(low_bits, raw_low, e.low[g]);
+    pack_fields(rest_bits, raw_rest, e.raw_rest + block * field_block_bytes(rest_bits));
+    if (!put_row(e, g, e.rows - 1, v)) return false;
+  }
+  return true;
+}
+
+const Kernels& portable_kernels() {
+  static const Kernels set = {"portable", decode_rows, encode_rows, join4, join8, split4, split8};
+  return set;
+}
+
+}  // namespace netweight

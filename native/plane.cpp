@@ -1,0 +1,365 @@
+// Planes: choosing how to store one, and the raw, constant, packed and rans modes.
+#include "plane.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "fields.h"
+#include "patches.h"
+
+namespace netweight {
+namespace {
+
+constexpr size_t kSmallest = 512;  // bytes; below this no table pays
+
+int stream_count(size_t count) { return count < (1u << 14) ? 1 : count < (1u << 16) ? 2 : 4; }
+
+// ---- histograms ----------------------------------------------------------------------------------------------------
+
+// Counts symbols in every stride-th block of 64 elements.
+template <typename Element>
+size_t count_symbols(const u8* in, size_t count, const Split& split, size_t stride, std::vector<u32>& counts) {
+  const u32 mask = (1u << split.symbol_bits()) - 1;
+  const int shift = split.signed_raw ? split.raw_bits - 1 : split.raw_bits;
+  const size_t bins = size_t{1} << split.symbol_bits();
+  std::vector<u32> parts(4 * bins);  // four counters, since equal neighbors would wait for each other
+  u32* p = parts.data();
+  size_t total = 0;
+  for (size_t block = 0; block * 64 < count; block += stride) {
+    size_t n = std::min<size_t>(64, count - block * 64);
+    Element v[64];
+    std::memcpy(v, in + block * 64 * sizeof(Element), n * sizeof(Element));
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+      p[v[i] >> shift & mask]++;
+      p[bins + (v[i + 1] >> shift & mask)]++;
+      p[2 * bins + (v[i + 2] >> shift & mask)]++;
+      p[3 * bins + (v[i + 3] >> shift & mask)]++;
+    }
+    for (; i < n; i++) p[v[i] >> shift & mask]++;
+    total += n;
+  }
+  counts.resize(bins);
+  for (size_t i = 0; i < bins; i++) counts[i] = p[i] + p[bins + i] + p[2 * bins + i] + p[3 * bins + i];
+  return total;
+}
+
+size_t histogram(const u8* in, size_t count, const Split& split, size_t stride, std::vector<u32>& counts) {
+  return split.unit == 1 ? count_symbols<u8>(in, count, split, stride, counts) : count_symbols<u16>(in, count, split, stride, counts);
+}
+
+// One more raw bit: neighboring symbols become one.
+std::vector<u32> folded(const std::vector<u32>& counts) {
+  std::vector<u32> half(counts.size() / 2);
+  for (size_t i = 0; i < half.size(); i++) half[i] = counts[2 * i] + counts[2 * i + 1];
+  return half;
+}
+
+// Would order-0 coding save less than about a twentieth of a bit? (Collision probability, exact in integers.)
+bool looks_random(const std::vector<u32>& counts, u64 total) {
+  u64 squares = 0;
+  for (u64 c : counts) squares += c * c;
+  return squares * counts.size() <= total * total / 10 * 11;
+}
+
+// ---- choosing a split ----------------------------------------------------------------------------------------------
+
+struct Choice {
+  Mode mode = Mode::raw;
+  u64 cost = ~u64{0};  // estimated bits / 65536 of the whole plane
+  Split split{};
+  Table table;
+  std::vector<u16> wide_symbols, wide_frequencies;
+};
+
+// Raw bits of the splits worth trying, narrowest symbol last.
+struct SplitRange {
+  bool signed_raw;
+  int least, most;
+};
+
+SplitRange split_range(const PlaneShape& shape, Level level) {
+  if (shape.kind == PlaneKind::floating) {
+    int whole = 1 + shape.mantissa_bits;  // all of sign and mantissa raw: symbol = exponent
+    int finest = level == Level::fast ? 0 : level == Level::standard ? (shape.unit == 1 || shape.exponent_bits == 5 ? 2 : 1) : 3;
+    return {true, std::max(1, whole - finest), whole};
+  }
+  if (shape.unit == 1) return {false, 0, 5};
+  return {false, level == Level::max ? 6 : 8, 12};
+}
+
+size_t sampling_stride(Level level, size_t count) {
+  if (count < (1u << 16)) return 1;
+  return level == Level::fast ? 16 : level == Level::standard ? 8 : 1;
+}
+
+u64 scaled(u64 cost, size_t count, size_t total) {
+  return static_cast<u64>(static_cast<unsigned __int128>(cost) * count / std::max<size_t>(total, 1));
+}
+
+Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level level, size_t stride) {
+  SplitRange range = split_range(shape, level);
+  Choice best;
+  std::vector<u32> counts;
+  Split split{shape.unit, range.least, range.signed_raw};
+  size_t total = histogram(in, count, split, stride, counts);
+  if (shape.kind == PlaneKind::tail && looks_random(counts, total)) return best;
+  for (int raw_bits = range.least; raw_bits <= range.most; raw_bits++, counts = folded(counts)) {
+    split.raw_bits = raw_bits;
+    u64 raw_cost = (static_cast<u64>(count) * static_cast<u64>(raw_bits)) << 16;
+    Table table;
+    u64 cost = scaled(build_table(counts.data(), split.symbol_bits(), level == Level::max, table), count, total) + raw_cost;
+    if (cost < best.cost) best = {Mode::rans, cost, split, table, {}, {}};
+    if (level != Level::max || count < (1u << 12)) continue;
+    std::vector<u16> symbols, frequencies;
+    u64 wide = build_wide_table(counts.data(), split.symbol_bits(), symbols, frequencies);
+    if (wide == ~u64{0}) continue;
+    wide += raw_cost;
+    if (wide < best.cost) best = {Mode::wide_rans, wide, split, {}, symbols, frequencies};
+  }
+  return best;
+}
+
+// ---- rans ----------------------------------------------------------------------------------------------------------
+
+// Returns nullptr when there are too many patches for this table to be the right one.
+u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+  const int streams = stream_count(count);
+  const size_t rows = (count + 64u * static_cast<size_t>(streams) - 1) / (64u * static_cast<size_t>(streams));
+  const RawRegions region(split, streams, rows);
+  const EncodeTable lookups(table, split);
+
+  u8* p = out;
+  *p++ = static_cast<u8>(Mode::rans);
+  *p++ = static_cast<u8>(split.raw_bits | (split.signed_raw ? 0x80 : 0));
+  *p++ = static_cast<u8>(streams);
+  p = table.write(p);
+  u8* lengths = p;
+  u8* states = lengths + 6 * streams;
+  u8* raw_low = states + 128 * streams;
+  u8* raw_rest = raw_low + region.low_bytes;
+  u8* bodies = raw_rest + region.rest_bytes;
+
+  RansEncoder e{};
+  e.split = split;
+  e.streams = streams;
+  e.count = count;
+  e.rows = rows;
+  e.table = &lookups;
+  e.raw_low = raw_low;
+  e.raw_rest = raw_rest;
+  e.padding = static_cast<u16>(split.place_symbol(table.symbol[table.host]));
+  const size_t stream_room = rows * 64 + 64, patch_room = rows * 2 + 192;
+  u8* bytes = scratch.bytes(stream_room * static_cast<size_t>(streams));
+  Patch* patches = scratch.patches(patch_room * static_cast<size_t>(streams));
+  u8* top[kMaxStreams];
+  Patch* patch_top[kMaxStreams];
+  for (int g = 0; g < streams; g++) {
+    top[g] = e.at[g] = bytes + stream_room * static_cast<size_t>(g + 1) - 64;
+    patch_top[g] = e.patch[g] = patches + patch_room * static_cast<size_t>(g + 1);
+    e.patch_limit[g] = patches + patch_room * static_cast<size_t>(g) + 64;
+  }
+  if (!encode_last_row(e, in) || !kernels.encode_rows(e, in, rows - 1)) return nullptr;
+
+  RareSymbols rare;
+  for (int g = 0; g < streams; g++) rare.add(e.patch[g], static_cast<size_t>(patch_top[g] - e.patch[g]));
+  rare.choose();
+  size_t size = static_cast<size_t>(bodies - out) + rare.written_bytes();
+  for (int g = 0; g < streams; g++) {
+    size_t length = static_cast<size_t>(top[g] - e.at[g]);
+    size_t words = rare.encoded_words(e.patch[g], static_cast<size_t>(patch_top[g] - e.patch[g]));
+    lengths = put24(put24(lengths, static_cast<u32>(length)), static_cast<u32>(words));
+    std::memcpy(states + 128 * g, e.low[g], 64);
+    std::memcpy(states + 128 * g + 64, e.high[g], 64);
+    size += length + 2 * words;
+  }
+  if (size >= plane_bound(count, split.unit)) return nullptr;
+  p = bodies;
+  for (int g = 0; g < streams; g++) {
+    size_t length = static_cast<size_t>(top[g] - e.at[g]);
+    std::memcpy(p, e.at[g], length);
+    p += length;
+  }
+  p = rare.write(p);
+  for (int g = 0; g < streams; g++) p = rare.encode(p, e.patch[g], static_cast<size_t>(patch_top[g] - e.patch[g]));
+  return p;
+}
+
+Split read_split(Reader& in, int unit) {
+  u8 bits = in.byte("a plane's header");
+  Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
+  if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
+  return split;
+}
+
+void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
+  RansBlock b{};
+  b.split = read_split(in, unit);
+  b.streams = in.byte("a plane's header");
+  if (b.streams != 1 && b.streams != 2 && b.streams != 4) throw CorruptError("a plane's header asks for an impossible number of streams");
+  b.count = count;
+  const size_t streams = static_cast<size_t>(b.streams);
+  b.rows = (count + 64 * streams - 1) / (64 * streams);
+  Table table;
+  table.read(in, b.split.symbol_bits());
+  const DecodeTable lookups(table, b.split);
+  b.table = &lookups;
+  u32 length[kMaxStreams], words[kMaxStreams];
+  for (int g = 0; g < b.streams; g++) {
+    length[g] = in.word24("a plane's header");
+    words[g] = in.word24("a plane's header");
+  }
+  Lanes lanes;
+  for (int g = 0; g < b.streams; g++) {
+    std::memcpy(lanes.low[g], in.take(64, "a plane's states"), 64);
+    std::memcpy(lanes.high[g], in.take(64, "a plane's states"), 64);
+    for (u8 high : lanes.high[g])
+      if (high == 0) throw CorruptError("a plane's states are out of range");
+  }
+  const RawRegions region(b.split, b.streams, b.rows);
+  b.raw_low = in.take(region.low_bytes, "raw bits");
+  b.raw_rest = in.take(region.rest_bytes, "raw bits");
+  for (int g = 0; g < b.streams; g++) {
+    lanes.at[g] = in.take(length[g], "an entropy-coded stream");
+    b.stream_end[g] = in.at;
+  }
+  b.readable_end = readable_end;
+
+  size_t row = kernels.decode_rows(b, lanes, 0, b.rows - 1, out);
+  if (row != npos && row < b.rows - 1) row = portable_kernels().decode_rows(b, lanes, row, b.rows - 1, out);
+  if (row == npos || !decode_last_row(b, lanes, out)) throw CorruptError("an entropy-coded stream does not end where it should");
+
+  RareList rare;
+  rare.read(in, b.split.symbol_bits());
+  for (int g = 0; g < b.streams; g++) {
+    const u8* patches = in.take(2 * size_t{words[g]}, "patches");
+    apply_patches(patches, words[g], rare, b.split, out, [&](size_t position) {
+      size_t at = (position / 64 * streams + static_cast<size_t>(g)) * 64 + static_cast<size_t>(lane_position(static_cast<int>(position % 64), unit));
+      return at < count ? at : npos;
+    });
+  }
+}
+
+// ---- packed: blocks of 64 bytes that share their number of low zero bits ---------------------------------------------
+
+u8* encode_packed(const u8* in, size_t count, u8* out) {
+  const size_t blocks = (count + 63) / 64;
+  u8* p = out;
+  *p++ = static_cast<u8>(Mode::packed);
+  u8* widths = p;
+  p += (blocks + 1) / 2;
+  std::memset(widths, 0, (blocks + 1) / 2);
+  for (size_t block = 0; block < blocks; block++) {
+    alignas(64) u8 v[64] = {};
+    std::memcpy(v, in + 64 * block, std::min<size_t>(64, count - 64 * block));
+    u8 any = 0;
+    for (u8 x : v) any |= x;
+    int bits = any ? 8 - std::countr_zero(any) : 0;
+    widths[block / 2] |= static_cast<u8>(bits << (block % 2 * 4));
+    for (u8& x : v) x = static_cast<u8>(x >> (8 - bits) % 8);
+    pack_fields(bits, v, p);
+    p += field_block_bytes(bits);
+  }
+  return p;
+}
+
+size_t packed_size(const u8* in, size_t count) {
+  const size_t blocks = (count + 63) / 64;
+  size_t size = 1 + (blocks + 1) / 2;
+  for (size_t block = 0; block < blocks; block++) {
+    u8 any = 0;
+    const size_t n = std::min<size_t>(64, count - 64 * block);
+    for (size_t i = 0; i < n; i++) any |= in[64 * block + i];
+    size += any ? field_block_bytes(8 - std::countr_zero(any)) : 0;
+  }
+  return size;
+}
+
+void decode_packed(Reader& in, size_t count, u8* out) {
+  const size_t blocks = (count + 63) / 64;
+  const u8* widths = in.take((blocks + 1) / 2, "packed widths");
+  for (size_t block = 0; block < blocks; block++) {
+    int bits = widths[block / 2] >> (block % 2 * 4) & 15;
+    if (bits > 8) throw CorruptError("a packed block is wider than a byte");
+    const u8* fields = in.take(field_block_bytes(bits), "a packed block");
+    const size_t n = std::min<size_t>(64, count - 64 * block);
+    if (bits == 8) {
+      std::memcpy(out + 64 * block, fields, n);
+      continue;
+    }
+    alignas(64) u8 v[64];
+    unpack_fields(bits, fields, v);
+    for (u8& x : v) x = static_cast<u8>(x << (8 - bits) % 8);
+    std::memcpy(out + 64 * block, v, n);
+  }
+}
+
+// ---- raw and constant ------------------------------------------------------------------------------------------------
+
+u8* encode_raw(const u8* in, size_t bytes, u8* out) {
+  *out++ = static_cast<u8>(Mode::raw);
+  std::memcpy(out, in, bytes);
+  return out + bytes;
+}
+
+bool is_constant(const u8* in, size_t count, int unit) {
+  return count > 1 && std::memcmp(in, in + unit, (count - 1) * static_cast<size_t>(unit)) == 0;
+}
+
+void fill(const u8* value, int unit, size_t count, u8* out) {
+  if (unit == 1 || value[0] == value[1]) {
+    std::memset(out, value[0], count * static_cast<size_t>(unit));
+    return;
+  }
+  for (size_t i = 0; i < count; i++) std::memcpy(out + 2 * i, value, 2);
+}
+
+}  // namespace
+
+u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+  const size_t bytes = count * static_cast<size_t>(shape.unit);
+  if (is_constant(in, count, shape.unit)) {
+    *out++ = static_cast<u8>(Mode::constant);
+    std::memcpy(out, in, static_cast<size_t>(shape.unit));
+    return out + shape.unit;
+  }
+  if (bytes < kSmallest) return encode_raw(in, bytes, out);
+
+  const u64 worthwhile = (static_cast<u64>(bytes) << 19) / 200 * 199;  // half a percent at least
+  const size_t packed = shape.unit == 1 ? packed_size(in, count) : bytes;
+  size_t stride = sampling_stride(level, count);
+  for (;;) {
+    Choice choice = choose_split(shape, in, count, level, stride);
+    const u64 packed_cost = static_cast<u64>(packed) << 19;
+    if (packed_cost < worthwhile && packed_cost <= choice.cost) return encode_packed(in, count, out);
+    if (choice.mode == Mode::raw || choice.cost >= worthwhile) return encode_raw(in, bytes, out);
+    u8* end = choice.mode == Mode::rans ? encode_rans(choice.split, choice.table, in, count, kernels, scratch, out)
+                                        : encode_wide(choice.split, choice.wide_symbols, choice.wide_frequencies, in, count, scratch, out);
+    if (end && static_cast<size_t>(end - out) <= bytes) return end;
+    if (stride == 1) return encode_raw(in, bytes, out);
+    stride = 1;  // the sample misled: look at everything
+  }
+}
+
+void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out) {
+  const size_t bytes = count * static_cast<size_t>(unit);
+  switch (static_cast<Mode>(in.byte("a plane"))) {
+    case Mode::raw: std::memcpy(out, in.take(bytes, "a raw plane"), bytes); return;
+    case Mode::constant: fill(in.take(static_cast<size_t>(unit), "a constant plane"), unit, count, out); return;
+    case Mode::packed:
+      if (unit != 1) throw CorruptError("a packed plane must have one-byte elements");
+      decode_packed(in, count, out);
+      return;
+    case Mode::rans: decode_rans(in, readable_end, unit, count, kernels, out); return;
+    case Mode::wide_rans: decode_wide(in, unit, count, out); return;
+  }
+  throw CorruptError("a plane has an unknown mode");
+}
+
+const u8* raw_plane(Reader& in, int unit, size_t count) {
+  if (in.at == in.end || *in.at != static_cast<u8>(Mode::raw)) return nullptr;
+  in.at++;
+  return in.take(count * static_cast<size_t>(unit), "a raw plane");
+}
+
+}  // namespace netweight

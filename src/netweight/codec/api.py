@@ -1,0 +1,301 @@
+"""The codec's functions: argument checks, tensors to buffers and back, errors in the library's own words."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from netweight.codec import backend
+from netweight.codec.dtypes import dtype_name, torch_dtype
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    Blob = bytes | bytearray | memoryview | np.ndarray[Any, Any] | torch.Tensor
+
+LEVELS = ("fast", "default", "max")
+
+_NUMPY_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32", "uint32": "U32",
+    "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "complex128": "C128", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """What a blob's header says.
+
+    Attributes:
+        dtype: safetensors' name of the element type, such as "BF16".
+        shape: The tensor's shape.
+        nbytes: Bytes of the tensor when decoded.
+        level: The level it was encoded with: "fast", "default" or "max".
+        digest: Digest of the tensor's bytes, "xxh3-128:" and 32 hexadecimal digits.
+        version: Version of the format.
+        chunk_log2: Binary logarithm of the numbers in a chunk (two per element for complex types).
+        chunk_offsets: Where each chunk starts in the blob, and the blob's size.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    level: str
+    digest: str
+    version: int
+    chunk_log2: int
+    chunk_offsets: tuple[int, ...] = field(repr=False)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks, each of which can be decoded alone."""
+        return len(self.chunk_offsets) - 1
+
+
+def available_paths() -> list[str]:
+    """Code paths that run here, fastest first: some of "avx512", "avx2", "portable", "python"."""
+    return backend.paths()
+
+
+def active_path() -> str:
+    """The code path that `path="auto"` takes."""
+    return backend.paths()[0]
+
+
+def trim_pool(keep: int = 0) -> None:
+    """Returns idle output buffers to the system until at most `keep` bytes of them are held (at most 256 MiB ever are)."""
+    backend.trim_pool(keep)
+
+
+def encode_raw(
+    buffer: Any,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: str = "default",
+    threads: int = 1,
+    chunk_log2: int | None = None,
+    path: str = "auto",
+) -> bytes:
+    """Compresses a plain buffer.
+
+    Args:
+        buffer: Contiguous bytes, little-endian: `bytes`, `memoryview`, a numpy array. Not copied, not changed.
+        dtype: safetensors' name of the element type ("BF16", "F8_E4M3", ...).
+        shape: Shape of the tensor, any number of dimensions up to 64.
+        level: "fast", "default" or "max": denser in this order, slower in this order.
+        threads: Threads to encode with, at least 1. The bytes do not depend on it.
+        chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and more).
+        path: Code path, one of `available_paths()`, or "auto". The bytes do not depend on it.
+
+    Returns:
+        The blob.
+
+    Raises:
+        UsageError: The buffer does not fit dtype and shape, or an option is out of its range.
+        Unsupported: The codec has no such element type.
+    """
+    if level not in LEVELS:
+        raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(LEVELS)}.")
+    if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
+        raise UsageError(f"chunk_log2 is {chunk_log2}.", cure="Choose 10 to 22.")
+    dims = [int(d) for d in shape]
+    if len(dims) > 64 or any(d < 0 for d in dims):
+        raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
+    with _in_our_words(f"a tensor of type {dtype} and shape {tuple(dims)}"):
+        return backend.encode(_bytes_of(buffer), dtype, dims, LEVELS.index(level), chunk_log2 or 0, _checked_threads(threads), path)
+
+
+def encode(
+    tensor: torch.Tensor | np.ndarray[Any, Any],
+    *,
+    level: str = "default",
+    threads: int = 1,
+    chunk_log2: int | None = None,
+    path: str = "auto",
+) -> bytes:
+    """Compresses a tensor of any dtype and shape, bit for bit.
+
+    Args:
+        tensor: A torch tensor (moved to the CPU if elsewhere) or numpy array; copied only if it is not contiguous.
+        level: "fast", "default" or "max".
+        threads: Threads to encode with, at least 1.
+        chunk_log2: See `encode_raw`.
+        path: See `encode_raw`.
+
+    Returns:
+        The blob; `decode` gives the tensor back.
+
+    Raises:
+        UsageError: An option is out of its range.
+        Unsupported: The codec has no such element type.
+    """
+    if isinstance(tensor, np.ndarray):
+        name = _NUMPY_NAMES.get(tensor.dtype.name)
+        if name is None:
+            raise Unsupported(f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first.")
+        array = np.ascontiguousarray(tensor.astype(tensor.dtype.newbyteorder("<"), copy=False))
+        return encode_raw(_flat_bytes(array), name, tensor.shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+    shape = tuple(tensor.shape)
+    name = dtype_name(tensor.dtype)
+    return encode_raw(_tensor_bytes(tensor), name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+
+
+def info(blob: Blob) -> BlobInfo:
+    """Reads a blob's header and index; no payload is touched.
+
+    Args:
+        blob: The blob: bytes, a memoryview (also of a mapped file), or a one-dimensional uint8 array or tensor.
+
+    Raises:
+        CorruptBlob: The bytes are damaged or not a blob.
+        Unsupported: The blob is of a newer format.
+    """
+    with _in_our_words("a blob"):
+        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(_bytes_of(blob))
+    return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], f"xxh3-128:{digest.hex()}", 1, chunk_log2, tuple(starts))
+
+
+def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Decodes a blob to its bytes.
+
+    Args:
+        blob: See `info`.
+        threads: Threads to decode with, at least 1.
+        check: Also compare the digest of the result with the stored one.
+        path: See `encode_raw`.
+
+    Returns:
+        A one-dimensional uint8 array, little-endian. Its memory comes from a pool and returns there when it is freed.
+
+    Raises:
+        CorruptBlob: The blob is damaged.
+        Unsupported: The blob is of a newer format.
+    """
+    with _in_our_words("a blob"):
+        return backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)
+
+
+def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> torch.Tensor:
+    """Decodes a blob to a CPU tensor with the dtype and shape that were encoded.
+
+    Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type.
+    """
+    import torch
+
+    blob_info = info(blob)
+    dtype = torch_dtype(blob_info.dtype)
+    raw = decode_raw(blob, threads=threads, check=check, path=path)
+    return torch.from_numpy(raw).view(dtype).reshape(blob_info.shape)
+
+
+def decode_into(
+    blob: Blob, out: torch.Tensor | np.ndarray[Any, Any], *, threads: int = 1, check: bool = False, path: str = "auto"
+) -> None:
+    """Decodes a blob into memory of the caller's.
+
+    Args:
+        blob: See `info`.
+        out: A contiguous CPU tensor or writable array of exactly the tensor's bytes, of any dtype. If the blob turns out to be
+            damaged, its contents are undefined.
+        threads: Threads to decode with, at least 1.
+        check: Also compare digests.
+        path: See `encode_raw`.
+
+    Raises:
+        UsageError: `out` has another size, is not contiguous, or is not writable.
+        CorruptBlob: The blob is damaged.
+        Unsupported: The blob is of a newer format.
+    """
+    if isinstance(out, np.ndarray):
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise UsageError("The output array must be contiguous and writable.")
+        target = _flat_bytes(out)
+    else:
+        if not out.is_contiguous() or out.device.type != "cpu":
+            raise UsageError("The output tensor must be contiguous and on the CPU.")
+        target = _tensor_bytes(out.detach())
+    with _in_our_words("a blob"):
+        source = _bytes_of(blob)
+        expected = backend.read_header(source)[2]
+        if expected != target.nbytes:
+            raise UsageError(f"The output has {target.nbytes} bytes where the tensor has {expected}.")
+        backend.decode_into(source, target, _checked_threads(threads), check, path)
+
+
+def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
+    """Decodes rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
+
+    Returns:
+        A tensor of shape (stop - start, *rest).
+
+    Raises:
+        UsageError: The tensor has no dimension, or the rows lie outside it.
+        CorruptBlob: The blob is damaged.
+        Unsupported: torch lacks the element type, or rows do not fill whole bytes.
+    """
+    import torch
+
+    with _in_our_words("a blob"):
+        source = _bytes_of(blob)
+        name, shape, nbytes, _, _, _, _, numbers = backend.read_header(source)
+        dtype = torch_dtype(name)
+        if not shape or not 0 <= start <= stop <= shape[0]:
+            raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
+        per_row = numbers // shape[0] if shape[0] else 0
+        raw = backend.decode_numbers(source, start * per_row, stop * per_row, _checked_threads(threads), path)
+    return torch.from_numpy(raw).view(dtype).reshape(stop - start, *shape[1:])
+
+
+def _checked_threads(threads: int) -> int:
+    if threads < 1:
+        raise UsageError(f"threads is {threads}.", cure="Choose 1 or more.")
+    return min(threads, 256)
+
+
+def _flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _bytes_of(blob: Any) -> Any:
+    """Whatever holds bytes, as something with the buffer protocol."""
+    if isinstance(blob, np.ndarray):
+        return _flat_bytes(np.ascontiguousarray(blob))
+    if isinstance(blob, bytes | bytearray):
+        return blob
+    if isinstance(blob, memoryview):
+        return blob if blob.contiguous else blob.tobytes()
+    if hasattr(blob, "detach"):
+        return _tensor_bytes(blob)
+    return memoryview(blob)
+
+
+@contextlib.contextmanager
+def _in_our_words(what: str) -> Iterator[None]:
+    """Turns the backend's errors into the library's."""
+    try:
+        yield
+    except backend.CORRUPT as error:
+        raise CorruptBlob(f"Cannot decode {what}: {error}.", cure="Fetch or compress the file again; its bytes were damaged.") from error
+    except backend.UNSUPPORTED as error:
+        raise Unsupported(f"Cannot handle {what}: {error}.", cure="Update netweight, or use another element type.") from error
+    except ValueError as error:
+        raise UsageError(f"Cannot handle {what}: {error}.") from error
+
+
+def elements(shape: Sequence[int]) -> int:
+    """Number of elements of a shape."""
+    return math.prod(shape)
