@@ -135,6 +135,8 @@ def _show(
     output.line()
     output.table(("package", "version"), sorted(facts["packages"].items()))
     output.line()
+    if not extras:
+        output.line("Extras are unknown: netweight runs from its source tree and is not installed.")
     rows = [
         (extra, "installed" if not entry["missing"] else f"lacks {', '.join(entry['missing'])}", entry["install"] or "")
         for extra, entry in sorted(extras.items())
