@@ -22,11 +22,11 @@ def repeat(source, destination, settings, progress):
     destination.write_text(source.read_text() * settings.times + settings.letters)
 
 
-register(
-    Treatment(
-        "repeat", RepeatConfig, home="toy_treatment", apply=repeat, subject=lambda result, source: (result, source)
-    )
-)
+def examine(result, source, settings):
+    return (result, source), settings
+
+
+register(Treatment("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine))
 register_treatment("repeat", audits=("length", "start"))
 
 

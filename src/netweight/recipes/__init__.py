@@ -10,8 +10,9 @@ Paths are taken from the current folder. Every step is remembered in the output'
 settings, so that a second run continues where the first one stopped. Called by `netweight run`.
 """
 
+from netweight.recipes.compress import COMPRESS
 from netweight.recipes.reading import Recipe, read_recipe
 from netweight.recipes.running import Done, Plan, Step, run
 from netweight.recipes.treatments import Treatment, register
 
-__all__ = ["Done", "Plan", "Recipe", "Step", "Treatment", "read_recipe", "register", "run"]
+__all__ = ["COMPRESS", "Done", "Plan", "Recipe", "Step", "Treatment", "read_recipe", "register", "run"]

@@ -131,7 +131,7 @@ def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -
             key = digest.of_config({"input": key, "treatment": step.verb, "settings": step.chosen.settings})
             path = recipe.output / f"{step.number:02d}-{step.verb}-{key.rsplit(':')[-1][:8]}"
             remembered = _treat(step, key, source, path, ledger, progress)
-            findings = _audit(step, key, step.chosen.treatment.subject(path, source), ledger, recipe.seed, progress)
+            findings = _audit(step, key, source, path, ledger, recipe.seed, progress)
             done.append(Done(step, path, findings, remembered))
             report.section(
                 f"{step.number}. {step.verb}",
@@ -172,14 +172,15 @@ def _treat(step: Step, key: str, source: Path, path: Path, ledger: Ledger, progr
 
 
 def _audit(
-    step: Step, key: str, subject: Any, ledger: Ledger, seed: int, progress: Progress
+    step: Step, key: str, source: Path, path: Path, ledger: Ledger, seed: int, progress: Progress
 ) -> dict[str, list[Finding]]:
     """Run a step's audits, or read from the ledger what they found."""
+    subject, config = step.chosen.treatment.examine(path, source, step.chosen.config)
     findings = {}
     for name in step.audits:
         audit_key = digest.of_config({"treated": key, "audit": name, "seed": seed})
         if audit_key not in ledger.records:
-            found = run_audits(step.verb, subject, step.chosen.config, seed=seed, progress=progress, only=[name])[name]
+            found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name]
             ledger.append({"digest": audit_key, "audit": name, "findings": [finding.to_json() for finding in found]})
         findings[name] = [Finding.from_json(finding) for finding in ledger.records[audit_key]["findings"]]
     return findings

@@ -14,7 +14,6 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.evidence.audit import audits_of
-from netweight.methods.compress.config import CompressConfig
 
 __all__ = ["Apply", "Chosen", "Treatment", "choose", "explain", "register"]
 
@@ -33,14 +32,14 @@ class Treatment(Generic[T]):
         home: The module that declares and registers its audits when imported.
         apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
             or not at all; it never changes `source`.
-        subject: Takes `(destination, source)` and returns what its audits take as their subject.
+        examine: Takes `(destination, source, settings)` and returns the subject and the config that its audits take.
     """
 
     verb: str
     config: type[T]
     home: str
     apply: Apply[T]
-    subject: Callable[[Path, Path], Any]
+    examine: Callable[[Path, Path, T], tuple[Any, Any]]
 
     @property
     def audits(self) -> tuple[str, ...]:
@@ -79,31 +78,6 @@ def register(treatment: Treatment[Any]) -> None:
             cure="Choose another verb and a type of its own.",
         )
     _TREATMENTS[treatment.config] = treatment
-
-
-def _compress(source: Path, destination: Path, settings: CompressConfig, progress: Progress) -> None:
-    from netweight.methods.compress.folder import compress_folder
-
-    compress_folder(
-        source,
-        destination,
-        level=settings.level,
-        threads=settings.threads,
-        variant=settings.variant,
-        exclude=settings.exclude,
-        progress=progress,
-    )
-
-
-register(
-    Treatment(
-        "compress",
-        CompressConfig,
-        home="netweight.methods.compress.audit",
-        apply=_compress,
-        subject=lambda destination, source: destination,
-    )
-)
 
 
 def explain(error: pydantic.ValidationError, where: str = "") -> list[str]:

@@ -1,0 +1,52 @@
+"""The quickstart recipe on a small model folder, through the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from netweight import cli, open_store
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = {f"layer.{number}.weight": torch.randn(64, 64).to(torch.bfloat16) for number in range(3)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    return folder
+
+
+def run(model, *arguments):
+    command = ["run", str(QUICKSTART), "--subject", str(model), "--output", str(model.parent / "out"), *arguments]
+    return CliRunner().invoke(cli.netweight, command, catch_exceptions=False)
+
+
+def test_quickstart_compresses_and_proves_it(model):
+    answer = run(model, "--json")
+    assert answer.exit_code == 0, answer.output
+    (step,) = json.loads(answer.stdout)["steps"]
+    findings = {finding["name"]: finding for finding in step["findings"]["identity"]}
+    assert findings["tensors that differ"]["passed"] is True
+    store, original = open_store(step["path"]), open_store(model)
+    for name in original.names():
+        assert torch.equal(store.get(name).view(torch.int16), original.get(name).view(torch.int16))
+    assert (model.parent / "out" / "report.html").is_file()
+
+
+def test_a_second_run_is_remembered_and_the_plan_names_the_audit(model):
+    assert "audits: identity" in run(model, "--plan").stdout
+    assert run(model).exit_code == 0
+    assert json.loads(run(model, "--json").stdout)["steps"][0]["remembered"] is True
+
+
+def test_all_settings_are_those_of_the_command(model, tmp_path):
+    answer = run(model, "--plan", "--json")
+    settings = json.loads(answer.stdout)["plan"]["steps"][0]["settings"]
+    assert settings == {"level": "default", "threads": None, "variant": None, "exclude": []}
