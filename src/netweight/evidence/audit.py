@@ -7,10 +7,11 @@ report shows the difference in red.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
+from netweight.core.names import nearest_names
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.finding import Finding
 
@@ -29,14 +30,14 @@ __all__ = [
 class Audit(Protocol):
     """A function that tests a treated subject and returns what it found, good or bad."""
 
-    def __call__(self, subject: Any, config: Any, *, seed: int, progress: Any) -> list[Finding]:
+    def __call__(self, subject: Any, config: Any, *, seed: int, progress: Progress) -> list[Finding]:
         """Test `subject`.
 
         Args:
             subject: What was treated: a model, a path, a run; each audit says what it takes.
             config: The frozen config of the audit or of the treatment.
             seed: Every random choice derives from it, so that the same call gives the same findings.
-            progress: Where to tell how far the work is; None for silence.
+            progress: Where to tell how far the work is.
 
         Returns:
             At least one finding. A failed test is a finding that has not passed, never an exception.
@@ -75,10 +76,10 @@ def register_audit(treatment: str, name: str) -> Callable[[_F], _F]:
         NameNotFound: The treatment is not declared or does not name this audit.
         UsageError: Another function was registered under this name.
     """
+    if name not in _named(treatment):
+        raise NameNotFound(f"Treatment {treatment!r} names the audits {_NAMED[treatment]}, not {name!r}.")
 
     def register(audit: _F) -> _F:
-        if name not in _named(treatment):
-            raise NameNotFound(f"Treatment {treatment!r} names the audits {_NAMED[treatment]}, not {name!r}.")
         if _AUDITS.setdefault((treatment, name), audit) is not audit:
             raise UsageError(f"Audit {name!r} of {treatment!r} is registered twice.", cure="Choose another name.")
         return audit
@@ -120,7 +121,13 @@ def missing_audits(treatment: str, ran: Iterable[str]) -> tuple[str, ...]:
 
 
 def run_audits(
-    treatment: str, subject: Any, config: Any, *, seed: int, progress: Any = None, only: Iterable[str] | None = None
+    treatment: str,
+    subject: Any,
+    config: Any,
+    *,
+    seed: int,
+    progress: Progress = QUIET,
+    only: Iterable[str] | None = None,
 ) -> dict[str, list[Finding]]:
     """Run the audits of a treatment one after another.
 
@@ -148,7 +155,6 @@ def run_audits(
 
 def _named(treatment: str) -> tuple[str, ...]:
     if treatment not in _NAMED:
-        near = difflib.get_close_matches(treatment, _NAMED, n=3)
-        cure = f"Did you mean {' or '.join(near)}?" if near else f"Declared: {sorted(_NAMED)}."
-        raise NameNotFound(f"No treatment {treatment!r} is declared.", cure=cure)
+        near = ", ".join(nearest_names(treatment, _NAMED)) or "none; import the method first"
+        raise NameNotFound(f"No treatment {treatment!r} is declared.", cure=f"Nearest: {near}.")
     return _NAMED[treatment]

@@ -284,7 +284,7 @@ def inline_svg(document: str, alt: str) -> str:
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)  # it would style the whole page
     for mark, color in _MARKS.items():
         svg = svg.replace(mark, color)
-    svg = re.sub(r"font: ([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font: \1system-ui, sans-serif", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     prefix = "f" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10]
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)

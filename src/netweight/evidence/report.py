@@ -30,9 +30,9 @@ from netweight.evidence.document import (
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, encode_json
 from netweight.evidence.page import render
-from netweight.store.atomic import naming_failures, whole_file
+from netweight.store.atomic import whole_file
 
-__all__ = ["MAX_BYTES", "Column", "Report", "Table", "read_report", "rewrite", "write_text"]
+__all__ = ["MAX_BYTES", "Column", "Report", "Table", "make_folder", "read_report", "rewrite", "write_text"]
 
 MAX_BYTES = 5 * 1024 * 1024
 """A page above this size is refused: it would not open well on a phone."""
@@ -184,8 +184,8 @@ class Report:
             The path of report.html.
 
         Raises:
-            UsageError: The page would be larger than 5 MB.
-            OutputFailed: The folder cannot be made or written.
+            UsageError: The page would be larger than 5 MB, or the folder cannot be made.
+            OutputFailed: The folder cannot be written.
         """
         document = self.document()
         return _write(document, render(document), Path(folder))
@@ -223,6 +223,18 @@ def read_report(folder: str | os.PathLike[str]) -> ReportDocument:
     return parse_report(text, where=str(path))
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless it is there.
+
+    Raises:
+        UsageError: The system refuses: a file is in the way, permission is missing, the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The folder {folder} cannot be made ({error.strerror}).", cure="Choose another.") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file that appears whole or not at all, in place of one that may be there.
 
@@ -231,11 +243,10 @@ def write_text(path: Path, text: str) -> None:
         text: The new content, written as UTF-8.
 
     Raises:
-        OutputFailed: The folder cannot be made or written, or the disk is full.
-        UsageError: Another run is writing the same file.
+        OutputFailed: The folder cannot be written, or the disk is full.
+        UsageError: The folder cannot be made, or another run is writing the same file.
     """
-    with naming_failures(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with whole_file(path, overwrite=True) as file:
         file.write(text.encode())
 

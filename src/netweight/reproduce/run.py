@@ -19,11 +19,10 @@ from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, Number, decode_json, encode_json
 from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Report, Table, write_text
+from netweight.evidence.report import Report, Table, make_folder, write_text
 from netweight.reproduce.catalog import title_of
 from netweight.reproduce.published import Published, published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
-from netweight.store.atomic import naming_failures
 
 __all__ = ["Comparison", "Reproduction", "compare", "run_table"]
 
@@ -118,7 +117,7 @@ def run_table(
         NameNotFound: No such table is registered.
         UsageError: The scale or an option is unknown to the table.
         MissingExtra: Something that the table needs is missing.
-        OutputFailed: The folder cannot be made or written.
+        OutputFailed: The folder cannot be written.
         OutputExists: The result there was measured with other options.
         Unsupported: The result there cannot be read.
     """
@@ -240,8 +239,7 @@ def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str
     missing = unmet(entry.needs)
     if missing:
         raise MissingExtra(f"Table {entry.id} {'; '.join(missing)}.")
-    with naming_failures(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     started = time.monotonic()
     measured = entry.run(scale, folder, **options)
     seconds = time.monotonic() - started

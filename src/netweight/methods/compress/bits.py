@@ -188,7 +188,7 @@ def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
 
     Source: NeuZip, figures 1 and 5.
     """
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
     if name not in _LAYOUTS:
         raise Unsupported(
             f"The bits of a tensor of dtype {name} cannot be told apart.",

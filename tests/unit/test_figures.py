@@ -1,0 +1,80 @@
+import base64
+import xml.etree.ElementTree as ET
+
+import numpy
+import pytest
+from report_under_test import all_figures
+
+from netweight.errors import UsageError
+from netweight.evidence import figures
+from netweight.methods.compress.bits import bit_statistics
+from netweight.methods.compress.plots import bits_figure, plot_bits
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return all_figures()
+
+
+def test_svg_is_well_formed_says_what_it_shows_and_takes_the_pages_colors(drawn):
+    for figure in (figure for figure in drawn if figure.kind == "svg"):
+        root = ET.fromstring(figure.data)
+        assert root.get("role") == "img"
+        assert root[0].tag.endswith("title")
+        assert root[0].text == figure.alt
+        assert "var(--ink" in figure.data
+        assert "var(--series-1" in figure.data
+        for mark in (figures.INK_MARK, figures.GRID_MARK, *figures.SERIES_MARKS, "DejaVu", "<style"):
+            assert mark not in figure.data
+
+
+def test_the_same_plot_gives_the_same_bytes(drawn):
+    assert all_figures() == drawn
+
+
+def test_an_image_grid_is_a_png(drawn):
+    assert base64.b64decode(drawn[-1].data).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: figures.bars({"a": [1]}, ["p", "q"], alt="x"), "1 bars for 2 labels"),
+        (lambda: figures.lines({"a": ([1], [1, 2])}, alt="x"), "different length"),
+        (lambda: figures.paired_dots([1], [1], [], alt="x"), "paired_dots"),
+        (lambda: figures.image_grid([[None]], rows=["r"], columns=["a", "b"], alt="x"), "1 rows of 2 images"),
+        (lambda: figures.image_grid([[numpy.zeros((2, 2, 4))]], rows=["r"], columns=["c"], alt="x"), r"\(2, 2, 4\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, says):
+    with pytest.raises(UsageError, match=says):
+        call()
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG"), (".PDF", b"%PDF")])
+def test_bits_are_plotted_into_the_format_of_the_suffix(tmp_path, suffix, magic):
+    labeled = {
+        "floats": bit_statistics(numpy.linspace(-1, 1, 100, dtype="f4")),
+        "bytes": bit_statistics(numpy.eye(3) > 0),
+    }
+    path = plot_bits(labeled, tmp_path / f"bits{suffix}")
+    assert path.read_bytes().startswith(magic)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert plot_bits(labeled, path).read_bytes() == path.read_bytes()
+
+
+def test_plots_that_cannot_be_are_refused(tmp_path):
+    some = {"a": bit_statistics(numpy.ones(3, "f4"))}
+    with pytest.raises(UsageError, match=r"\.svg, \.png, \.pdf"):
+        plot_bits(some, tmp_path / "bits.jpg")
+    with pytest.raises(UsageError, match="does not exist"):
+        plot_bits(some, tmp_path / "nowhere" / "bits.svg")
+    with pytest.raises(UsageError, match="no weights"):
+        bits_figure({"a": bit_statistics(numpy.ones(0, "f4"))})
+
+
+def test_the_alternative_text_tells_the_entropies():
+    figure = bits_figure({"ones": bit_statistics(numpy.ones(8, "f4"))}, caption="c")
+    assert "ones: sign 0.00 of 1 bits, exponent 0.00 of 8 in 1 values, mantissa 0.00 of 23" in figure.alt

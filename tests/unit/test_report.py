@@ -1,0 +1,198 @@
+import json
+import re
+
+import jsonschema
+import pytest
+from report_under_test import findings, report_of_everything
+
+from netweight.errors import UsageError
+from netweight.evidence import Finding, audit, register_treatment
+from netweight.evidence.document import json_schema, parse_report, shipped_schema
+from netweight.evidence.figures import Figure
+from netweight.evidence.page import format_number, render, verdict
+from netweight.evidence.report import MAX_BYTES, Report, Table, read_report, rewrite
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+
+
+@pytest.fixture(scope="module")
+def document():
+    return report_of_everything().document()
+
+
+@pytest.fixture(scope="module")
+def page(document):
+    return render(document)
+
+
+def test_report_json_fits_the_shipped_schema_by_an_independent_validator(document):
+    jsonschema.Draft202012Validator.check_schema(shipped_schema())
+    jsonschema.validate(json.loads(document.dump()), shipped_schema())
+
+
+def test_the_shipped_schema_is_the_one_of_the_models():
+    assert shipped_schema() == json_schema()
+
+
+def test_report_json_both_ways_loses_nothing(document):
+    again = parse_report(document.dump(), where="here")
+    assert again == document
+    assert [repr(part.finding()) for part in again.sections[0].findings] == [repr(f) for f in findings()]
+    assert render(again) == render(document)
+
+
+def test_writing_leaves_two_files_and_the_page_can_be_made_again(tmp_path):
+    page = report_of_everything().write(tmp_path / "new" / "folder")
+    folder = page.parent
+    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
+    before = page.read_text()
+    page.unlink()
+    assert rewrite(folder) == page
+    assert page.read_text() == before
+    assert read_report(folder).sections[0].title == "First"
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_runs_nothing(page):
+    assert "<script" not in page.replace("&lt;script&gt;", "")
+    assert not re.search(r"(src|href)=\"(?!#|data:)", page.replace('xlink:href="#', ""))
+    assert not re.search(r"url\((?!#)", page)
+    assert "default-src 'none'" in page
+    assert "Mind &lt;b&gt;this&lt;/b&gt;." in page
+
+
+def test_ids_are_unique_and_every_anchor_leads_somewhere(page):
+    ids = re.findall(r"\bid=\"([^\"]+)\"", page)
+    assert len(ids) == len(set(ids))
+    for target in re.findall(r"href=\"#([^\"]+)\"", page):
+        assert target in ids
+
+
+def test_every_number_is_shown_with_interval_n_unit_seed_and_verdict_in_words(page):
+    for text in ("1.512 to 1.514", "≥ 1.513", "✓ met", "✗ missed", "? not measured", "– no target", "seeds 1, 2."):
+        assert text in page
+    assert "123\u2009456\u2009789" in page
+    assert "not a number" in page
+    assert "1.000 × 10^\u22129" in page
+    assert "xxh3-128:0f0f" in page
+    assert "packages.torch" in page
+
+
+def test_a_value_that_misses_its_target_is_never_shown_as_the_target(page):
+    assert re.search(r"just missed.*?1\.51297?<", page, re.DOTALL)
+
+
+def test_verdicts(document):
+    kind, text = verdict(document.sections[0])
+    assert kind == "fail"
+    assert text == "2 of 5 targets missed: just missed; diverged loss."
+    assert verdict(document.sections[1]) == ("pass", "The target is met.")
+    assert verdict(document.sections[2])[0] == "none"
+
+
+def test_a_target_that_was_not_measured_fails(page):
+    section = Report("t", environment={}).section("s", [Finding("x", None, target=1)]).document().sections[0]
+    assert verdict(section) == ("fail", "Not measured: x.")
+
+
+def test_a_treatment_without_its_audit_is_shown_in_red(monkeypatch):
+    monkeypatch.setattr(audit, "_NAMED", {})
+    register_treatment("shrink", audits=("identity", "speed"))
+    fine = [Finding("x", 1.0, target=(0, 2))]
+    report = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity"])
+    document = report.document()
+    assert verdict(document.sections[0]) == ("fail", "Not audited: speed.")
+    page = render(document)
+    assert page.count('class="warning"') == 2  # in the summary and in the section
+    assert "No treatment without its audit: speed did not run" in page
+    full = Report("t", environment={}).section("s", fine, treatment="shrink", audits=["identity", "speed"]).document()
+    assert 'class="warning"' not in render(full)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.update(surprise=1), "surprise"),
+        (lambda data: data.pop("title"), "title"),
+        (lambda data: data.update(netweight_report=2), "netweight_report"),
+        (lambda data: data["sections"][1]["findings"][0].update(passed=False), "its own numbers say otherwise"),
+        (lambda data: data["sections"][0]["tables"][0]["rows"].append([1]), "row 2 of table 'Wide'"),
+    ],
+)
+def test_a_report_json_that_does_not_fit_is_refused_with_the_place(tmp_path, document, change, says):
+    data = json.loads(document.dump())
+    change(data)
+    (tmp_path / "report.json").write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=says):
+        rewrite(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+def test_a_report_json_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "report.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"report\.json"):
+        rewrite(tmp_path)
+
+
+def test_a_missing_report_is_named(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        rewrite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "svg",
+    [
+        "<svg><script>1</script></svg>",
+        '<svg><rect onload="1"/></svg>',
+        '<svg><image href="http://x"/></svg>',
+        '<svg><use xlink:href="http://x"/></svg>',
+        '<svg><rect style="fill:url(http://x)"/></svg>',
+        "<svg><style>@import 'x'</style></svg>",
+        "<p>text</p>",
+    ],
+)
+def test_an_svg_that_could_run_or_load_something_is_refused(svg):
+    report = Report("t", environment={}).section("s", [], figures=[Figure("svg", svg, "a")])
+    with pytest.raises(UsageError, match="SVG figure"):
+        render(report.document())
+
+
+def test_a_page_above_the_limit_is_refused_and_nothing_is_written(tmp_path):
+    figure = Figure("png", "A" * (MAX_BYTES + 1), "too large")
+    with pytest.raises(UsageError, match="5 MB"):
+        Report("t", environment={}).section("s", [], figures=[figure]).write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sections_and_tables_that_cannot_be_are_refused():
+    report = Report("t", environment={}).section("s", [])
+    with pytest.raises(UsageError, match="'s'"):
+        report.section("s", [])
+    with pytest.raises(UsageError, match="Table 'x'"):
+        report.section("other", [], tables=[Table("x", ["a", "b"], [[1]])])
+
+
+def test_the_environment_of_this_machine_is_the_default():
+    provenance = Report("t").section("s", [Finding("x", 1, seeds=(4, 2))]).document().provenance
+    assert provenance.seeds == (2, 4)
+    assert provenance.environment["python"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (True, "yes"),
+        (-1234567, "\u22121\u2009234\u2009567"),
+        (0.0, "0.000"),
+        (0.0123456, "0.01235"),
+        (0.5, "0.5000"),
+        (12.3456, "12.35"),
+        (123456.7, "123\u2009457"),
+        (1.5e-9, "1.500 × 10^\u22129"),
+        (float("inf"), "∞"),
+        ("text", "text"),
+    ],
+)
+def test_numbers_for_people(value, text):
+    assert format_number(value) == text
