@@ -149,25 +149,39 @@ def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, 
     Returns:
         Every published number in the paper's order, then those measured only. Numbers missing on both sides are
         left out.
+
+    Raises:
+        UsageError: A measured column has another unit than the published one of its name.
     """
-    ours = {
-        (measured.labels.get(row.name, row.name), measured.labels.get(column.name, column.name)): (column, value)
-        for row in measured.rows
-        for column, value in zip(measured.columns, row.values, strict=True)
-    }
+    known = {column.name: column for column in (numbers.columns if numbers else ())}
+    ours: dict[tuple[str, str], tuple[Column, Number | None]] = {}
+    for row in measured.rows:
+        for own, value in zip(measured.columns, row.values, strict=True):
+            column = _same_unit(known.get(measured.labels.get(own.name, own.name), own), own)
+            ours[measured.labels.get(row.name, row.name), column.name] = (column, value)
     theirs = {
         (row.name, column.name): (column, value)
         for row in (numbers.rows if numbers else ())
-        for column, value in zip(numbers.columns if numbers else (), row.values, strict=True)
+        for column, value in zip(known.values(), row.values, strict=True)
     }
     pairs = []
     for place in {**theirs, **ours}:
-        column, _ = theirs.get(place) or ours[place]
+        column = (theirs.get(place) or ours[place])[0]
         paper, here = theirs.get(place, (column, None))[1], ours.get(place, (column, None))[1]
         if paper is not None or here is not None:
             difference = None if paper is None or here is None else float(here) - float(paper)
             pairs.append(Comparison(*place, column.unit, column.better, paper, here, difference))
     return tuple(pairs)
+
+
+def _same_unit(paper: Column, own: Column) -> Column:
+    """The published column, after checking that the measured one may be laid beside it."""
+    if own.unit and own.unit != paper.unit:
+        raise UsageError(
+            f"Column {paper.name!r} is published in {paper.unit!r} and was measured in {own.unit!r}.",
+            cure="Measure it in the published unit.",
+        )
+    return paper
 
 
 def write_report(result: Reproduction, *, command: str | None = None) -> Path:
