@@ -1,5 +1,6 @@
 """Functions that worker processes import, and a study that a test kills. Not a test itself."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +30,10 @@ def work(config: Config) -> dict[str, int]:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.deed == "exit":
         sys.exit(5)
+    if config.deed == "parent":
+        child = multiprocessing.get_context("spawn").Process(target=print)
+        child.start()
+        child.join()
     if config.deed == "slow":
         time.sleep(0.3)
     return {"square": config.number**2}
@@ -40,6 +45,10 @@ def unsendable(config: Config) -> object:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 3:  # leave in the middle, with the iterator alive
+        unfinished = map_runs(work, [Config(number, sys.argv[2], "slow") for number in range(6)], ledger=sys.argv[1])
+        next(unfinished)
+        sys.exit(0)
     study = [Config(number, sys.argv[2], "slow") for number in range(6)]
     for result in map_runs(work, study, ledger=sys.argv[1]):
         print(result.config.number, result.remembered, flush=True)

@@ -65,6 +65,18 @@ def test_stopping_early_keeps_what_is_done_and_leaves_no_worker(tmp_path, traces
         assert len(ledger.records) == 1
 
 
+def test_a_program_may_leave_in_the_middle(tmp_path, traces):
+    command = [sys.executable, runs_under_test.__file__, str(tmp_path / "ledger"), str(traces), "leave"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stderr == ""
+
+
+def test_runs_may_have_processes_of_their_own(tmp_path, traces):
+    (result,) = map_runs(work, [Config(1, str(traces), "parent")], ledger=tmp_path / "ledger")
+    assert result.ok, result.error
+
+
 def wait_until(condition, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
@@ -76,11 +88,12 @@ def test_a_killed_study_continues_and_leaves_no_worker_behind(tmp_path, traces):
     ledger = tmp_path / "ledger"
     command = [sys.executable, runs_under_test.__file__, str(ledger), str(traces)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    study = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    study = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") >= 2)
     workers = children_of(study.pid)
     study.send_signal(signal.SIGKILL)
-    study.communicate()
+    _, complaints = study.communicate()
+    assert complaints == ""
     wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     done = ledger.read_bytes().count(b"\n")
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

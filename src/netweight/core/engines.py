@@ -6,9 +6,12 @@ An engine runs one function on many items and yields `(index of the item, Outcom
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, cast, final
 
 from netweight.core.environment import usable_cores
 from netweight.errors import UsageError
@@ -76,18 +79,22 @@ def _leave_with_parent() -> None:
 
 
 def _work(pipe: Connection, threads: int) -> None:
-    """Serve runs in a worker process: receive `(fn, item)`, answer with an `Outcome`, until None arrives."""
+    """Serve runs in a worker process: receive a pickled `(fn, item)`, answer with an `Outcome`, until stopped."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
-    while (task := pipe.recv_bytes()) != b"":
-        outcome = _attempt(task)
-        try:
-            answer = pickle.dumps(outcome)
-        except Exception:
-            answer = pickle.dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
-        pipe.send_bytes(answer)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        while True:
+            pipe.send_bytes(_answer(_attempt(pipe.recv_bytes())))
+
+
+def _answer(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        return pickle.dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
 
 
 def _attempt(task: bytes) -> Outcome:
@@ -106,8 +113,10 @@ class _Worker:
     def __init__(self, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, threads), daemon=True)
+        # Not a daemon, because a run may need processes of its own (data loaders); hence the care at exit.
+        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, threads))
         self.process.start()
+        atexit.register(self.stop)
         theirs.close()
         self.index: int | None = None
         self.started = 0.0
@@ -132,12 +141,14 @@ class _Worker:
     def obituary(self) -> Outcome:
         """Describe the death of this worker as the outcome of the run that it was doing."""
         self.process.join()
+        self.stop()
         code = self.process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return Outcome(None, f"The worker process {how} during this run.", time.perf_counter() - self.started)
 
     def stop(self) -> None:
         """End the process, whatever it is doing."""
+        atexit.unregister(self.stop)
         self.process.terminate()
         self.process.join()
         self.pipe.close()
@@ -164,25 +175,26 @@ def local_processes(
         raise UsageError(f"workers must be at least 1, not {workers}.")
     cores = usable_cores()
     count = min(workers or cores, len(items))
+    threads = max(1, cores // max(1, count))
     waiting = list(enumerate(_pickled(fn, items)))[::-1]
-    pool = [_Worker(max(1, cores // count)) for _ in range(count)]
+    pool = {worker.pipe: worker for worker in (_Worker(threads) for _ in range(count))}
     try:
-        for worker in pool:
+        for worker in pool.values():
             worker.give(*waiting.pop())
-        while busy := {worker.pipe: worker for worker in pool if worker.index is not None}:
-            for ready in wait(list(busy)):
-                worker = busy[ready]  # type: ignore[index]
-                index, outcome = worker.index, worker.take()
-                assert index is not None
-                if outcome is None:
-                    outcome = worker.obituary()
-                    pool[pool.index(worker)] = worker = _Worker(max(1, cores // count))
+        while busy := [worker.pipe for worker in pool.values() if worker.index is not None]:
+            for pipe in cast("list[Connection]", wait(busy)):
+                worker = pool[pipe]
+                index, outcome = cast("int", worker.index), worker.take()
                 worker.index = None
+                if outcome is None:
+                    outcome = pool.pop(pipe).obituary()
+                    worker = _Worker(threads)
+                    pool[worker.pipe] = worker
                 if waiting:
                     worker.give(*waiting.pop())
                 yield index, outcome
     finally:
-        for worker in pool:
+        for worker in pool.values():
             worker.stop()
 
 
