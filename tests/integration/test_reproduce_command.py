@@ -49,7 +49,7 @@ def model(tmp_path):
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     for part in (1, 2):
-        weights = {"w": torch.randn(300, 100, generator=generator) * 0.02, "steps": torch.arange(5)}
+        weights = {f"w{part}": torch.randn(300, 100, generator=generator) * 0.02, f"steps{part}": torch.arange(5)}
         save_file(weights, folder / f"model-{part}.safetensors")
     return folder
 
@@ -80,7 +80,7 @@ def test_a_finding_that_fails_ends_with_1(tmp_path):
     ("arguments", "says"),
     [
         (["neuzip-fig2"], "neuzip-fig1"),
-        (["neuzip-fig1", "--model", "nowhere"], "neither a .safetensors file nor a folder"),
+        (["neuzip-fig1", "--model", "nowhere"], "no file or folder nowhere"),
         (["neuzip-fig5", "--model", "x"], "takes no option 'model'"),
         (["neuzip-fig1", "--scale", "paper"], "--model FOLDER"),
         ([], "--list"),

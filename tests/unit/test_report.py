@@ -176,6 +176,7 @@ def test_the_environment_of_this_machine_is_the_default():
     provenance = Report("t").section("s", [Finding("x", 1, seeds=(4, 2))]).document().provenance
     assert provenance.seeds == (2, 4)
     assert provenance.environment["python"]
+    assert provenance.environment["codec_path"]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Report:
         command: The command line that made the numbers.
         seeds: Seeds that hold for the whole run.
         inputs: Name of each input → its digest (with the algorithm, "sha256:…").
-        environment: Versions, machine and code path; by default what `netweight.core.environment.describe` says.
+        environment: Versions, machine and code path; by default what `netweight.core.environment.describe`
+            says, and the path on which the codec runs.
     """
 
     def __init__(
@@ -301,6 +302,7 @@ def _json_object(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_environment() -> dict[str, Any]:
+    from netweight.codec import active_path
     from netweight.core.environment import describe
 
-    return describe()
+    return describe({"codec_path": active_path()})

