@@ -1,7 +1,10 @@
+import doctest
+
 import pytest
 from torch import nn
 
 from netweight import Select
+from netweight.core import names
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
@@ -94,3 +97,7 @@ def test_of_takes_what_a_caller_may_have():
 def test_nearest_names_of_short_words():
     assert nearest_names("levle", ["output", "level", "subject"])[0] == "level"
     assert nearest_names("anything", []) == []
+
+
+def test_the_examples_in_the_documentation_hold():
+    assert doctest.testmod(names) == doctest.TestResults(failed=0, attempted=1)

@@ -1,0 +1,50 @@
+"""What the README shows is run: its Python, and every `netweight` command in its console blocks that needs a model."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from netweight import cli
+
+README = Path(__file__).parents[2] / "README.md"
+pytestmark = pytest.mark.skipif(not README.is_file(), reason="README.md is not here: outside a source tree")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.S)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A small model under the name that the README uses, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    save_file({"weight": torch.randn(32, 32).to(torch.bfloat16)}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_commands_work_in_their_order(model):
+    commands = [shlex.split(line[2:], comments=True) for line in "".join(blocks("console")).splitlines()]
+    ours = [command[1:] for command in commands if command[0] == "netweight"]
+    assert ["compress", "my-model", "my-model-net"] in ours
+    for arguments in ours:
+        answer = CliRunner().invoke(cli.netweight, arguments, catch_exceptions=False)
+        assert answer.exit_code == 0 or arguments == ["doctor"], answer.output
+    assert (model.parent / "restored" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_the_python_works(model):
+    for code in blocks("python"):
+        exec(compile(code, str(README), "exec"), {})
+
+
+def test_every_command_is_in_the_table():
+    shown = set(re.findall(r"^\| `netweight (\w+)", README.read_text(), re.M))
+    assert shown == set(cli.COMMANDS)

@@ -1,0 +1,58 @@
+"""pyproject.toml gives lower bounds, constraints.txt pins what is known to work; they must agree."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "constraints.txt").is_file(), reason="outside a source tree")
+
+
+def version(text):
+    return tuple(int(part) for part in text.split("."))
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.fixture(scope="module")
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def pins():
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    return {canonical(name): pin for name, pin in (line.split("==") for line in lines if line)}
+
+
+def requirements(project):
+    extras = project["optional-dependencies"].values()
+    everything = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    return [requirement for requirement in everything if not requirement.startswith("netweight[")]
+
+
+def test_every_requirement_has_a_lower_bound_and_a_pin_within_its_bounds(project, pins):
+    for requirement in requirements(project):
+        name, bounds = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?(>=[\d.]+(?:,<[\d.]+)?)", requirement).groups()
+        if name == "cuda-bindings":  # its version is chosen by the CUDA build of torch
+            continue
+        assert canonical(name) in pins, f"{name} is not pinned in constraints.txt"
+        pin = version(pins[canonical(name)])
+        low, _, high = bounds[2:].partition(",<")
+        assert version(low) <= pin, f"{name} is pinned below its lower bound"
+        assert not high or pin < version(high), f"{name} is pinned above its upper bound"
+
+
+def test_torchvision_is_never_asked_for(project, pins):
+    assert "torchvision" not in pins
+    assert not any(canonical(requirement).startswith("torchvision") for requirement in requirements(project))
+
+
+def test_all_is_made_of_extras_that_exist(project):
+    (everything,) = project["optional-dependencies"]["all"]
+    named = re.fullmatch(r"netweight\[(.*)\]", everything)[1].split(",")
+    assert set(named) <= project["optional-dependencies"].keys()
