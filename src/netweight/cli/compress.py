@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
             output.line("         ... --json names more")
     output.result({"path": str(path), "passed": passed, "findings": [finding.to_json() for finding in findings]})
     if not passed:
-        context.exit(1)
+        context.exit(FINDING_FAILED)
 
 
 @click.command()

@@ -99,11 +99,13 @@ class Description:
             fields = json.loads(text)
             if fields["version"] != VERSION:
                 raise Unsupported(
-                    f"{where} is of format version {fields['version']!r}; this release reads version {VERSION}.",
+                    f"the format version is {fields['version']!r}; this release reads version {VERSION}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             tensors = {name: _original(entry) for name, entry in fields["tensors"].items()}
             header = parse_header(inflate_text(fields["header"], limit=MAX_HEADER)) if "header" in fields else None
+        except Unsupported as error:
+            raise Unsupported(f"{where}: {error.reason}", cure=error.cure) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(
                 f"{where}: netweight's description is damaged ({error}).", cure="Fetch the file again."

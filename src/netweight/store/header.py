@@ -18,7 +18,17 @@ from safetensors import SafetensorError, safe_open
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
 
-__all__ = ["BITS", "MAX_HEADER", "Header", "Span", "build_header", "nbytes_of", "parse_header", "read_header"]
+__all__ = [
+    "BITS",
+    "MAX_HEADER",
+    "ONLY_COMPRESSED",
+    "Header",
+    "Span",
+    "build_header",
+    "nbytes_of",
+    "parse_header",
+    "read_header",
+]
 
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
 METADATA = "__metadata__"
@@ -29,6 +39,8 @@ BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 """Bits of one element by safetensors dtype name."""
+ONLY_COMPRESSED = {"C32": 32, "C128": 128}
+"""Bits of dtypes that safetensors lacks: tensors of torch that can be kept compressed, but not in a plain file."""
 
 
 @final
@@ -88,11 +100,12 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     Raises:
         Unsupported: The dtype is not one that safetensors knows, or the tensor does not end on a whole byte.
     """
-    if dtype not in BITS:
+    width = (BITS | ONLY_COMPRESSED).get(dtype)
+    if width is None:
         raise Unsupported(
             f"The dtype {dtype} is not known to this release.", cure=f"It knows {', '.join(sorted(BITS))}."
         )
-    bits = math.prod(shape) * BITS[dtype]
+    bits = math.prod(shape) * width
     if bits % 8:
         raise Unsupported(f"A {dtype} tensor of shape {tuple(shape)} does not end on a whole byte.")
     return bits // 8
@@ -121,6 +134,8 @@ def read_header(path: Path) -> Header:
     try:
         with safe_open(path, framework="numpy"):
             header = parse_header(raw)
+    except Unsupported as error:
+        raise Unsupported(f"{path}: {error.reason}", cure=error.cure) from error
     except (SafetensorError, ValueError) as error:
         raise CorruptBlob(
             f"{path}: the header is damaged ({error}).", cure="Fetch the file again; its size or content was altered."

@@ -89,6 +89,10 @@ class StoredFile:
         order = self.original_header
         return list(self._spans) if order is None else [span.name for span in order.spans]
 
+    def stored_names(self) -> dict[str, str]:
+        """The names in the file by the original names: with `.net` if the file is compressed."""
+        return {name: span.name for name, span in self._spans.items()}
+
     def info(self, name: str) -> TensorInfo:
         """Describe a tensor without reading it."""
         span, original = self._spans[name], self._original(name)
@@ -410,13 +414,17 @@ def _of_variant(files: list[Path], variant: str | None) -> list[Path]:
 def _open_index(index: Path) -> Store:
     places = weight_map(index)
     files = {name: StoredFile(_existing(index, name)) for name in dict.fromkeys(places.values())}
-    for name, file in places.items():
-        if name not in files[file]._spans:
+    held = {(stored, name) for name, file in files.items() for stored in file.stored_names().values()}
+    for stored, name in places.items():
+        if (stored, name) not in held:
             raise CorruptBlob(
-                f"{index} places tensor {name!r} in {file}, which does not hold it.", cure="Fetch both files again."
+                f"{index} places tensor {stored!r} in {name}, which does not hold it.", cure="Fetch both files again."
             )
-    ordered = {name: file for file in files.values() for name in file.names() if places.get(name) == file.path.name}
-    return Store(list(files.values()), ordered)
+    listed = {
+        file.path: {original for original, stored in file.stored_names().items() if places.get(stored) == name}
+        for name, file in files.items()
+    }
+    return _join(list(files.values()), listed)
 
 
 def _existing(index: Path, name: str) -> Path:
@@ -425,10 +433,13 @@ def _existing(index: Path, name: str) -> Path:
     return file
 
 
-def _join(files: list[StoredFile]) -> Store:
+def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None) -> Store:
+    """Join files into a store; of each file all tensors, or only those listed for it."""
     places: dict[str, StoredFile] = {}
     for file in files:
         for name in file.names():
+            if listed is not None and name not in listed[file.path]:
+                continue
             if name in places:
                 raise UsageError(
                     f"Both {places[name].path} and {file.path} hold a tensor {name!r}.",

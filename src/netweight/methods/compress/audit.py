@@ -54,7 +54,9 @@ def verify(
     subject = _Side.open(Path(path))
     other = None if against is None else _Side.open(Path(against))
     if not subject.compressed and other is None:
-        raise UsageError(f"{path} is not compressed and carries no digests.", cure="Name the original: --against SRC.")
+        raise UsageError(
+            f"{subject.root} is not compressed and carries no digests.", cure="Name the original: --against SRC."
+        )
     tally = _Tally()
     with progress.task(f"verify {subject.root.name}", subject.nbytes()) as task:
         for name, file in subject.weights.items():

@@ -11,9 +11,9 @@ from typing import final
 import xxhash
 
 from netweight.core.digest import ALGORITHM
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.atomic import whole_file
-from netweight.store.header import build_header
+from netweight.store.header import ONLY_COMPRESSED, build_header
 from netweight.store.reading import StoredFile
 from netweight.store.writing import Level, StoreWriter
 
@@ -155,6 +155,11 @@ def plain_head(file: StoredFile) -> bytes:
     if file.original_header is not None:
         return _head(file.original_header.raw)
     infos = [file.info(name) for name in file.names()]
+    if lacking := [info for info in infos if info.dtype in ONLY_COMPRESSED]:
+        raise Unsupported(
+            f"{file.path}: safetensors has no dtype {lacking[0].dtype}, which tensor {lacking[0].name!r} has.",
+            cure="Read it with netweight.open_store.",
+        )
     return _head(build_header([(i.name, i.dtype, i.shape, i.nbytes) for i in infos], {"format": "pt"}))
 
 
