@@ -148,7 +148,7 @@ def test_what_a_table_needs_is_named_with_the_cure(tmp_path, register, monkeypat
     with pytest.raises(MissingExtra, match=r"NETWEIGHT_DATA.*fashion.*netweight\[dp\]"):
         run_table("hyperfl-fig4", out=tmp_path)
     state = {item.id: (item.state, item.reason) for item in catalog.items()}
-    assert state["hyperfl-fig4"][0] == "needs something"
+    assert state["hyperfl-fig4"][0] == "needs data, GPU or package"
     assert "pip install" in state["hyperfl-fig4"][1]
     (tmp_path / "fashion").mkdir()
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))

@@ -14,7 +14,9 @@ from netweight.reproduce.registry import registered, unmet
 
 __all__ = ["PAPERS", "Item", "State", "items", "title_of"]
 
-State: TypeAlias = Literal["reproduced here", "small stand-in", "needs something", "not written yet", "cannot be"]
+State: TypeAlias = Literal[
+    "reproduced here", "small stand-in", "needs data, GPU or package", "not written yet", "cannot be"
+]
 
 PAPERS = {
     "neuzip": "NeuZip (arXiv 2410.20650)",
@@ -124,6 +126,6 @@ def _state(table_id: str) -> tuple[State, str]:
         return ("cannot be", reason) if reason else ("not written yet", "")
     missing = "; ".join(unmet(entry.needs))
     if missing:
-        return "needs something", missing
+        return "needs data, GPU or package", missing
     at_size = f"paper scale needs {' and '.join(entry.paper_needs)}" if entry.paper_needs else ""
     return ("small stand-in" if entry.stand_in else "reproduced here"), at_size
