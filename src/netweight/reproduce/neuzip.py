@@ -72,7 +72,7 @@ def figure5(scale: Scale, out: Path) -> Measured:
 
     Args:
         scale: "small" draws a 200th of each matrix of Llama-3 8B, 40 M weights; "paper" draws all 8 G of them, which
-            takes about ten minutes on one core and little memory.
+            takes ten to fifteen minutes on one core and little memory.
         out: Unused.
     """
     share = 1 if scale == "paper" else 200
