@@ -194,7 +194,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   XXH3_128bits_reset(&hash);
   u8* end = payload;
   if (threads <= 1 || chunks < 2) {
-    EncodeScratch scratch;
+    static thread_local EncodeScratch scratch;  // kept: its pages cost more to touch again than to hold
     for (size_t c = 0; c < chunks; c++) {
       std::span<const u8> chunk = chunk_of(c);
       XXH3_128bits_update(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder

@@ -5,11 +5,13 @@
 
 namespace netweight {
 
-// Raw bits of the rows: region `low` holds the low eight bits (or all, when there are at most eight) of every row but the
-// last, whose share is folded into the streams' first states; region `rest` holds the bits above eight of every row.
+// Raw bits of the rows: region `low` holds the low eight bits (or all, when there are at most eight), region `rest` the bits
+// above eight. Of region `low` the last row of every stream, and as much of the end of the row before as there are bytes
+// left, is folded into the 64 states that the stream's decoder ends with.
 struct RawRegions {
   size_t row_low_bytes = 0;  // one 64-lane row of one stream
   size_t row_rest_bytes = 0;
+  size_t folded_bytes = 0;   // of the last row but one
   size_t low_bytes = 0;      // whole regions
   size_t rest_bytes = 0;
 
@@ -17,7 +19,8 @@ struct RawRegions {
     int low_bits = split.raw_bits < 8 ? split.raw_bits : 8;
     row_low_bytes = field_block_bytes(low_bits);
     row_rest_bytes = field_block_bytes(split.raw_bits - low_bits);
-    low_bytes = row_low_bytes * static_cast<size_t>(streams) * (rows - 1);
+    if (rows > 1) folded_bytes = row_low_bytes < 32 ? row_low_bytes : 64 - row_low_bytes;
+    low_bytes = (row_low_bytes * (rows - 1) - folded_bytes) * static_cast<size_t>(streams);
     rest_bytes = row_rest_bytes * static_cast<size_t>(streams) * rows;
   }
 };
@@ -108,8 +111,9 @@ const Kernels* avx512_kernels();
 // Merges 64 placed symbols with raw bits, all in lane order, and writes the first `count` elements of the row.
 void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count);
 
-// The last row (folded raw bits, perhaps partial) is the portable code's in every set.
-bool decode_last_row(const RansBlock& block, Lanes& lanes, void* out);
-bool encode_last_row(RansEncoder& encoder, const void* in);
+// The last two rows (folded raw bits, perhaps partial) are the portable code's in every set.
+inline size_t rows_before_last_two(size_t rows) { return rows > 2 ? rows - 2 : 0; }
+bool decode_last_rows(const RansBlock& block, Lanes& lanes, void* out);
+bool encode_last_rows(RansEncoder& encoder, const void* in);
 
 }  // namespace netweight

@@ -4,6 +4,7 @@
 #include "interleave.h"
 #include "kernels.h"
 
+#include <algorithm>
 #include <bit>
 
 namespace netweight {
@@ -119,8 +120,10 @@ inline bool step(const DecodeTable& t, u8* low, u8* high, const u8*& at, const u
     high[i] = need[i] ? static_cast<u8>(x[i]) : static_cast<u8>(x[i] >> 8);
   }
   u64 mask = mask_of(need);
-  if (std::popcount(mask) > end - at) return false;
-  for (; mask; mask &= mask - 1) low[std::countr_zero(mask)] = *at++;
+  const u8* from = at;
+  if (end - from < 64 && std::popcount(mask) > end - from) return false;
+  for (; mask; mask &= mask - 1) low[std::countr_zero(mask)] = *from++;
+  at = from;
   return true;
 }
 
@@ -201,40 +204,62 @@ bool encode_rows(RansEncoder& e, const void* in, size_t row) {
 
 }  // namespace
 
-bool decode_last_row(const RansBlock& b, Lanes& lanes, void* out) {
+bool decode_last_rows(const RansBlock& b, Lanes& lanes, void* out) {
   const int low_bits = b.split.raw_bits < 8 ? b.split.raw_bits : 8, rest_bits = b.split.raw_bits - low_bits;
-  const size_t used = field_block_bytes(low_bits);
-  alignas(64) u16 placed[64];
-  alignas(64) u8 raw_low[64], raw_rest[64];
-  for (int g = 0; g < b.streams; g++) {
-    if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return false;
+  const size_t streams = static_cast<size_t>(b.streams), first = rows_before_last_two(b.rows);
+  const RawRegions region(b.split, b.streams, b.rows);
+  const size_t used = region.row_low_bytes, folded = region.folded_bytes;
+  alignas(64) u16 placed[2][64];
+  alignas(64) u8 fields[64], raw_low[64], raw_rest[64];
+  for (size_t g = 0; g < streams; g++) {
+    for (size_t row = first; row < b.rows; row++)
+      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed[row - first])) return false;
     // After the last step a sound stream is used up and every state is 256 plus one byte of folded raw bits.
     if (lanes.at[g] != b.stream_end[g]) return false;
     for (size_t i = 0; i < 64; i++)
-      if (lanes.high[g][i] != 1 || (i >= used && lanes.low[g][i] != 0)) return false;
-    size_t block = (b.rows - 1) * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
-    unpack_fields(low_bits, lanes.low[g], raw_low);
-    if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
-    if (block * 64 >= b.count) continue;
-    size_t left = b.count - block * 64;
-    merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), left < 64 ? left : 64);
+      if (lanes.high[g][i] != 1 || (i >= used + folded && lanes.low[g][i] != 0)) return false;
+    for (size_t row = first; row < b.rows; row++) {
+      const size_t block = row * streams + g;
+      if (block * 64 >= b.count) continue;
+      if (row + 1 == b.rows) {
+        std::memcpy(fields, lanes.low[g], used);
+      } else {
+        std::memcpy(fields, b.raw_low + row * streams * used + g * (used - folded), used - folded);
+        std::memcpy(fields + used - folded, lanes.low[g] + used, folded);
+      }
+      unpack_fields(low_bits, fields, raw_low);
+      if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * region.row_rest_bytes, raw_rest);
+      merge_row(b.split, placed[row - first], raw_low, raw_rest, element(out, b.split.unit, block * 64), std::min<size_t>(64, b.count - block * 64));
+    }
   }
   return true;
 }
 
-bool encode_last_row(RansEncoder& e, const void* in) {
+bool encode_last_rows(RansEncoder& e, const void* in) {
   const int low_bits = e.split.raw_bits < 8 ? e.split.raw_bits : 8, rest_bits = e.split.raw_bits - low_bits;
-  u32 v[64];
-  alignas(64) u8 raw_low[64], raw_rest[64];
-  for (int g = e.streams - 1; g >= 0; g--) {
-    size_t block = (e.rows - 1) * static_cast<size_t>(e.streams) + static_cast<size_t>(g);
-    load_row(e, in, block, v);
-    split_raw(e.split, v, raw_low, raw_rest);
+  const size_t streams = static_cast<size_t>(e.streams), first = rows_before_last_two(e.rows);
+  const RawRegions region(e.split, e.streams, e.rows);
+  const size_t used = region.row_low_bytes, folded = region.folded_bytes;
+  u32 v[2][64];
+  alignas(64) u8 fields[64], raw_low[64], raw_rest[64];
+  for (size_t g = 0; g < streams; g++) {
     std::memset(e.low[g], 0, 64);
     std::memset(e.high[g], 1, 64);
-    pack_fields(low_bits, raw_low, e.low[g]);
-    pack_fields(rest_bits, raw_rest, e.raw_rest + block * field_block_bytes(rest_bits));
-    if (!put_row(e, g, e.rows - 1, v)) return false;
+    for (size_t row = first; row < e.rows; row++) {
+      const size_t block = row * streams + g;
+      load_row(e, in, block, v[row - first]);
+      split_raw(e.split, v[row - first], raw_low, raw_rest);
+      pack_fields(low_bits, raw_low, fields);
+      pack_fields(rest_bits, raw_rest, e.raw_rest + block * region.row_rest_bytes);
+      if (row + 1 == e.rows) {
+        std::memcpy(e.low[g], fields, used);
+      } else {
+        std::memcpy(e.raw_low + row * streams * used + g * (used - folded), fields, used - folded);
+        std::memcpy(e.low[g] + used, fields + used - folded, folded);
+      }
+    }
+    for (size_t row = e.rows; row-- > first;)
+      if (!put_row(e, static_cast<int>(g), row, v[row - first])) return false;
   }
   return true;
 }

@@ -8,6 +8,7 @@ namespace netweight {
 // Counts every patch's symbol and keeps the most frequent ones, which get four-bit codes; the others are literals.
 class RareSymbols {
  public:
+  explicit RareSymbols(int symbol_bits) : seen_(size_t{1} << symbol_bits), code_(seen_.size(), kPatchLiteral) {}
   void add(const Patch* patches, size_t count);
   void choose();
   size_t written_bytes() const { return 1 + 2 * size_t(count_); }
@@ -16,8 +17,8 @@ class RareSymbols {
   u8* encode(u8* p, const Patch* patches, size_t count) const;
 
  private:
-  int code_of(u32 symbol) const;
-  std::vector<u32> seen_;  // symbols, unsorted until choose()
+  std::vector<u32> seen_;  // occurrences by symbol
+  std::vector<u8> code_;   // by symbol
   int count_ = 0;
   u16 symbol_[kMaxRareSymbols];
 };

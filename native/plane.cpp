@@ -12,11 +12,12 @@ namespace {
 
 constexpr size_t kSmallest = 512;  // bytes; below this no table pays
 
-int stream_count(size_t count) { return count < (1u << 14) ? 1 : count < (1u << 16) ? 2 : 4; }
+int stream_count(size_t count) { return count < (1u << 14) ? 1 : count < (1u << 18) ? 2 : 4; }
 
 // ---- histograms ----------------------------------------------------------------------------------------------------
 
-// Counts symbols in every stride-th block of 64 elements.
+// Counts symbols of groups of eight elements: all groups, or one of every `stride`. The group within each run of `stride`
+// groups moves on from run to run, so that a sample meets every column of a matrix.
 template <typename Element>
 size_t count_symbols(const u8* in, size_t count, const Split& split, size_t stride, std::vector<u32>& counts) {
   const u32 mask = (1u << split.symbol_bits()) - 1;
@@ -24,21 +25,19 @@ size_t count_symbols(const u8* in, size_t count, const Split& split, size_t stri
   const size_t bins = size_t{1} << split.symbol_bits();
   std::vector<u32> parts(4 * bins);  // four counters, since equal neighbors would wait for each other
   u32* p = parts.data();
-  size_t total = 0;
-  for (size_t block = 0; block * 64 < count; block += stride) {
-    size_t n = std::min<size_t>(64, count - block * 64);
-    Element v[64];
-    std::memcpy(v, in + block * 64 * sizeof(Element), n * sizeof(Element));
-    size_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-      p[v[i] >> shift & mask]++;
-      p[bins + (v[i + 1] >> shift & mask)]++;
-      p[2 * bins + (v[i + 2] >> shift & mask)]++;
-      p[3 * bins + (v[i + 3] >> shift & mask)]++;
-    }
-    for (; i < n; i++) p[v[i] >> shift & mask]++;
-    total += n;
+  const size_t groups = count / 8, runs = groups / stride;
+  size_t total = runs * 8;
+  for (size_t run = 0; run < runs; run++) {
+    Element v[8];
+    std::memcpy(v, in + (run * stride + run % stride) * sizeof v, sizeof v);
+    for (size_t i = 0; i < 8; i++) p[i % 4 * bins + (v[i] >> shift & mask)]++;
   }
+  if (stride == 1)
+    for (size_t i = groups * 8; i < count; i++, total++) {
+      Element v;
+      std::memcpy(&v, in + i * sizeof v, sizeof v);
+      p[v >> shift & mask]++;
+    }
   counts.resize(bins);
   for (size_t i = 0; i < bins; i++) counts[i] = p[i] + p[bins + i] + p[2 * bins + i] + p[3 * bins + i];
   return total;
@@ -159,9 +158,9 @@ u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t cou
     patch_top[g] = e.patch[g] = patches + patch_room * static_cast<size_t>(g + 1);
     e.patch_limit[g] = patches + patch_room * static_cast<size_t>(g) + 64;
   }
-  if (!encode_last_row(e, in) || !kernels.encode_rows(e, in, rows - 1)) return nullptr;
+  if (!encode_last_rows(e, in) || !kernels.encode_rows(e, in, rows_before_last_two(rows))) return nullptr;
 
-  RareSymbols rare;
+  RareSymbols rare(split.symbol_bits());
   for (int g = 0; g < streams; g++) rare.add(e.patch[g], static_cast<size_t>(patch_top[g] - e.patch[g]));
   rare.choose();
   size_t size = static_cast<size_t>(bodies - out) + rare.written_bytes();
@@ -225,9 +224,10 @@ void decode_rans(Reader& in, const u8* readable_end, int unit, size_t count, con
   }
   b.readable_end = readable_end;
 
-  size_t row = kernels.decode_rows(b, lanes, 0, b.rows - 1, out);
-  if (row != npos && row < b.rows - 1) row = portable_kernels().decode_rows(b, lanes, row, b.rows - 1, out);
-  if (row == npos || !decode_last_row(b, lanes, out)) throw CorruptError("an entropy-coded stream does not end where it should");
+  const size_t end = rows_before_last_two(b.rows);
+  size_t row = kernels.decode_rows(b, lanes, 0, end, out);
+  if (row != npos && row < end) row = portable_kernels().decode_rows(b, lanes, row, end, out);
+  if (row == npos || !decode_last_rows(b, lanes, out)) throw CorruptError("an entropy-coded stream does not end where it should");
 
   RareList rare;
   rare.read(in, b.split.symbol_bits());

@@ -156,7 +156,7 @@ u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::
     }
   }
 
-  RareSymbols rare;
+  RareSymbols rare(split.symbol_bits());
   rare.add(patch, static_cast<size_t>(patch_top - patch));
   rare.choose();
   const size_t length = static_cast<size_t>(top - at), words = rare.encoded_words(patch, static_cast<size_t>(patch_top - patch));

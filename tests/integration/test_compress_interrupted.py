@@ -1,0 +1,238 @@
+"""Runs that are killed anywhere, disks that fill up: the target is old, absent or complete, and the next run goes on."""
+
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from folders_under_test import content, transformers_folder
+
+from netweight.core.progress import Progress
+from netweight.errors import NetweightError, UsageError
+from netweight.methods.compress import folder as folder_module
+from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.store.atomic import OutputFailed, part_of
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def killed_everywhere(*arguments):
+    program = [sys.executable, str(SUPPORT / "killed_runs.py"), *map(str, arguments)]
+    answer = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return int(answer.stdout)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
+def test_compression_killed_at_every_step(tmp_path, old):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    compress_folder(source, tmp_path / "expected")
+    older = [transformers_folder(tmp_path / "older", seed=9)] if old else []
+    assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected", *older) > 40
+
+
+def test_decompression_killed_at_every_step(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    compress_folder(source, tmp_path / "packed")
+    assert killed_everywhere(tmp_path / "packed", tmp_path / "back", "decompress", source) > 40
+
+
+SLOW = """
+import os, sys, time
+real = os.fsync
+def fsync(descriptor):
+    time.sleep(0.01)
+    real(descriptor)
+os.fsync = fsync
+from netweight.cli import main
+main(["compress", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_command_killed_at_random_moments(tmp_path, seed):
+    source, target = transformers_folder(tmp_path / "m", shards=12), tmp_path / "net"
+    compress_folder(source, tmp_path / "expected")
+    expected, delays = content(tmp_path / "expected"), random.Random(seed)
+    program = [sys.executable, "-c", SLOW, str(source), str(target)]
+    for _ in range(3):
+        process = subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(delays.uniform(0.2, 0.6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not target.exists() or content(target) == expected
+    answer = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 or "exists already" in answer.stderr
+    assert content(target) == expected
+
+
+class Stopping(Progress):
+    """Raises in the middle of a run, as Ctrl-C does, when a given file is begun."""
+
+    def __init__(self, at):
+        super().__init__("off")
+        self.at = at
+
+    def task(self, *arguments, **options):
+        task = super().task(*arguments, **options)
+        real = task.describe
+
+        def describe(text):
+            if text == self.at:
+                raise KeyboardInterrupt
+            real(text)
+
+        task.describe = describe
+        return task
+
+
+SECOND = "model-00002-of-00002.safetensors"
+
+
+def interrupted(source, target, **options):
+    with pytest.raises(KeyboardInterrupt):
+        compress_folder(source, target, progress=Stopping(SECOND), **options)
+
+
+def test_finished_shards_are_not_done_again(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    interrupted(source, tmp_path / "net")
+    assert not (tmp_path / "net").exists()
+    assert compress_folder(source, tmp_path / "net").resumed == 1
+    compress_folder(source, tmp_path / "expected")
+    assert content(tmp_path / "net") == content(tmp_path / "expected")
+
+
+def test_inputs_and_settings_that_changed_in_between_are_noticed(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    interrupted(source, tmp_path / "net")
+    assert compress_folder(source, tmp_path / "net", level="max").resumed == 0
+    interrupted(source, tmp_path / "again")
+    transformers_folder(tmp_path / "other", shards=2, seed=77)
+    first = "model-00001-of-00002.safetensors"
+    (source / first).write_bytes((tmp_path / "other" / first).read_bytes())
+    assert compress_folder(source, tmp_path / "again").resumed == 0
+    compress_folder(source, tmp_path / "expected")
+    assert content(tmp_path / "again") == content(tmp_path / "expected")
+
+
+def test_files_that_are_gone_in_between_leave_no_trace(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    interrupted(source, tmp_path / "net")
+    for path in source.iterdir():
+        path.unlink()
+    source.rmdir()
+    source = transformers_folder(tmp_path / "m")
+    compress_folder(source, tmp_path / "net")
+    assert sorted(os.listdir(tmp_path / "net")) == [
+        "config.json", "model.net.safetensors", "netweight.json", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_a_journal_cut_short_is_read_as_far_as_it_goes(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    interrupted(source, tmp_path / "net")
+    journal = part_of(tmp_path / "net") / "journal.jsonl"
+    with open(journal, "a") as file:
+        file.write('{"key": {"pa')
+    assert compress_folder(source, tmp_path / "net").resumed == 1
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    source = transformers_folder(tmp_path / "m", shards=2)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module.shutil, "copyfileobj", full)
+    with pytest.raises(OutputFailed, match="disk is full"):
+        compress_folder(source, tmp_path / "net")
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_two_runs_do_not_mix(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+
+    class Second(Progress):
+        def task(self, *arguments, **options):
+            with pytest.raises(UsageError, match="Another run"):
+                compress_folder(source, tmp_path / "net")
+            return super().task(*arguments, **options)
+
+    compress_folder(source, tmp_path / "net", progress=Second("off"))
+    assert os.listdir(tmp_path / "net")
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
+    source = transformers_folder(tmp_path / "m")
+    file = source / "model.safetensors"
+
+    class Touching(Progress):
+        def task(self, *arguments, **options):
+            task = super().task(*arguments, **options)
+            task.update = lambda amount: os.utime(file, ns=(1, 1))
+            return task
+
+    with pytest.raises(UsageError, match="changed while"):
+        compress_folder(source, tmp_path / "net", progress=Touching("off"))
+    assert os.listdir(tmp_path) == ["m"]
+
+
+LIMITED = """
+import resource, sys
+from netweight.errors import NetweightError
+from netweight.methods.compress.folder import compress_folder, decompress_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
+try:
+    (compress_folder if sys.argv[1] == "compress" else decompress_folder)(sys.argv[2], sys.argv[3])
+except NetweightError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("verb", ["compress", "decompress"])
+@pytest.mark.parametrize("limit", [100, 5000, 9000])
+def test_a_size_limit_is_a_named_error(tmp_path, verb, limit):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    if verb == "decompress":
+        compress_folder(source, tmp_path / "packed")
+        source = tmp_path / "packed"
+    before = sorted(os.listdir(tmp_path))
+    program = [sys.executable, "-c", LIMITED, verb, str(source), str(tmp_path / "out"), str(limit)]
+    answer = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("OutputFailed"), answer.stdout + answer.stderr
+    assert "ulimit" in answer.stdout
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_a_named_error(tmp_path, small_disk):
+    source = transformers_folder(tmp_path / "m", shards=3)
+    with pytest.raises(OutputFailed, match="disk is full"):
+        compress_folder(source, small_disk / "net")
+    with pytest.raises(OutputFailed, match="disk is full"):
+        for name in "abcdefgh":
+            compress_folder(source / "model-00001-of-00003.safetensors", small_disk / f"{name}.safetensors")
+    assert not [name for name in os.listdir(small_disk) if "part" in name]
+    compress_folder(source, tmp_path / "net")
+    with pytest.raises(OutputFailed, match="disk is full"):
+        decompress_folder(tmp_path / "net", small_disk / "back")
+    assert not (small_disk / "back").exists()

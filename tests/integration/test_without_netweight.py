@@ -1,0 +1,80 @@
+"""What loaders do with a compressed folder in an environment without netweight: they refuse, and say what to install."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+
+
+def run(program, *arguments):
+    answer = subprocess.run(
+        [sys.executable, str(SUPPORT / program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+        timeout=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What each loader said, by its label: None if it loaded."""
+    from netweight.methods.compress.folder import compress_folder
+
+    place = tmp_path_factory.mktemp("foreign")
+    run("foreign_models.py", "make", place / "plain")
+    (place / "net").mkdir()
+    for model in (place / "plain").iterdir():
+        compress_folder(model, place / "net" / model.name)
+    return json.loads(run("foreign_models.py", "load", place / "plain", place / "net").splitlines()[-1])
+
+
+SAY_WHAT_TO_INSTALL = [
+    "transformers",
+    "transformers sharded",
+    "transformers variant",
+    "transformers use_safetensors",
+    "transformers class",
+    "transformers from hub-like subfolder",
+    "transformers pipeline",
+    "transformers load_adapter",
+    "diffusers pipeline",
+    "diffusers pipeline of two libraries",
+    "diffusers model",
+    "diffusers model, plain memory",
+    "diffusers sharded variant",
+    "diffusers LoRA",
+    "peft",
+    "peft config",
+    "peft auto class",
+]
+REFUSE = ["transformers with a foreign config", "peft with a foreign config", "safetensors load_model"]
+
+
+@pytest.mark.parametrize("loader", SAY_WHAT_TO_INSTALL)
+def test_loaders_refuse_and_say_what_to_install(answers, loader):
+    assert answers[loader] is not None, "it loaded"
+    assert "pip install netweight" in answers[loader]
+
+
+@pytest.mark.parametrize("loader", REFUSE)
+def test_loaders_that_are_misled_on_purpose_still_refuse(answers, loader):
+    assert answers[loader] is not None, "it loaded"
+
+
+def test_nothing_was_left_untested(answers):
+    assert set(answers) == {*SAY_WHAT_TO_INSTALL, *REFUSE, "plain transformers", "plain diffusers LoRA"}
+    assert answers["plain transformers"] is None
+    assert answers["plain diffusers LoRA"] is None
