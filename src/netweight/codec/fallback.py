@@ -1,9 +1,9 @@
 """The encoder in numpy, for machines where the native module could not be built: the same bytes, far slower.
 
 A decoder accepts any blob that obeys docs/format.md; this encoder also makes every choice that the native one makes
-(which plane is stored how, where numbers are split, which frequencies a table gets), so that a tensor has one compressed
-form per level and chunk size. All arithmetic that decides is in integers. `native/plane.cpp`, `table.cpp` and `wide.cpp`
-are the counterparts.
+(which plane is stored how, where numbers are split, which frequencies a table gets), so that a tensor has one
+compressed form per level and chunk size. All arithmetic that decides is in integers. `native/plane.cpp`, `table.cpp`
+and `wide.cpp` are the counterparts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def encode(buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2
 
     step = element.number_bytes << chunk_log2
     chunks = [_chunk(data[start : start + step], element, level) for start in range(0, len(data), step)]
-    start = MAGIC + bytes((VERSION, element.code, level, chunk_log2, len(shape))) + xxhash.xxh3_128_digest(data)
+    fields = bytes((VERSION, element.code, level, chunk_log2, len(shape)))
+    start = MAGIC + fields + xxhash.xxh3_128_digest(data.data)
     rest = b"".join(map(_varint, shape)) + b"".join(_little(len(chunk), 4) for chunk in chunks)
     check = xxhash.xxh3_64_intdigest(start + rest) & 0xFFFFFFFF
     return b"".join((start, _little(check, 4), rest, *chunks))
@@ -422,7 +423,9 @@ def _rans(choice: _Choice, elements: npt.NDArray[Any]) -> bytes | None:
         state = state + start[row] + state // frequency[row] * complement[row]
 
     positions = [np.flatnonzero(rare[:, g]) for g in range(streams)]
-    patches = [list(zip(p.tolist(), symbols[:, g].reshape(-1)[p].tolist(), strict=True)) for g, p in enumerate(positions)]
+    patches = [
+        list(zip(p.tolist(), symbols[:, g].reshape(-1)[p].tolist(), strict=True)) for g, p in enumerate(positions)
+    ]
     rare_symbols = _rare_symbols(patches)
     words = [_patch_words(p, rare_symbols) for p in patches]
     bodies = [given[:, g][gives[:, g]].tobytes() for g in range(streams)]

@@ -28,6 +28,7 @@ __all__ = ["LANE_ORDER", "Header", "Split", "decode", "decode_numbers", "read_he
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
+Integers = npt.NDArray[Any]
 
 MAGIC = b"NWT"
 VERSION = 1
@@ -35,8 +36,8 @@ FIXED_HEADER = 28
 RAW, CONSTANT, PACKED, RANS, WIDE_RANS = range(5)
 LITERAL, SKIP = 14, 15  # codes of a patch; smaller ones number the rare symbols
 
-# Lane i of a row of 64 holds the row's element LANE_ORDER[element_bytes][i]. Two-byte elements stand in the order in which
-# vector instructions interleave two registers of bytes.
+# Lane i of a row of 64 holds the row's element LANE_ORDER[element_bytes][i]. Two-byte elements stand in the order in
+# which vector instructions interleave two registers of bytes.
 LANE_ORDER = {1: np.arange(64), 2: np.array([(i >> 3 & 1) * 32 + (i >> 4) * 8 + (i & 7) for i in range(64)])}
 
 
@@ -169,7 +170,7 @@ def decode(blob: Any, *, check: bool = False, out: Bytes | None = None) -> Bytes
     """
     header = read_header(blob)
     result = decode_numbers(blob, 0, header.numbers, out=out)
-    if check and xxhash.xxh3_128_digest(result) != header.digest:
+    if check and xxhash.xxh3_128_digest(result.data) != header.digest:
         raise _corrupt("the decoded bytes do not have the digest that was stored with them")
     return result
 
@@ -195,7 +196,7 @@ def decode_numbers(blob: Any, first: int, last: int, *, out: Bytes | None = None
 
 
 def _as_bytes(buffer: Any) -> Bytes:
-    return np.frombuffer(buffer, np.uint8) if len(memoryview(buffer)) else np.empty(0, np.uint8)
+    return np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.empty(0, np.uint8)
 
 
 def _varint(reader: Reader) -> int:
@@ -224,7 +225,7 @@ def _chunk(reader: Reader, element: ElementType, count: int) -> Bytes:
     return numbers.reshape(-1)
 
 
-def _plane(reader: Reader, width: int, count: int) -> npt.NDArray[Any]:
+def _plane(reader: Reader, width: int, count: int) -> Integers:
     """One plane: `count` unsigned elements of `width` bytes, 1 or 2."""
     mode = reader.number(1, "a plane")
     kind = np.dtype("u1" if width == 1 else "<u2")
@@ -244,7 +245,7 @@ def _plane(reader: Reader, width: int, count: int) -> npt.NDArray[Any]:
 
 
 def _packed(reader: Reader, count: int) -> Bytes:
-    """Blocks of 64 bytes that have only their upper `width` bits; the widths, four bits each, stand before the blocks."""
+    """Blocks of 64 bytes of which only the upper `width` bits are stored; all widths, four bits each, come first."""
     blocks = -(-count // 64)
     pairs = reader.take(-(-blocks // 2), "packed widths")
     widths = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:blocks].astype(np.int64)
@@ -261,7 +262,7 @@ def _packed(reader: Reader, count: int) -> Bytes:
 
 
 def _unpack(blocks: Bytes, width: int) -> Words:
-    """Fields of `width` bits in blocks of 64: field i is bits i * width and on of a little-endian string of 8 * width bytes."""
+    """Fields of `width` bits in blocks of 64: field i is bits i * width and on of 8 * width bytes, lowest bit first."""
     if width == 0:
         return np.zeros((*blocks.shape[:-1], 64), np.uint16)
     bits = np.unpackbits(blocks, axis=-1, bitorder="little").reshape(*blocks.shape[:-1], 64, width)
@@ -278,8 +279,8 @@ class Split:
     Attributes:
         width: Bytes of an element, 1 or 2.
         raw_bits: Number of raw bits, less than 8 * width.
-        signed: The top bit is the highest raw bit and the symbol starts below it (floats); otherwise the symbol is the top
-            bits (integers).
+        signed: The top bit is the highest raw bit and the symbol starts below it (floats); otherwise the symbol is the
+            top bits (integers).
     """
 
     width: int
@@ -296,7 +297,7 @@ class Split:
         """Where a symbol stands in its element."""
         return self.raw_bits - self.signed
 
-    def place_raw(self, raw: Words) -> Words:
+    def place_raw(self, raw: Integers) -> Integers:
         """Raw bits where they stand in their elements."""
         if not self.signed:
             return raw
@@ -326,7 +327,7 @@ def _read_symbols(reader: Reader, what: str, runs: int, length_bytes: int, most:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """A frequency table by slot: the slot's symbol, that symbol's frequency, and the slot's rank among that symbol's."""
+    """A frequency table by slot: its symbol, that symbol's frequency, and the slot's rank among that symbol's slots."""
 
     symbol: npt.NDArray[np.int64]
     frequency: npt.NDArray[np.int64]
@@ -348,7 +349,7 @@ def _rans(reader: Reader, width: int, count: int) -> Words:
         raise _corrupt("a plane's header asks for an impossible number of streams")
     rows = -(-count // (64 * streams))  # row r of stream g holds elements 64 * (r * streams + g) and on
 
-    # The table: symbols, and for each a byte, 7 bits of frequency and the class. Slots go to class 0 first, then to class 1.
+    # The table: symbols, and for each a byte, 7 bits of frequency and the class. Slots go to class 0 first, then to 1.
     what = "a frequency table"
     symbols = _read_symbols(reader, what, reader.number(1, what), 1, 63, split.symbol_bits)
     entries = reader.take(len(symbols), what).tolist()
@@ -364,8 +365,8 @@ def _rans(reader: Reader, width: int, count: int) -> Words:
     if (state < 256).any():
         raise _corrupt("a plane's states are out of range")
 
-    # Raw bits: the low eight of each element in one region, the others in the next. Of the first region the last row of each
-    # stream is missing, and the end of the last row but one, as far as the 64 final states have room for both.
+    # Raw bits: the low eight of each element in one region, the others in the next. Of the first region the last row of
+    # each stream is missing, and the end of the last row but one, as far as the 64 final states have room for both.
     low_bits = min(split.raw_bits, 8)
     low_row, rest_row = 8 * low_bits, 8 * (split.raw_bits - low_bits)
     folded = min(low_row, 64 - low_row) if rows > 1 else 0
@@ -373,7 +374,7 @@ def _rans(reader: Reader, width: int, count: int) -> Words:
     raw_low = reader.take((low_row * (rows - 1) - folded) * streams, "raw bits")
     raw_rest = reader.take(rest_row * rows * streams, "raw bits")
 
-    # One step of every lane a row: the state's low byte is a slot; below 256 the state takes in a byte, low lanes first.
+    # A step of every lane for each row: a state's low byte is a slot; below 256 it takes in a byte, low lanes first.
     at = np.cumsum([0, *(length for length, _ in sizes)])
     body = np.append(reader.take(int(at[-1]), "an entropy-coded stream"), np.uint8(0)).astype(np.int64)
     at, ends = at[:-1], at[1:]
@@ -407,8 +408,9 @@ def _rans(reader: Reader, width: int, count: int) -> Words:
     rare = _read_rare(reader, split.symbol_bits)
     for stream, (_, words) in enumerate(sizes):
 
-        def place(position: npt.NDArray[np.int64], stream: int = stream) -> npt.NDArray[np.int64]:
-            return (position // 64 * streams + stream) * 64 + LANE_ORDER[width][position % 64]
+        def place(position: Integers, stream: int = stream) -> Integers:
+            indices: Integers = (position // 64 * streams + stream) * 64 + LANE_ORDER[width][position % 64]
+            return indices
 
         _patches(reader, words, rare, split, elements, place)
     return elements
@@ -484,7 +486,7 @@ def _patches(
     rare: list[int],
     split: Split,
     elements: Words,
-    place: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
+    place: Callable[[Integers], Integers],
 ) -> None:
     """Replace the symbols of some elements, in place.
 
