@@ -49,16 +49,22 @@ struct Lanes {
 using DecodeRows = size_t (*)(const RansBlock&, Lanes&, size_t row, size_t row_end, void* out);
 inline constexpr size_t npos = ~size_t{0};
 
-// Lookups of an encoder: index of a symbol by map[symbol], or, when paired, 2 * map[symbol >> 1] + (symbol & 1).
+// How a vector encoder finds the index of a symbol in a table of 64.
+enum class SymbolLookup {
+  range,  // symbol - base + 1: the table's symbols lie close together, as those of weights do
+  map,    // map[symbol]
+  pairs,  // 2 * map[symbol >> 1] + (symbol & 1), for symbols of nine bits
+  none,   // too many symbols for any of these: the portable encoder serves
+};
+
 struct alignas(64) EncodeTable {
   u8 map[256];
   u8 frequency[64];  // 0: not in the table
   u8 start[64];
-  u8 complement[64];  // 256 - frequency
-  u8 reciprocal_low[64], reciprocal_high[64], shift[64];  // x / f == (2x * reciprocal >> 16) >> shift for x < 256 f
+  u8 reciprocal_low[64], reciprocal_high[64];  // x * reciprocal >> 16 is x / f or one less, for x < 256 f
+  SymbolLookup lookup;
+  int base;           // least symbol of a range
   int host;           // index that stands in for symbols not in the table
-  bool paired;
-  bool mapped;        // false: too many symbols for this layout, only the portable encoder can serve
   struct Entry {
     u16 frequency, start;
     u32 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
@@ -96,12 +102,16 @@ using EncodeRows = bool (*)(RansEncoder&, const void* in, size_t row);
 using Join = void (*)(const u8* head, const u8* const* tail, size_t count, u8* out);
 using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail);
 
+// Feeds bytes to a running XXH3-128 (an XXH3_state_t, whose layout does not depend on instruction sets).
+using UpdateDigest = void (*)(void* state, const u8* in, size_t size);
+
 struct Kernels {
   const char* name;
   DecodeRows decode_rows;
   EncodeRows encode_rows;
   Join join4, join8;
   TakeApart split4, split8;
+  UpdateDigest update_digest;
 };
 
 const Kernels& portable_kernels();

@@ -1,5 +1,6 @@
 // AVX2 kernels: decoding only. A slot finds its symbol by a binary search whose thresholds are looked up in registers, which
 // serves tables of up to 32 symbols; the encoder does not choose more for weights.
+#include "digest.h"
 #include "fields.h"
 #include "interleave.h"
 #include "kernels.h"
@@ -178,7 +179,7 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, join4, join8, split4, split8};
+  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, join4, join8, split4, split8, update_digest};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

@@ -1,5 +1,6 @@
 // Plain C++ kernels: the behaviour that every other set must match. Written in short passes over 64 lanes, which compilers
 // turn into whatever vector instructions their target has.
+#include "digest.h"
 #include "fields.h"
 #include "interleave.h"
 #include "kernels.h"
@@ -13,44 +14,37 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   std::memset(map, 63, sizeof map);
   std::memset(frequency, 0, sizeof frequency);
   std::memset(start, 0, sizeof start);
-  std::memset(complement, 0, sizeof complement);
   std::memset(reciprocal_low, 0, sizeof reciprocal_low);
   std::memset(reciprocal_high, 0, sizeof reciprocal_high);
-  std::memset(shift, 0, sizeof shift);
   by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{0, 0, 0});
-  paired = split.symbol_bits() > 8;
-  mapped = split.symbol_bits() <= 9;
+  const auto [least, greatest] = std::minmax_element(t.symbol, t.symbol + t.count);
+  base = *least;
+  lookup = *greatest - base < 62           ? SymbolLookup::range
+           : split.symbol_bits() <= 8 ? SymbolLookup::map
+           : split.symbol_bits() == 9 ? SymbolLookup::pairs
+                                      : SymbolLookup::none;
+  if (lookup == SymbolLookup::pairs) std::memset(map, 31, sizeof map);
   host = 0;
-  if (paired) std::memset(map, 31, sizeof map);
   int pairs = 0;
   for (int i = 0; i < t.count; i++) {
-    int f = t.frequency[i], s = t.symbol[i];
+    const int f = t.frequency[i], s = t.symbol[i];
     Entry entry{static_cast<u16>(f), t.start[i], static_cast<u32>(((u64{1} << 32) + f - 1) / f)};
     if (f == 1) entry.reciprocal = 0xffffffffu;  // x * (2^32 - 1) >> 32 == x - 1: corrected where it is used
     by_symbol[s] = entry;
     if (i == t.host) host_entry = entry;
-    if (!mapped) continue;
     int index = i;
-    if (paired) {
-      if (map[s >> 1] == 31) {
-        if (pairs == 31) {
-          mapped = false;
-          continue;
-        }
-        map[s >> 1] = static_cast<u8>(pairs++);
-      }
+    if (lookup == SymbolLookup::range) index = s - base + 1;
+    if (lookup == SymbolLookup::map) map[s] = static_cast<u8>(i);
+    if (lookup == SymbolLookup::pairs) {
+      if (map[s >> 1] == 31 && pairs < 31) map[s >> 1] = static_cast<u8>(pairs++);
+      if (map[s >> 1] == 31) lookup = SymbolLookup::none;
       index = 2 * map[s >> 1] + (s & 1);
-    } else {
-      map[s] = static_cast<u8>(i);
     }
-    int bits = std::bit_width(static_cast<unsigned>(f - 1));  // ceil(log2 f)
-    u32 reciprocal = static_cast<u32>(((u64{1} << (15 + bits)) + f - 1) / f);
+    const u32 reciprocal = f == 1 ? 65535 : 65536 / static_cast<u32>(f);
     frequency[index] = static_cast<u8>(f);
     start[index] = t.start[i];
-    complement[index] = static_cast<u8>(256 - f);
     reciprocal_low[index] = static_cast<u8>(reciprocal);
     reciprocal_high[index] = static_cast<u8>(reciprocal >> 8);
-    shift[index] = static_cast<u8>(bits);
     if (i == t.host) host = index;
   }
 }
@@ -265,7 +259,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 }
 
 const Kernels& portable_kernels() {
-  static const Kernels set = {"portable", decode_rows, encode_rows, join4, join8, split4, split8};
+  static const Kernels set = {"portable", decode_rows, encode_rows, join4, join8, split4, split8, update_digest};
   return set;
 }
 
