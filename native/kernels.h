@@ -49,6 +49,29 @@ struct Lanes {
 using DecodeRows = size_t (*)(const RansBlock&, Lanes&, size_t row, size_t row_end, void* out);
 inline constexpr size_t npos = ~size_t{0};
 
+// A parsed wide_rans block. Element i of a block of 64 belongs to lane i % 32.
+struct WideTable {
+  u32 step[kWideSlots];        // per slot: frequency | slot - start << 12
+  u16 placed[kWideSlots + 2];  // the placed symbol; padded, because vectors read four bytes at a time
+};
+
+struct WideBlock {
+  Split split;
+  const WideTable* table;
+  const u8* raw_low;
+  const u8* raw_rest;
+  const u8* stream_end;
+};
+
+struct WideLanes {
+  alignas(64) u32 state[kWideLanes];
+  const u8* at;
+};
+
+// Decodes whole blocks [block, block_end) and returns the block where it had to stop, because fewer than 128 bytes of the
+// stream are left. The portable one returns block_end, or npos when the stream runs out: corrupt.
+using DecodeWide = size_t (*)(const WideBlock&, WideLanes&, size_t block, size_t block_end, u8* out);
+
 // How a vector encoder finds the index of a symbol in a table of 64.
 enum class SymbolLookup {
   range,  // symbol - base + 1: the table's symbols lie close together, as those of weights do
@@ -109,6 +132,7 @@ struct Kernels {
   const char* name;
   DecodeRows decode_rows;
   EncodeRows encode_rows;
+  DecodeWide decode_wide;
   Join join4, join8;
   TakeApart split4, split8;
   UpdateDigest update_digest;
@@ -118,8 +142,8 @@ const Kernels& portable_kernels();
 const Kernels* avx2_kernels();    // nullptr when this build or this processor has none
 const Kernels* avx512_kernels();
 
-// Merges 64 placed symbols with raw bits, all in lane order, and writes the first `count` elements of the row.
-void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count);
+// One block of the wide mode: placed symbols and states by plain code. False when the stream runs out.
+bool step_wide(const WideBlock& block, WideLanes& lanes, u16* placed);
 
 // The last two rows (folded raw bits, perhaps partial) are the portable code's in every set.
 inline size_t rows_before_last_two(size_t rows) { return rows > 2 ? rows - 2 : 0; }

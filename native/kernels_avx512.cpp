@@ -326,10 +326,11 @@ bool encode_rows(RansEncoder& e, const void* in, size_t row) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-  static const Kernels set = {"avx512", decode_rows, encode_rows, join4, join8, split4, split8, update_digest};
-  static const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+  static const bool usable = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
-  return usable ? &set : nullptr;
+  if (!usable) return nullptr;
+  static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8, split4, split8, update_digest};
+  return &set;
 }
 
 }  // namespace netweight

@@ -3,7 +3,7 @@
 #include "digest.h"
 #include "fields.h"
 #include "interleave.h"
-#include "kernels.h"
+#include "merge.h"
 
 #include <algorithm>
 #include <bit>
@@ -49,31 +49,39 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   }
 }
 
-void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count) {
-  u16 v[64];
-  const int top = 8 * split.unit - split.raw_bits;  // from the sign's place in the raw bits to its place in the element
-  if (split.signed_raw) {
-    const int low_mask = (1 << (split.raw_bits - 1)) - 1, sign = 1 << (split.raw_bits - 1);
-    if (split.raw_bits <= 8)
-      for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | (raw_low[i] & low_mask) | (raw_low[i] & sign) << top);
-    else
-      for (int i = 0; i < 64; i++) {
-        int r = raw_low[i] | raw_rest[i] << 8;
-        v[i] = static_cast<u16>(placed[i] | (r & low_mask) | (r & sign) << top);
-      }
-  } else {
-    for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | raw_low[i] | (split.raw_bits > 8 ? raw_rest[i] << 8 : 0));
+namespace {
+
+template <bool kAmple>
+bool step_wide_lanes(const WideBlock& b, WideLanes& lanes, u16* placed) {
+  const u8* at = lanes.at;
+  for (int half = 0; half < 64; half += kWideLanes) {
+    u32 x[kWideLanes], need[kWideLanes];
+    for (int i = 0; i < kWideLanes; i++) {
+      const u32 slot = lanes.state[i] & (kWideSlots - 1);
+      placed[half + i] = b.table->placed[slot];
+      x[i] = b.table->step[slot];
+    }
+    for (int i = 0; i < kWideLanes; i++) {
+      x[i] = (x[i] & 0xfff) * (lanes.state[i] >> 12) + (x[i] >> 12);
+      need[i] = x[i] < 1u << 16;
+    }
+    for (int i = 0; i < kWideLanes; i++) {
+      if (!kAmple && need[i] && b.stream_end - at < 2) return false;
+      u16 fresh = 0;
+      if (kAmple || need[i]) std::memcpy(&fresh, at, 2);
+      lanes.state[i] = x[i] << (need[i] << 4) | (fresh & (0u - need[i]));
+      at += 2 * need[i];
+    }
   }
-  if (split.unit == 1) {
-    u8 b[64];
-    for (int i = 0; i < 64; i++) b[i] = static_cast<u8>(v[i]);
-    std::memcpy(out, b, count);
-    return;
-  }
-  u16 ordered[64];
-  u8* to = count == 64 ? static_cast<u8*>(out) : reinterpret_cast<u8*>(ordered);
-  for (int q = 0; q < 8; q++) std::memcpy(to + 2 * lane_position(8 * q, 2), v + 8 * q, 16);
-  if (count != 64) std::memcpy(out, ordered, 2 * count);
+  lanes.at = at;
+  return true;
+}
+
+}  // namespace
+
+bool step_wide(const WideBlock& b, WideLanes& lanes, u16* placed) {
+  const bool ample = b.stream_end - lanes.at >= 128;  // what a block can use at most
+  return ample ? step_wide_lanes<true>(b, lanes, placed) : step_wide_lanes<false>(b, lanes, placed);
 }
 
 namespace {
@@ -136,6 +144,15 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
       merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
     }
   return row_end;
+}
+
+size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+  alignas(64) u16 placed[64];
+  for (; block < block_end; block++) {
+    if (!step_wide(b, lanes, placed)) return npos;
+    merge_wide(b, block, placed, out + block * 64 * static_cast<size_t>(b.split.unit), 64);
+  }
+  return block;
 }
 
 // The 64 elements of one row of one stream in lane order; beyond the end: padding.
@@ -259,7 +276,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 }
 
 const Kernels& portable_kernels() {
-  static const Kernels set = {"portable", decode_rows, encode_rows, join4, join8, split4, split8, update_digest};
+  static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8, update_digest};
   return set;
 }
 

@@ -358,7 +358,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
       decode_packed(in, count, out);
       return;
     case Mode::rans: decode_rans(in, readable_end, unit, count, kernels, out); return;
-    case Mode::wide_rans: decode_wide(in, unit, count, out); return;
+    case Mode::wide_rans: decode_wide(in, unit, count, kernels, out); return;
   }
   throw CorruptError("a plane has an unknown mode");
 }
