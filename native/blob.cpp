@@ -7,10 +7,9 @@
 #include <mutex>
 #include <thread>
 
+#include "digest.h"
 #include "plane.h"
 
-#define XXH_INLINE_ALL
-#include "third_party/xxhash.h"
 
 namespace netweight {
 namespace {
@@ -197,7 +196,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     static thread_local EncodeScratch scratch;  // kept: its pages cost more to touch again than to hold
     for (size_t c = 0; c < chunks; c++) {
       std::span<const u8> chunk = chunk_of(c);
-      XXH3_128bits_update(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
+      kernels.update_digest(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
       u8* start = end;
       end = encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch, start);
       put32(index + 4 * c, static_cast<u32>(end - start));
@@ -209,7 +208,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     std::vector<size_t> size(chunks);
     parallel_for(chunks + 1, threads, [&](int worker, size_t item) {
       if (item == 0) {
-        XXH3_128bits_update(&hash, tensor.data(), tensor.size());
+        kernels.update_digest(&hash, tensor.data(), tensor.size());
         return;
       }
       const size_t c = item - 1;

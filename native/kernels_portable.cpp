@@ -1,8 +1,9 @@
 // Plain C++ kernels: the behaviour that every other set must match. Written in short passes over 64 lanes, which compilers
 // turn into whatever vector instructions their target has.
+#include "digest.h"
 #include "fields.h"
 #include "interleave.h"
-#include "kernels.h"
+#include "merge.h"
 
 #include <algorithm>
 #include <bit>
@@ -13,73 +14,74 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   std::memset(map, 63, sizeof map);
   std::memset(frequency, 0, sizeof frequency);
   std::memset(start, 0, sizeof start);
-  std::memset(complement, 0, sizeof complement);
   std::memset(reciprocal_low, 0, sizeof reciprocal_low);
   std::memset(reciprocal_high, 0, sizeof reciprocal_high);
-  std::memset(shift, 0, sizeof shift);
   by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{0, 0, 0});
-  paired = split.symbol_bits() > 8;
-  mapped = split.symbol_bits() <= 9;
+  const auto [least, greatest] = std::minmax_element(t.symbol, t.symbol + t.count);
+  base = *least;
+  lookup = *greatest - base < 62           ? SymbolLookup::range
+           : split.symbol_bits() <= 8 ? SymbolLookup::map
+           : split.symbol_bits() == 9 ? SymbolLookup::pairs
+                                      : SymbolLookup::none;
+  if (lookup == SymbolLookup::pairs) std::memset(map, 31, sizeof map);
   host = 0;
-  if (paired) std::memset(map, 31, sizeof map);
   int pairs = 0;
   for (int i = 0; i < t.count; i++) {
-    int f = t.frequency[i], s = t.symbol[i];
+    const int f = t.frequency[i], s = t.symbol[i];
     Entry entry{static_cast<u16>(f), t.start[i], static_cast<u32>(((u64{1} << 32) + f - 1) / f)};
     if (f == 1) entry.reciprocal = 0xffffffffu;  // x * (2^32 - 1) >> 32 == x - 1: corrected where it is used
     by_symbol[s] = entry;
     if (i == t.host) host_entry = entry;
-    if (!mapped) continue;
     int index = i;
-    if (paired) {
-      if (map[s >> 1] == 31) {
-        if (pairs == 31) {
-          mapped = false;
-          continue;
-        }
-        map[s >> 1] = static_cast<u8>(pairs++);
-      }
+    if (lookup == SymbolLookup::range) index = s - base + 1;
+    if (lookup == SymbolLookup::map) map[s] = static_cast<u8>(i);
+    if (lookup == SymbolLookup::pairs) {
+      if (map[s >> 1] == 31 && pairs < 31) map[s >> 1] = static_cast<u8>(pairs++);
+      if (map[s >> 1] == 31) lookup = SymbolLookup::none;
       index = 2 * map[s >> 1] + (s & 1);
-    } else {
-      map[s] = static_cast<u8>(i);
     }
-    int bits = std::bit_width(static_cast<unsigned>(f - 1));  // ceil(log2 f)
-    u32 reciprocal = static_cast<u32>(((u64{1} << (15 + bits)) + f - 1) / f);
+    const u32 reciprocal = f == 1 ? 65535 : 65536 / static_cast<u32>(f);
     frequency[index] = static_cast<u8>(f);
     start[index] = t.start[i];
-    complement[index] = static_cast<u8>(256 - f);
     reciprocal_low[index] = static_cast<u8>(reciprocal);
     reciprocal_high[index] = static_cast<u8>(reciprocal >> 8);
-    shift[index] = static_cast<u8>(bits);
     if (i == t.host) host = index;
   }
 }
 
-void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count) {
-  u16 v[64];
-  const int top = 8 * split.unit - split.raw_bits;  // from the sign's place in the raw bits to its place in the element
-  if (split.signed_raw) {
-    const int low_mask = (1 << (split.raw_bits - 1)) - 1, sign = 1 << (split.raw_bits - 1);
-    if (split.raw_bits <= 8)
-      for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | (raw_low[i] & low_mask) | (raw_low[i] & sign) << top);
-    else
-      for (int i = 0; i < 64; i++) {
-        int r = raw_low[i] | raw_rest[i] << 8;
-        v[i] = static_cast<u16>(placed[i] | (r & low_mask) | (r & sign) << top);
-      }
-  } else {
-    for (int i = 0; i < 64; i++) v[i] = static_cast<u16>(placed[i] | raw_low[i] | (split.raw_bits > 8 ? raw_rest[i] << 8 : 0));
+namespace {
+
+template <bool kAmple>
+bool step_wide_lanes(const WideBlock& b, WideLanes& lanes, u16* placed) {
+  const u8* at = lanes.at;
+  for (int half = 0; half < 64; half += kWideLanes) {
+    u32 x[kWideLanes], need[kWideLanes];
+    for (int i = 0; i < kWideLanes; i++) {
+      const u32 slot = lanes.state[i] & (kWideSlots - 1);
+      placed[half + i] = b.table->placed[slot];
+      x[i] = b.table->step[slot];
+    }
+    for (int i = 0; i < kWideLanes; i++) {
+      x[i] = (x[i] & 0xfff) * (lanes.state[i] >> 12) + (x[i] >> 12);
+      need[i] = x[i] < 1u << 16;
+    }
+    for (int i = 0; i < kWideLanes; i++) {
+      if (!kAmple && need[i] && b.stream_end - at < 2) return false;
+      u16 fresh = 0;
+      if (kAmple || need[i]) std::memcpy(&fresh, at, 2);
+      lanes.state[i] = x[i] << (need[i] << 4) | (fresh & (0u - need[i]));
+      at += 2 * need[i];
+    }
   }
-  if (split.unit == 1) {
-    u8 b[64];
-    for (int i = 0; i < 64; i++) b[i] = static_cast<u8>(v[i]);
-    std::memcpy(out, b, count);
-    return;
-  }
-  u16 ordered[64];
-  u8* to = count == 64 ? static_cast<u8*>(out) : reinterpret_cast<u8*>(ordered);
-  for (int q = 0; q < 8; q++) std::memcpy(to + 2 * lane_position(8 * q, 2), v + 8 * q, 16);
-  if (count != 64) std::memcpy(out, ordered, 2 * count);
+  lanes.at = at;
+  return true;
+}
+
+}  // namespace
+
+bool step_wide(const WideBlock& b, WideLanes& lanes, u16* placed) {
+  const bool ample = b.stream_end - lanes.at >= 128;  // what a block can use at most
+  return ample ? step_wide_lanes<true>(b, lanes, placed) : step_wide_lanes<false>(b, lanes, placed);
 }
 
 namespace {
@@ -142,6 +144,15 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
       merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
     }
   return row_end;
+}
+
+size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+  alignas(64) u16 placed[64];
+  for (; block < block_end; block++) {
+    if (!step_wide(b, lanes, placed)) return npos;
+    merge_wide(b, block, placed, out + block * 64 * static_cast<size_t>(b.split.unit), 64);
+  }
+  return block;
 }
 
 // The 64 elements of one row of one stream in lane order; beyond the end: padding.
@@ -266,7 +277,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 }
 
 const Kernels& portable_kernels() {
-  static const Kernels set = {"portable", decode_rows, encode_rows, join4, join8, split4, split8};
+  static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8, update_digest};
   return set;
 }
 
