@@ -160,7 +160,7 @@ def _plane(plane: _Plane, data: Bytes, level: int) -> bytes:
             return _packed(elements, widths)
         if choice is None or choice.cost >= worthwhile:
             return raw
-        coded = (_rans if choice.mode == RANS else _wide_rans)(choice, elements)
+        coded = _rans(choice, elements, _streams(count)) if choice.mode == RANS else _wide_rans(choice, elements)
         if coded is not None and len(coded) <= len(data):
             return coded
         if sample == 1:
@@ -384,10 +384,14 @@ def _runs(symbols: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _rans(choice: _Choice, elements: npt.NDArray[Any]) -> bytes | None:
+def _streams(count: int) -> int:
+    """Streams for a plane of so many elements."""
+    return 1 if count < 1 << 14 else 2 if count < 1 << 18 else 4
+
+
+def _rans(choice: _Choice, elements: npt.NDArray[Any], streams: int) -> bytes | None:
     """A plane in the rans mode; None when there are too many patches for this table to be the right one."""
     split, count = choice.split, len(elements)
-    streams = 1 if count < 1 << 14 else 2 if count < 1 << 18 else 4
     rows = -(-count // (64 * streams))
     padded = np.full(rows * streams * 64, choice.host << split.symbol_shift, np.int64)
     padded[:count] = elements
