@@ -207,7 +207,7 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
     blob_info = info(blob)
     dtype = torch_dtype(blob_info.dtype)
     raw = decode_raw(blob, threads=threads, check=check, path=path)
-    return torch.from_numpy(raw).view(dtype).reshape(blob_info.shape)
+    return _tensor_of(raw, dtype, blob_info.shape)
 
 
 def decode_into(
@@ -266,7 +266,7 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
     per_row = numbers // shape[0] if shape[0] else 0
     with _in_our_words("a blob"):
         raw = backend.decode_numbers(source, start * per_row, stop * per_row, _checked_threads(threads), path)
-    return torch.from_numpy(raw).view(dtype).reshape(stop - start, *shape[1:])
+    return _tensor_of(raw, dtype, (stop - start, *shape[1:]))
 
 
 def _checked_threads(threads: int) -> int:
@@ -284,6 +284,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
+def _tensor_of(
+    raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 
 def _bytes_of(blob: Any) -> Any:
