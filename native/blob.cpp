@@ -5,6 +5,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "digest.h"
@@ -80,7 +81,10 @@ void parallel_for(size_t items, int threads, Work work) {
     }
   };
   std::vector<std::thread> pool;
-  for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
+  try {
+    for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
+  } catch (const std::system_error&) {  // the system grants no more threads: those there are do the work
+  }
   loop(0);
   for (std::thread& t : pool) t.join();
   if (failure) std::rethrow_exception(failure);

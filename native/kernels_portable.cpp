@@ -281,15 +281,16 @@ inline void split_raw(const Split& split, const u32* v, u8* raw_low, u8* raw_res
   }
 }
 
-// Encodes 64 lanes, last lane first; false when the patches are full.
+// Encodes 64 lanes, last lane first; false when the row needs patches and there were too many before it.
 inline bool put_row(RansEncoder& e, int g, size_t row, const u32* v) {
-  if (e.patch[g] < e.patch_limit[g]) return false;
+  const bool crowded = e.patch[g] < e.patch_limit[g];
   const EncodeTable& t = *e.table;
   u8* at = e.at[g];
   for (int i = 63; i >= 0; i--) {
     u32 symbol = e.split.symbol(v[i]);
     EncodeTable::Entry entry = t.by_symbol[symbol];
     if (entry.frequency == 0) {
+      if (crowded) return false;
       *--e.patch[g] = {static_cast<u32>(row * 64 + static_cast<size_t>(i)), symbol};
       entry = t.host_entry;
     }
