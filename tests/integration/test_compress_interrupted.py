@@ -22,9 +22,11 @@ from netweight.store.atomic import OutputFailed, part_of
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def killed_everywhere(*arguments):
+def killed_everywhere(*arguments, **environment):
     program = [sys.executable, str(SUPPORT / "killed_runs.py"), *map(str, arguments)]
-    answer = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        program, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
     assert answer.returncode == 0, answer.stderr
     return int(answer.stdout)
 
@@ -35,6 +37,14 @@ def test_compression_killed_at_every_step(tmp_path, old):
     compress_folder(source, tmp_path / "expected")
     older = [transformers_folder(tmp_path / "older", seed=9)] if old else []
     assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected", *older) > 40
+
+
+def test_an_old_folder_is_never_lost_where_folders_cannot_be_swapped(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    older = transformers_folder(tmp_path / "older", seed=9)
+    compress_folder(source, tmp_path / "expected")
+    arguments = source, tmp_path / "net", "compress", tmp_path / "expected", older
+    assert killed_everywhere(*arguments, NO_EXCHANGE="1") > 40
 
 
 def test_decompression_killed_at_every_step(tmp_path):

@@ -18,7 +18,9 @@ from netweight.store.header import BITS, nbytes_of
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 SHAPES = st.one_of(
-    st.just(()), st.lists(st.integers(0, 12), min_size=1, max_size=4).map(tuple), st.integers(0, 3000).map(lambda n: (n,))
+    st.just(()),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4).map(tuple),
+    st.integers(0, 3000).map(lambda n: (n,)),
 )
 
 
