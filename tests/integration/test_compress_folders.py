@@ -138,7 +138,7 @@ def test_an_existing_target_is_kept_unless_told_otherwise(tmp_path):
 def test_targets_that_would_eat_the_source_are_refused(tmp_path, target):
     source = transformers_folder(tmp_path / "m")
     before = content(tmp_path)
-    with pytest.raises(UsageError, match="target|inside"):
+    with pytest.raises(UsageError, match=r"target|inside"):
         compress_folder(source, tmp_path / target, overwrite=True)
     assert content(tmp_path) == before
 

@@ -1,4 +1,4 @@
-"""What loaders do with a compressed folder in an environment without netweight: they refuse, and say what to install."""
+"""What loaders do with a compressed folder where netweight is not installed: they refuse, and say what to install."""
 
 import json
 import subprocess
