@@ -1,1 +1,1 @@
-"""Small worlds: models and data sets small enough to be at hand offline; what the tour, the tests and the docs run on."""
+"""Small worlds: models and data sets that are small and at hand offline; what the tour, the tests and the docs use."""

@@ -6,6 +6,7 @@ one place that needs transformers.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
 @contextmanager
 def _silent_bars() -> Iterator[None]:
     """Keep transformers from drawing its own progress bars for a model that loads in a moment."""
-    from transformers.utils import logging
+    logging = importlib.import_module("transformers.utils.logging")
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
