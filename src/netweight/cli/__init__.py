@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),
     "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
+    "benchmark": ("netweight.cli.benchmark:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
 """Each command's home, `"module:attribute"`, and its line in `netweight --help`."""
