@@ -202,11 +202,9 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
 
     Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type.
     """
-    import torch
-
     with _in_our_words("a blob"):
         raw, name, shape = backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)
-    return torch.from_numpy(raw).view(torch_dtype(name)).view(shape)
+    return _tensor_of(raw, torch_dtype(name), shape)
 
 
 def decode_into(
@@ -261,7 +259,7 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
     per_row = numbers // shape[0] if shape[0] else 0
     with _in_our_words("a blob"):
         raw = backend.decode_numbers(source, start * per_row, stop * per_row, _checked_threads(threads), path)
-    return torch.from_numpy(raw).view(dtype).reshape(stop - start, *shape[1:])
+    return _tensor_of(raw, dtype, (stop - start, *shape[1:]))
 
 
 def _checked_threads(threads: int) -> int:
@@ -284,6 +282,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _tensor_of(
+    raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 
 def _bytes_of(blob: Any) -> Any:

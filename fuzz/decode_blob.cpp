@@ -1,0 +1,104 @@
+// libFuzzer target: bytes that claim to be a blob, through every set of kernels this processor has. They must be refused, or
+// decode to the same bytes everywhere; a part of a tensor must equal that part of the whole. Sanitizers watch the memory.
+//
+// The first input byte says how: bit 0 makes index and header check fit first, so that planes are reached; bits 1 and up
+// choose a part. The rest is the blob, copied to a buffer of its size so that reading on is noticed.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "blob.h"
+#include "digest.h"
+
+using namespace netweight;
+
+namespace {
+
+constexpr u64 kLargest = u64{1} << 22;  // tensors larger than this are left alone: they only cost time
+
+// Makes the last chunk end where the blob ends and the header check fit, as far as there is a header.
+void repair(std::vector<u8>& blob) {
+  if (blob.size() < kFixedHeader) return;
+  std::memcpy(blob.data(), kMagic, 3);
+  blob[3] = kVersion;
+  size_t at = kFixedHeader;
+  unsigned __int128 elements = 1;
+  for (int i = 0; i < blob[7]; i++) {
+    u64 value = 0;
+    for (int shift = 0;; shift += 7) {
+      if (at == blob.size() || shift == 63) return;
+      value |= static_cast<u64>(blob[at] & 127) << shift;
+      if (blob[at++] < 128) break;
+    }
+    elements *= value;
+    if (elements > kLargest) return;
+  }
+  const Dtype* dtype;
+  try {
+    dtype = &dtype_by_code(blob[4]);
+  } catch (const UnsupportedError&) {
+    return;
+  }
+  if (blob[6] > kMaxChunkLog2) return;
+  const u64 numbers = static_cast<u64>(elements) * dtype->bits / 8 / dtype->unit_bytes;
+  const u64 chunks = (numbers + (u64{1} << blob[6]) - 1) >> blob[6];
+  if (chunks > (blob.size() - at) / 4) return;
+  const size_t end = at + 4 * static_cast<size_t>(chunks);
+  u64 others = 0;
+  for (size_t i = at; i + 4 < end; i += 4) others += get32(blob.data() + i);
+  if (chunks && others <= blob.size() - end) put32(blob.data() + end - 4, static_cast<u32>(blob.size() - end - others));
+  XXH3_state_t state;
+  XXH3_64bits_reset(&state);
+  XXH3_64bits_update(&state, blob.data(), 24);
+  XXH3_64bits_update(&state, blob.data() + kFixedHeader, end - kFixedHeader);
+  put32(blob.data() + 24, static_cast<u32>(XXH3_64bits_digest(&state)));
+}
+
+[[noreturn]] void fail(const char* what, const Kernels& kernels) {
+  std::fprintf(stderr, "%s (%s)\n", what, kernels.name);
+  std::abort();
+}
+
+// The bytes of numbers [first, last), or nothing when the blob is refused.
+std::optional<std::vector<u8>> decoded(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels) {
+  std::vector<u8> out(static_cast<size_t>((last - first) * h.dtype->unit_bytes));
+  try {
+    decode_range(blob, h, first, last, threads, kernels, out.data());
+  } catch (const CorruptError&) {
+    return std::nullopt;
+  }
+  return out;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
+  if (size == 0) return 0;
+  std::vector<u8> bytes(data + 1, data + size);
+  if (data[0] & 1) repair(bytes);
+  const std::unique_ptr<u8[]> exact(new u8[bytes.size()]);
+  if (!bytes.empty()) std::memcpy(exact.get(), bytes.data(), bytes.size());
+  const std::span<const u8> blob(exact.get(), bytes.size());
+  BlobHeader h;
+  try {
+    h = read_header(blob);
+  } catch (const CorruptError&) {
+    return 0;
+  } catch (const UnsupportedError&) {
+    return 0;
+  }
+  if (h.nbytes > kLargest) return 0;
+  const u64 first = h.numbers * (data[0] >> 1 & 7) / 8, last = first + (h.numbers - first) * (data[0] >> 4) / 16;
+  const auto whole = decoded(blob, h, 0, h.numbers, 1, portable_kernels());
+  for (const Kernels* kernels : usable_kernels()) {
+    if (decoded(blob, h, 0, h.numbers, 1, *kernels) != whole) fail("kernels disagree", *kernels);
+    const auto part = decoded(blob, h, first, last, 2, *kernels);
+    if (!whole) continue;  // a part of a damaged blob may be sound
+    if (!part) fail("a part is refused though the whole is sound", *kernels);
+    const u8* from = whole->data() + first * h.dtype->unit_bytes;
+    if (!std::equal(part->begin(), part->end(), from)) fail("a part differs from the whole", *kernels);
+  }
+  return 0;
+}

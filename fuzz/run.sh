@@ -1,0 +1,61 @@
+#!/bin/sh
+# Fuzzes the decoder of blobs: fuzz/run.sh [SECONDS], 120 if not said. Finds are left in build/fuzz/ and fail the run.
+#
+# Every input starts with a byte for the target (fuzz/decode_blob.cpp), so the golden blobs are copied with one in front. What
+# an earlier run learned is kept in build/fuzz/corpus.
+set -eu
+cd "$(dirname "$0")/.."
+seconds=${1:-120}
+work=build/fuzz
+
+compiler=$(command -v clang++ || true)
+if [ -z "$compiler" ]; then
+    echo "fuzz/run.sh needs clang++ with its runtime libraries: apt-get install clang libclang-rt-dev" >&2
+    exit 2
+fi
+mkdir -p "$work/corpus"
+
+# One object per source, compiled again only when something in native/ or the target is newer.
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+base="-std=c++20 -O1 -g1 -fno-omit-frame-pointer -Inative"
+avx2=""
+avx512=""
+case $(uname -m) in
+x86_64 | amd64)
+    avx2="-mavx2 -mbmi -mbmi2 -mlzcnt -mpopcnt"
+    avx512="$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vbmi2"
+    ;;
+esac
+if [ ! -x "$work/decode_blob" ] || [ -n "$(find native fuzz -newer "$work/decode_blob" \( -name '*.cpp' -o -name '*.h' \))" ]; then
+    echo "compiling the fuzzing target"
+    objects=""
+    for source in native/*.cpp fuzz/decode_blob.cpp; do
+        case $source in
+        native/bind.cpp | native/buffer_pool.cpp) continue ;;
+        native/*_avx2.cpp) flags=$avx2 ;;
+        native/*_avx512.cpp) flags=$avx512 ;;
+        *) flags="" ;;
+        esac
+        object=$work/$(basename "$source" .cpp).o
+        # shellcheck disable=SC2086  # lists of flags
+        "$compiler" $base $sanitize -fsanitize=fuzzer-no-link $flags -c "$source" -o "$object"
+        objects="$objects $object"
+    done
+    # shellcheck disable=SC2086
+    if ! "$compiler" $sanitize -fsanitize=fuzzer $objects -pthread -o "$work/decode_blob"; then
+        echo "fuzz/run.sh needs the runtime libraries of $compiler: apt-get install libclang-rt-dev" >&2
+        exit 2
+    fi
+fi
+
+rm -rf "$work/seeds"
+mkdir "$work/seeds"
+for blob in tests/golden/accept/*.nwt tests/golden/refuse/*.nwt; do
+    name=$(basename "$(dirname "$blob")")-$(basename "$blob" .nwt)
+    { printf '\001'; cat "$blob"; } >"$work/seeds/$name"
+done
+
+# A blob that claims more than the limits of the target allows is skipped there, so any large allocation is a find.
+ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=0 exec "$work/decode_blob" -max_total_time="$seconds" -max_len=8192 \
+    -rss_limit_mb=2048 -malloc_limit_mb=512 -timeout=20 -print_final_stats=1 -artifact_prefix="$work/" \
+    "$work/corpus" "$work/seeds"

@@ -1,0 +1,86 @@
+"""The blobs that docs/format.md explains byte by byte are real."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from netweight import codec
+from netweight.codec import reference
+from netweight.codec.element_types import ELEMENT_TYPES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return DOCUMENT.read_text()
+
+
+def dump(text, name):
+    lines = re.search(rf"```{name}\n(.*?)```", text, re.S)[1].splitlines()
+    assert [line.split()[0] for line in lines] == [f"{16 * i:04x}" for i in range(len(lines))]
+    return bytes.fromhex("".join("".join(line.split()[1:]) for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("float32", np.array([1.0, -2.0, 0.5], np.float32)),
+        ("squares", (np.arange(512) ** 2 % 5).astype(np.uint8)),
+    ],
+)
+def test_the_dumps_are_what_the_encoder_writes(text, name, tensor):
+    blob = dump(text, name)
+    assert codec.encode(tensor) == blob
+    assert codec.decode_raw(blob, check=True).tobytes() == tensor.tobytes()
+
+
+@pytest.mark.parametrize("name", ["float32", "squares"])
+def test_the_tables_quote_the_dumps(text, name):
+    blob = dump(text, name)
+    table = text[text.index(f"```{name}") :].split("## ")[0]
+    rows = re.findall(r"^\| ([0-9a-f]{2})(?:, ([0-9a-f]{2}))? \| (.*?) \|", table, re.M)
+    assert len(rows) >= 9
+    for first, second, quoted in rows:
+        parts = quoted.split(", ") if second else [quoted]
+        for offset, part in zip((first, second), parts, strict=False):
+            start = bytes.fromhex("".join(re.findall(r"\b[0-9a-f]{2}\b", part.split("…")[0])))
+            assert blob[int(offset, 16) :].startswith(start), (offset, part)
+
+
+def test_the_steps_are_as_told(text):
+    blob = dump(text, "squares")
+    symbols, frequencies = [1, 4, 0], [102, 102, 52]
+    slots = reference._slots(symbols, frequencies)
+    rows = re.findall(r"^\| (\d) \| ([0-9a-f]{4}) \| (\d+) \| (\d) \| .* = (\d+) \|", text, re.M)
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    for lane, state, slot, symbol, following in rows:
+        lane, x = int(lane), int(state, 16)
+        assert (blob[0x35 + lane], blob[0x75 + lane]) == (x & 255, x >> 8)
+        assert x & 255 == int(slot)
+        assert slots.symbol[x & 255] == int(symbol) == lane * lane % 5
+        assert slots.frequency[x & 255] * (x >> 8) + slots.rank[x & 255] == int(following)
+
+
+def test_the_element_types_are_listed(text):
+    listed = set()
+    for row in re.findall(r"^\|( \d+ \| [A-Z].*)\|$", text, re.M):
+        cells = [cell.strip() for cell in row.split("|")]
+        if len(cells) < 10:
+            continue  # a row of another table
+        for start in range(0, len(cells), 6):
+            code, name, bits, size, widths = cells[start : start + 5]
+            exponent, mantissa = map(int, widths.split(", ")) if widths else (0, 0)
+            listed.add((int(code), name, int(bits), int(size), exponent, mantissa))
+    assert listed == {(e.code, e.name, e.bits, e.number_bytes, e.exponent_bits, e.mantissa_bits) for e in ELEMENT_TYPES}
+
+
+def test_the_native_table_of_types_is_the_same():
+    source = (DOCUMENT.parents[1] / "native" / "format.cpp").read_text()
+    listed = {
+        (int(code), name, *map(int, rest.split(",")))
+        for code, name, rest in re.findall(r'\{(\d+), "(\w+)", ([\d, ]+)\}', source)
+    }
+    assert listed == {(e.code, e.name, e.bits, e.number_bytes, e.exponent_bits, e.mantissa_bits) for e in ELEMENT_TYPES}
