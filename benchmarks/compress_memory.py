@@ -19,9 +19,9 @@ store, first tensor Seconds of `open_store(FOLDER).get(NAME)`, until all its pag
 cold                Before the run the system was asked to forget the cached pages of the files that are read
                     (posix_fadvise); what lies beneath the system, such as a disk's own cache, is as it was.
 
-processor           Seconds that processors worked on the same until the same moment, over all threads: what is left of a
-                    time when nothing else keeps the machine busy and nothing is waited for. Read when the moment was
-                    seen, so up to a watch too late, and to 10 ms for commands.
+processor           Seconds that processors worked on the same until the same moment, over all threads: what is left of
+                    a time when nothing else keeps the machine busy and nothing is waited for. For commands it is read
+                    when the moment was seen, to 10 ms.
 
 Times are medians of the runs; all single values are kept. Peaks are the largest of all runs.
 """
@@ -125,7 +125,7 @@ def worked_by(process):
 
 
 def run_command(*arguments, watch=None):
-    """Run `netweight`; return its seconds, its peak resident bytes, and seconds and work to its first byte if watched."""
+    """Run `netweight`; return seconds, peak resident bytes, and seconds and processor time to a watched first byte."""
     command = [sys.executable, "-m", "netweight", *map(str, arguments)]
     started, first, work = time.perf_counter(), None, None
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
