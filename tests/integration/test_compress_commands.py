@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from folders_under_test import adapter_folder, content, diffusers_folder, transformers_folder
+from folders_under_test import adapter_folder, content, diffusers_folder, simple_weights, transformers_folder
 
 from netweight import cli
 
@@ -132,12 +132,15 @@ def test_inspection_shows_where_the_bits_go(model, tmp_path):
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_histograms_are_drawn_on_request(model, tmp_path, suffix, start):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    simple_weights(model / "more.safetensors", ("positions",), "I64", (64,))
     answer = run("inspect", "m", "--plot", f"plot{suffix}")
     assert f"Histograms drawn in plot{suffix}." in answer.stdout
     drawn = (tmp_path / f"plot{suffix}").read_bytes()
     assert drawn.startswith(start)
     if suffix == ".svg":
-        assert all(part in drawn.decode() for part in ("sign", "exponent", "mantissa"))
+        text = drawn.decode()
+        assert [text.count(f">{part}: ") for part in ("sign", "exponent", "mantissa")] == [1, 1, 1]
+        assert "m, bfloat16" in text
 
 
 COMMAND = """

@@ -14,10 +14,10 @@ import pytest
 from folders_under_test import content, simple_weights, transformers_folder
 
 from netweight.core.progress import Progress
-from netweight.errors import UsageError
+from netweight.errors import OutputFailed, UsageError
 from netweight.methods.compress import folder as folder_module
 from netweight.methods.compress.folder import compress_folder, decompress_folder
-from netweight.store.atomic import OutputFailed, part_of
+from netweight.store.atomic import part_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -39,6 +39,17 @@ def test_compression_killed_at_every_step(tmp_path, old):
     assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected", *older) > 40
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
+def test_a_single_file_killed_at_every_step(tmp_path, old):
+    source = simple_weights(tmp_path / "m.safetensors")
+    compress_folder(source, tmp_path / "packed.safetensors")
+    older = [simple_weights(tmp_path / "older.safetensors", seed=9)] if old else []
+    ends = source, tmp_path / "net.safetensors", "compress", tmp_path / "packed.safetensors"
+    assert killed_everywhere(*ends, *older) > 8
+    ends = tmp_path / "packed.safetensors", tmp_path / "back.safetensors", "decompress", source
+    assert killed_everywhere(*ends, *older) > 8
+
+
 def test_an_old_folder_is_never_lost_where_folders_cannot_be_swapped(tmp_path):
     source = transformers_folder(tmp_path / "m", shards=2)
     older = transformers_folder(tmp_path / "older", seed=9)
@@ -57,6 +68,7 @@ SLOW = """
 import os, sys, time
 real = os.fsync
 def fsync(descriptor):
+    os.write(1, b"sync\\n")
     time.sleep(0.01)
     real(descriptor)
 os.fsync = fsync
@@ -69,16 +81,19 @@ main(["compress", *sys.argv[1:]])
 def test_the_command_killed_at_random_moments(tmp_path, seed):
     source, target = transformers_folder(tmp_path / "m", shards=12), tmp_path / "net"
     compress_folder(source, tmp_path / "expected")
-    expected, delays = content(tmp_path / "expected"), random.Random(seed)
+    expected, moments = content(tmp_path / "expected"), random.Random(seed)
     program = [sys.executable, "-c", SLOW, str(source), str(target)]
     for _ in range(3):
-        process = subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(delays.uniform(0.2, 0.6))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            for _ in range(moments.randint(1, 12)):
+                process.stdout.readline()
+            time.sleep(moments.uniform(0, 0.01))
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
         assert not target.exists() or content(target) == expected
     answer = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0 or "exists already" in answer.stderr
+    assert answer.returncode == 0, answer.stderr
+    assert "were done by an earlier, interrupted run" in answer.stdout
     assert content(target) == expected
 
 

@@ -121,7 +121,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
     for finding in findings:
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
         value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
-        among = f" of {finding.detail['among']}" if finding.detail.get("among") else ""
+        among = f" of {finding.detail['among']}" if finding.detail.get("among") is not None else ""
         output.line(f"{word:7}{finding.name}: {value}{among}", fg=color)
         names = finding.detail.get("which", ())
         for name in names[:_SHOWN]:
@@ -230,10 +230,11 @@ def _row(report: TensorReport) -> list[object]:
 
 
 def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
-    """Draw one row of histograms per dtype, all tensors of it taken together."""
+    """Draw one row of histograms per dtype, all its tensors taken together; integers only if there is nothing else."""
     from netweight.methods.compress.bits import merge
     from netweight.methods.compress.plots import plot_bits
 
     known = [report.bits for report in reports if report.bits is not None and report.bits.count]
+    known = [bits for bits in known if bits.layout.exponent] or known
     dtypes = dict.fromkeys(bits.dtype for bits in known)
     plot_bits({f"{path.name}, {dtype}": merge(bits for bits in known if bits.dtype == dtype) for dtype in dtypes}, plot)

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from netweight.errors import NetweightError, OutputExists, UsageError
+from netweight.errors import OutputExists, OutputFailed, UsageError
 
 __all__ = [
-    "OutputFailed",
     "exchange",
     "lock",
     "naming_failures",
@@ -27,10 +26,6 @@ __all__ = [
     "sync",
     "whole_file",
 ]
-
-
-class OutputFailed(NetweightError):
-    """The output could not be written: the disk is full, a quota or size limit was met, or the folder is read-only."""
 
 
 def part_of(target: Path) -> Path:
