@@ -5,12 +5,12 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
+#include "digest.h"
 #include "plane.h"
 
-#define XXH_INLINE_ALL
-#include "third_party/xxhash.h"
 
 namespace netweight {
 namespace {
@@ -81,7 +81,10 @@ void parallel_for(size_t items, int threads, Work work) {
     }
   };
   std::vector<std::thread> pool;
-  for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
+  try {
+    for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
+  } catch (const std::system_error&) {  // the system grants no more threads: those there are do the work
+  }
   loop(0);
   for (std::thread& t : pool) t.join();
   if (failure) std::rethrow_exception(failure);
@@ -197,7 +200,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     static thread_local EncodeScratch scratch;  // kept: its pages cost more to touch again than to hold
     for (size_t c = 0; c < chunks; c++) {
       std::span<const u8> chunk = chunk_of(c);
-      XXH3_128bits_update(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
+      kernels.update_digest(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
       u8* start = end;
       end = encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch, start);
       put32(index + 4 * c, static_cast<u32>(end - start));
@@ -209,7 +212,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     std::vector<size_t> size(chunks);
     parallel_for(chunks + 1, threads, [&](int worker, size_t item) {
       if (item == 0) {
-        XXH3_128bits_update(&hash, tensor.data(), tensor.size());
+        kernels.update_digest(&hash, tensor.data(), tensor.size());
         return;
       }
       const size_t c = item - 1;

@@ -49,16 +49,45 @@ struct Lanes {
 using DecodeRows = size_t (*)(const RansBlock&, Lanes&, size_t row, size_t row_end, void* out);
 inline constexpr size_t npos = ~size_t{0};
 
-// Lookups of an encoder: index of a symbol by map[symbol], or, when paired, 2 * map[symbol >> 1] + (symbol & 1).
+// A parsed wide_rans block. Element i of a block of 64 belongs to lane i % 32.
+struct WideTable {
+  u32 step[kWideSlots];        // per slot: frequency | slot - start << 12
+  u16 placed[kWideSlots + 2];  // the placed symbol; padded, because vectors read four bytes at a time
+};
+
+struct WideBlock {
+  Split split;
+  const WideTable* table;
+  const u8* raw_low;
+  const u8* raw_rest;
+  const u8* stream_end;
+};
+
+struct WideLanes {
+  alignas(64) u32 state[kWideLanes];
+  const u8* at;
+};
+
+// Decodes whole blocks [block, block_end) and returns the block where it had to stop, because fewer than 128 bytes of the
+// stream are left. The portable one returns block_end, or npos when the stream runs out: corrupt.
+using DecodeWide = size_t (*)(const WideBlock&, WideLanes&, size_t block, size_t block_end, u8* out);
+
+// How a vector encoder finds the index of a symbol in a table of 64.
+enum class SymbolLookup {
+  range,  // symbol - base + 1: the table's symbols lie close together, as those of weights do
+  map,    // map[symbol]
+  pairs,  // 2 * map[symbol >> 1] + (symbol & 1), for symbols of nine bits
+  none,   // too many symbols for any of these: the portable encoder serves
+};
+
 struct alignas(64) EncodeTable {
   u8 map[256];
   u8 frequency[64];  // 0: not in the table
   u8 start[64];
-  u8 complement[64];  // 256 - frequency
-  u8 reciprocal_low[64], reciprocal_high[64], shift[64];  // x / f == (2x * reciprocal >> 16) >> shift for x < 256 f
+  u8 reciprocal_low[64], reciprocal_high[64];  // x * reciprocal >> 16 is x / f or one less, for x < 256 f
+  SymbolLookup lookup;
+  int base;           // least symbol of a range
   int host;           // index that stands in for symbols not in the table
-  bool paired;
-  bool mapped;        // false: too many symbols for this layout, only the portable encoder can serve
   struct Entry {
     u16 frequency, start;
     u32 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
@@ -96,20 +125,25 @@ using EncodeRows = bool (*)(RansEncoder&, const void* in, size_t row);
 using Join = void (*)(const u8* head, const u8* const* tail, size_t count, u8* out);
 using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail);
 
+// Feeds bytes to a running XXH3-128 (an XXH3_state_t, whose layout does not depend on instruction sets).
+using UpdateDigest = void (*)(void* state, const u8* in, size_t size);
+
 struct Kernels {
   const char* name;
   DecodeRows decode_rows;
   EncodeRows encode_rows;
+  DecodeWide decode_wide;
   Join join4, join8;
   TakeApart split4, split8;
+  UpdateDigest update_digest;
 };
 
 const Kernels& portable_kernels();
 const Kernels* avx2_kernels();    // nullptr when this build or this processor has none
 const Kernels* avx512_kernels();
 
-// Merges 64 placed symbols with raw bits, all in lane order, and writes the first `count` elements of the row.
-void merge_row(const Split& split, const u16* placed, const u8* raw_low, const u8* raw_rest, void* out, size_t count);
+// One block of the wide mode: placed symbols and states by plain code. False when the stream runs out.
+bool step_wide(const WideBlock& block, WideLanes& lanes, u16* placed);
 
 // The last two rows (folded raw bits, perhaps partial) are the portable code's in every set.
 inline size_t rows_before_last_two(size_t rows) { return rows > 2 ? rows - 2 : 0; }

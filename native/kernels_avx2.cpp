@@ -1,8 +1,8 @@
 // AVX2 kernels: decoding only. A slot finds its symbol by a binary search whose thresholds are looked up in registers, which
 // serves tables of up to 32 symbols; the encoder does not choose more for weights.
-#include "fields.h"
+#include "digest.h"
 #include "interleave.h"
-#include "kernels.h"
+#include "merge.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -175,10 +175,64 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
                           : decode_streams<4>(b, lanes, row, row_end, to);
 }
 
+// For each mask of eight lanes: which of the next words of the stream goes to which lane.
+struct ExpandLanes {
+  alignas(32) u32 index[256][8] = {};
+  constexpr ExpandLanes() {
+    for (u32 m = 0; m < 256; m++)
+      for (u32 i = 0, n = 0; i < 8; i++) {
+        index[m][i] = n;
+        n += m >> i & 1;
+      }
+  }
+};
+constexpr ExpandLanes kExpandLanes;
+
+// Tables are read by plain loads: gathers are slow on processors with mitigations against leaking through them.
+size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t block_end, u8* out) {
+  const u32* steps = b.table->step;
+  const u16* symbols = b.table->placed;
+  const __m256i slot_mask = _mm256_set1_epi32(kWideSlots - 1), zero = _mm256_setzero_si256();
+  __m256i state[4];
+  for (int q = 0; q < 4; q++) state[q] = _mm256_load_si256(reinterpret_cast<const __m256i*>(lanes.state + 8 * q));
+  const u8* at = lanes.at;
+  alignas(64) u16 placed[64];
+  for (; block < block_end && b.stream_end - at >= 128; block++) {
+    for (int half = 0; half < 2; half++) {
+      alignas(64) u32 slots[kWideLanes];
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; q++) _mm256_store_si256(reinterpret_cast<__m256i*>(slots + 8 * q), _mm256_and_si256(state[q], slot_mask));
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; q++) {
+        const u32* s = slots + 8 * q;
+        u16* to = placed + 32 * half + 8 * q;
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) to[j] = symbols[s[j]];
+        const __m256i e = _mm256_setr_epi32(static_cast<int>(steps[s[0]]), static_cast<int>(steps[s[1]]), static_cast<int>(steps[s[2]]),
+                                            static_cast<int>(steps[s[3]]), static_cast<int>(steps[s[4]]), static_cast<int>(steps[s[5]]),
+                                            static_cast<int>(steps[s[6]]), static_cast<int>(steps[s[7]]));
+        const __m256i x = _mm256_add_epi32(_mm256_mullo_epi32(_mm256_and_si256(e, slot_mask), _mm256_srli_epi32(state[q], 12)),
+                                           _mm256_srli_epi32(e, 12));
+        const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), zero);
+        const unsigned m = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
+        const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+        const __m256i order = _mm256_load_si256(reinterpret_cast<const __m256i*>(kExpandLanes.index[m]));
+        const __m256i fresh = _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_permutevar8x32_epi32(words, order));
+        state[q] = _mm256_blendv_epi8(x, fresh, need);
+        at += 2 * __builtin_popcount(m);
+      }
+    }
+    merge_wide(b, block, placed, out + block * 64 * static_cast<size_t>(b.split.unit), 64);
+  }
+  for (int q = 0; q < 4; q++) _mm256_store_si256(reinterpret_cast<__m256i*>(lanes.state + 8 * q), state[q]);
+  lanes.at = at;
+  return block;
+}
+
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, join4, join8, split4, split8};
+  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, decode_wide, join4, join8, split4, split8, update_digest};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

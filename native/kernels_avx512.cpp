@@ -1,5 +1,6 @@
 // AVX-512 (VBMI, VBMI2) kernels. A stream's 64 states are two registers, low bytes and high bytes; every table fits in
 // registers; a refill is one expand. Compiled with -mavx512*; only called after a check of the processor.
+#include "digest.h"
 #include "interleave.h"
 #include "kernels.h"
 
@@ -58,13 +59,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
   const __m512i frequency = _mm512_load_si512(t.frequency), start = _mm512_load_si512(t.start),
                 sym_low = _mm512_load_si512(t.low), sym_high = _mm512_load_si512(t.high);
   const FieldPlacement place = element_placement(b.split);
-  const __m512i one = _mm512_set1_epi8(1);
-  alignas(64) u8 even[64], odd[64];  // low and high bytes of the words in lane order
-  for (int i = 0; i < 64; i++) {
-    even[i] = static_cast<u8>(((i >> 3) & 1) * 64 + (i >> 4) * 16 + 2 * (i & 7));
-    odd[i] = static_cast<u8>(even[i] + 1);
-  }
-  const __m512i low_bytes = _mm512_load_si512(even), high_bytes = _mm512_load_si512(odd);
+  const __m512i one = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(0xff);
   const RawRegions region(b.split, S, b.rows);
   const u8* raw = b.raw_low + row * S * region.row_low_bytes;
   const u8* rest = b.raw_rest + row * S * region.row_rest_bytes;
@@ -85,7 +80,8 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
     __m512i k = _mm512_sub_epi8(L[g], _mm512_permutexvar_epi8(index, start));
     __m512i x0 = _mm512_maddubs_epi16(_mm512_unpacklo_epi8(H[g], one), _mm512_unpacklo_epi8(f, k));
     __m512i x1 = _mm512_maddubs_epi16(_mm512_unpackhi_epi8(H[g], one), _mm512_unpackhi_epi8(f, k));
-    __m512i low = _mm512_permutex2var_epi8(x0, low_bytes, x1), high = _mm512_permutex2var_epi8(x0, high_bytes, x1);
+    __m512i low = _mm512_packus_epi16(_mm512_and_si512(x0, byte), _mm512_and_si512(x1, byte));
+    __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(x0, 8), _mm512_srli_epi16(x1, 8));
     __mmask64 refill = _mm512_testn_epi8_mask(high, high);
     H[g] = _mm512_mask_mov_epi8(high, refill, low);
     L[g] = _mm512_mask_expand_epi8(low, refill, _mm512_loadu_si512(at[g]));
@@ -152,10 +148,10 @@ size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end,
                           : decode_streams<4>(b, lanes, row, row_end, to);
 }
 
-// Packs 64 bytes holding fields of `bits` < 8 bits into 8 * bits bytes.
+// Packs 64 bytes holding fields of `bits` < 8 bits into the last 8 * bits bytes of a register.
 struct FieldPacking {
   __m512i pairs, quads;
-  __m128i shift;  // count of the last step
+  __m512i shift;  // of the last step
   __m512i four;   // mask of four fields
   __m512i compact;
   __mmask64 present;
@@ -163,52 +159,46 @@ struct FieldPacking {
   explicit FieldPacking(int bits) {
     pairs = _mm512_set1_epi16(static_cast<short>(1 | 1 << (8 + bits)));
     quads = _mm512_set1_epi32(1 | 1 << (16 + 2 * bits));
-    shift = _mm_cvtsi32_si128(32 - 4 * bits);
+    shift = _mm512_set1_epi64(32 - 4 * bits);
     four = _mm512_set1_epi64((1ll << (4 * bits)) - 1);
     alignas(64) u8 index[64] = {};
-    for (int i = 0; i < 8 * bits; i++) index[i] = static_cast<u8>(i / bits * 8 + i % bits);
+    for (int i = 0; i < 8 * bits; i++) index[64 - 8 * bits + i] = static_cast<u8>(i / bits * 8 + i % bits);
     compact = _mm512_load_si512(index);
-    present = (__mmask64{1} << (8 * bits)) - 1;
+    present = bits ? ~__mmask64{0} << (64 - 8 * bits) : 0;
   }
-  void store(u8* out, __m512i fields) const {
+  __m512i operator()(__m512i fields) const {
     __m512i x = _mm512_madd_epi16(_mm512_maddubs_epi16(pairs, fields), quads);
-    x = choose(four, x, _mm512_srl_epi64(x, shift));
-    _mm512_mask_storeu_epi8(out, present, _mm512_permutexvar_epi8(compact, x));
+    return _mm512_permutexvar_epi8(compact, choose(four, x, _mm512_srlv_epi64(x, shift)));
   }
 };
 
-// Rows of 64 * S elements. kPaired: the symbol has nine bits and is looked up by its upper eight.
-template <int S, int kUnit, bool kPaired>
+// Rows of 64 * S elements, from the last to the first.
+template <int S, int kUnit, SymbolLookup kLookup>
 __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) {
   const EncodeTable& t = *e.table;
   const __m512i map0 = _mm512_load_si512(t.map), map1 = _mm512_load_si512(t.map + 64), map2 = _mm512_load_si512(t.map + 128),
                 map3 = _mm512_load_si512(t.map + 192);
   const __m512i frequency = _mm512_load_si512(t.frequency), start = _mm512_load_si512(t.start),
-                complement = _mm512_load_si512(t.complement), reciprocal_low = _mm512_load_si512(t.reciprocal_low),
-                reciprocal_high = _mm512_load_si512(t.reciprocal_high), shift = _mm512_load_si512(t.shift);
-  const __m512i zero = _mm512_setzero_si512(), byte = _mm512_set1_epi16(0xff), one = _mm512_set1_epi8(1);
-  const __m512i host = _mm512_set1_epi8(static_cast<char>(t.host));
+                reciprocal_low = _mm512_load_si512(t.reciprocal_low), reciprocal_high = _mm512_load_si512(t.reciprocal_high);
+  const __m512i zero = _mm512_setzero_si512(), even = _mm512_set1_epi16(0xff), one = _mm512_set1_epi8(1), ones = _mm512_set1_epi8(-1);
+  const __m512i host = _mm512_set1_epi8(static_cast<char>(t.host)), before_base = _mm512_set1_epi16(static_cast<short>(t.base - 1)),
+                last_index = _mm512_set1_epi8(63);
   const Split split = e.split;
-  const RawRegions region(split, S, e.rows);
   const int low_bits = split.raw_bits < 8 ? split.raw_bits : 8, rest_bits = split.raw_bits - low_bits;
-  const FieldPacking pack_low(low_bits % 8), pack_rest(rest_bits);
+  const RawRegions region(split, S, e.rows);
+  const FieldPacking pack_low(low_bits & 7), pack_rest(rest_bits);
   const bool has_rest = rest_bits > 0, whole_low = low_bits == 8, some_low = low_bits > 0;
   // Symbol and raw bits as shifts and masks of 16-bit words (one-byte elements are widened first).
-  const __m128i symbol_shift = _mm_cvtsi32_si128(split.signed_raw ? split.raw_bits - 1 : split.raw_bits);
+  const __m512i symbol_shift = _mm512_set1_epi16(static_cast<short>(split.signed_raw ? split.raw_bits - 1 : split.raw_bits));
   const __m512i symbol_mask = _mm512_set1_epi16(static_cast<short>((1 << split.symbol_bits()) - 1));
-  const __m128i sign_shift = _mm_cvtsi32_si128(8 * split.unit - split.raw_bits);
+  const __m512i sign_shift = _mm512_set1_epi16(static_cast<short>(8 * split.unit - split.raw_bits));
   const __m512i sign_bit = _mm512_set1_epi16(static_cast<short>(split.signed_raw ? 1 << (split.raw_bits - 1) : 0));
   const __m512i raw_mask =
       _mm512_set1_epi16(static_cast<short>(split.signed_raw ? (1 << (split.raw_bits - 1)) - 1 : (1 << split.raw_bits) - 1));
-  alignas(64) u8 even[64], odd[64];
-  for (int i = 0; i < 64; i++) {
-    even[i] = static_cast<u8>(((i >> 3) & 1) * 64 + (i >> 4) * 16 + 2 * (i & 7));
-    odd[i] = static_cast<u8>(even[i] + 1);
-  }
-  const __m512i low_bytes = _mm512_load_si512(even), high_bytes = _mm512_load_si512(odd);
 
   u8* at[S];
   __m512i L[S], H[S];
+#pragma GCC unroll 4
   for (int g = 0; g < S; g++) {
     at[g] = e.at[g];
     L[g] = _mm512_load_si512(e.low[g]);
@@ -217,12 +207,16 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
   u8* raw = e.raw_low + row * S * region.row_low_bytes;
   u8* rest = e.raw_rest + row * S * region.row_rest_bytes;
   const u8* from = in + row * S * 64 * kUnit;
+  const size_t chunk_bytes = e.count * kUnit;
   bool room = true;
 
   auto step = [&](int g, size_t r) __attribute__((always_inline)) {
     from -= 64 * kUnit;
+    // The next chunk, which the digest will read from its start.
+    _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes), _MM_HINT_T1);
     __m512i v0, v1;  // words: elements in two halves, so that packing them gives lane order
     if constexpr (kUnit == 2) {
+      _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes + 64), _MM_HINT_T1);
       v0 = _mm512_loadu_si512(from);
       v1 = _mm512_loadu_si512(from + 64);
     } else {
@@ -230,12 +224,15 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
       v0 = _mm512_unpacklo_epi8(v, zero);
       v1 = _mm512_unpackhi_epi8(v, zero);
     }
-    __m512i s0 = _mm512_and_si512(_mm512_srl_epi16(v0, symbol_shift), symbol_mask);
-    __m512i s1 = _mm512_and_si512(_mm512_srl_epi16(v1, symbol_shift), symbol_mask);
+    __m512i s0 = _mm512_and_si512(_mm512_srlv_epi16(v0, symbol_shift), symbol_mask);
+    __m512i s1 = _mm512_and_si512(_mm512_srlv_epi16(v1, symbol_shift), symbol_mask);
     __m512i index;
-    if constexpr (kPaired) {
+    if constexpr (kLookup == SymbolLookup::range) {  // below the range: 0; above: at most 63; both have no frequency
+      index = _mm512_packus_epi16(_mm512_sub_epi16(s0, before_base), _mm512_sub_epi16(s1, before_base));
+      index = _mm512_min_epu8(index, last_index);
+    } else if constexpr (kLookup == SymbolLookup::pairs) {
       __m512i head = _mm512_packus_epi16(_mm512_srli_epi16(s0, 1), _mm512_srli_epi16(s1, 1));
-      __m512i tail = _mm512_and_si512(_mm512_packus_epi16(_mm512_and_si512(s0, byte), _mm512_and_si512(s1, byte)), one);
+      __m512i tail = _mm512_and_si512(_mm512_packus_epi16(_mm512_and_si512(s0, even), _mm512_and_si512(s1, even)), one);
       index = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(map0, head, map1), _mm512_movepi8_mask(head),
                                    _mm512_permutex2var_epi8(map2, head, map3));
       index = _mm512_or_si512(_mm512_add_epi8(index, index), tail);
@@ -244,17 +241,21 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
       index = _mm512_mask_mov_epi8(_mm512_permutex2var_epi8(map0, symbol, map1), _mm512_movepi8_mask(symbol),
                                    _mm512_permutex2var_epi8(map2, symbol, map3));
     }
-    __m512i r0 = choose(raw_mask, v0, _mm512_and_si512(_mm512_srl_epi16(v0, sign_shift), sign_bit));
-    __m512i r1 = choose(raw_mask, v1, _mm512_and_si512(_mm512_srl_epi16(v1, sign_shift), sign_bit));
-    if (some_low) {
-      raw -= region.row_low_bytes;
-      __m512i fields = _mm512_packus_epi16(_mm512_and_si512(r0, byte), _mm512_and_si512(r1, byte));
-      if (whole_low) _mm512_storeu_si512(raw, fields);
-      else pack_low.store(raw, fields);
-    }
+    __m512i r0 = choose(raw_mask, v0, _mm512_and_si512(_mm512_srlv_epi16(v0, sign_shift), sign_bit));
+    __m512i r1 = choose(raw_mask, v1, _mm512_and_si512(_mm512_srlv_epi16(v1, sign_shift), sign_bit));
     if (has_rest) {
+      raw -= 64;
+      _mm512_storeu_si512(raw, _mm512_packus_epi16(_mm512_and_si512(r0, even), _mm512_and_si512(r1, even)));
       rest -= region.row_rest_bytes;
-      pack_rest.store(rest, _mm512_packus_epi16(_mm512_srli_epi16(r0, 8), _mm512_srli_epi16(r1, 8)));
+      __m512i packed = pack_rest(_mm512_packus_epi16(_mm512_srli_epi16(r0, 8), _mm512_srli_epi16(r1, 8)));
+      _mm512_mask_storeu_epi8(rest + region.row_rest_bytes - 64, pack_rest.present, packed);
+    } else if (whole_low) {
+      raw -= 64;
+      _mm512_storeu_si512(raw, _mm512_packus_epi16(r0, r1));
+    } else if (some_low) {
+      // Stored with bytes below it that the rows to come, or after row 0 the caller's header, overwrite.
+      raw -= region.row_low_bytes;
+      _mm512_storeu_si512(raw + region.row_low_bytes - 64, pack_low(_mm512_packus_epi16(r0, r1)));
     }
 
     __m512i f = _mm512_permutexvar_epi8(index, frequency);
@@ -281,25 +282,24 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
     _mm512_mask_storeu_epi8(at[g], _bzhi_u64(~0ull, emitted), _mm512_maskz_compress_epi8(full, L[g]));
     __m512i low = _mm512_mask_mov_epi8(L[g], full, H[g]), high = _mm512_maskz_mov_epi8(~full, H[g]);
 
-    __m512i b = _mm512_permutexvar_epi8(index, start), c = _mm512_permutexvar_epi8(index, complement),
-            d0 = _mm512_permutexvar_epi8(index, reciprocal_low), d1 = _mm512_permutexvar_epi8(index, reciprocal_high),
-            n = _mm512_permutexvar_epi8(index, shift);
-    auto advance = [&](__m512i x, __m512i d, __m512i n16, __m512i c16, __m512i b16) __attribute__((always_inline)) {
-      __m512i q = _mm512_srlv_epi16(_mm512_mulhi_epu16(_mm512_add_epi16(x, x), d), n16);
-      return _mm512_add_epi16(_mm512_add_epi16(x, b16), _mm512_mullo_epi16(q, c16));
-    };
-    __m512i x0 = advance(_mm512_unpacklo_epi8(low, high), _mm512_unpacklo_epi8(d0, d1), _mm512_unpacklo_epi8(n, zero),
-                         _mm512_unpacklo_epi8(c, zero), _mm512_unpacklo_epi8(b, zero));
-    __m512i x1 = advance(_mm512_unpackhi_epi8(low, high), _mm512_unpackhi_epi8(d0, d1), _mm512_unpackhi_epi8(n, zero),
-                         _mm512_unpackhi_epi8(c, zero), _mm512_unpackhi_epi8(b, zero));
-    L[g] = _mm512_permutex2var_epi8(x0, low_bytes, x1);
-    H[g] = _mm512_permutex2var_epi8(x0, high_bytes, x1);
+    // x = 256 q' + slot: q = x / f and the remainder, for even and odd lanes apart; the estimate of q may be one too small.
+    __m512i b = _mm512_permutexvar_epi8(index, start), d0 = _mm512_permutexvar_epi8(index, reciprocal_low),
+            d1 = _mm512_permutexvar_epi8(index, reciprocal_high);
+    __m512i q0 = _mm512_mulhi_epu16(choose(even, low, _mm512_slli_epi16(high, 8)), choose(even, d0, _mm512_slli_epi16(d1, 8)));
+    __m512i q1 = _mm512_mulhi_epu16(choose(even, _mm512_srli_epi16(low, 8), high), choose(even, _mm512_srli_epi16(d0, 8), d1));
+    __m512i q = _mm512_or_si512(q0, _mm512_slli_epi16(q1, 8));
+    __m512i product = choose(even, _mm512_mullo_epi16(q0, f), _mm512_slli_epi16(_mm512_mullo_epi16(q1, _mm512_srli_epi16(f, 8)), 8));
+    __m512i remainder = _mm512_sub_epi8(low, product);
+    __mmask64 short_by_one = _mm512_cmpge_epu8_mask(remainder, f);
+    H[g] = _mm512_mask_sub_epi8(q, short_by_one, q, ones);
+    L[g] = _mm512_add_epi8(_mm512_mask_sub_epi8(remainder, short_by_one, remainder, f), b);
   };
 
   while (row-- > 0 && room) {
 #pragma GCC unroll 4
     for (int g = S - 1; g >= 0; g--) step(g, row);
   }
+#pragma GCC unroll 4
   for (int g = 0; g < S; g++) {
     e.at[g] = at[g];
     _mm512_store_si512(e.low[g], L[g]);
@@ -310,12 +310,15 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
 
 template <int S>
 bool encode_streams(RansEncoder& e, const u8* in, size_t row) {
-  if (e.split.unit == 1) return encode<S, 1, false>(e, in, row);
-  return e.table->paired ? encode<S, 2, true>(e, in, row) : encode<S, 2, false>(e, in, row);
+  using enum SymbolLookup;
+  if (e.split.unit == 1) return e.table->lookup == range ? encode<S, 1, range>(e, in, row) : encode<S, 1, map>(e, in, row);
+  return e.table->lookup == range   ? encode<S, 2, range>(e, in, row)
+         : e.table->lookup == pairs ? encode<S, 2, pairs>(e, in, row)
+                                    : encode<S, 2, map>(e, in, row);
 }
 
 bool encode_rows(RansEncoder& e, const void* in, size_t row) {
-  if (!e.table->mapped) return portable_kernels().encode_rows(e, in, row);
+  if (e.table->lookup == SymbolLookup::none) return portable_kernels().encode_rows(e, in, row);
   const u8* from = static_cast<const u8*>(in);
   return e.streams == 1 ? encode_streams<1>(e, from, row) : e.streams == 2 ? encode_streams<2>(e, from, row) : encode_streams<4>(e, from, row);
 }
@@ -323,10 +326,11 @@ bool encode_rows(RansEncoder& e, const void* in, size_t row) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-  static const Kernels set = {"avx512", decode_rows, encode_rows, join4, join8, split4, split8};
-  static const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+  static const bool usable = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
-  return usable ? &set : nullptr;
+  if (!usable) return nullptr;
+  static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8, split4, split8, update_digest};
+  return &set;
 }
 
 }  // namespace netweight

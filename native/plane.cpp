@@ -27,10 +27,17 @@ size_t count_symbols(const u8* in, size_t count, const Split& split, size_t stri
   u32* p = parts.data();
   const size_t groups = count / 8, runs = groups / stride;
   size_t total = runs * 8;
+  // Four two-byte or eight one-byte elements at a time: bits from the neighbor end up above the mask.
+  constexpr size_t kPerWord = 8 / sizeof(Element);
+  const u64 masks = u64{mask} * (sizeof(Element) == 1 ? 0x0101010101010101ull : 0x0001000100010001ull);
   for (size_t run = 0; run < runs; run++) {
-    Element v[8];
-    std::memcpy(v, in + (run * stride + run % stride) * sizeof v, sizeof v);
-    for (size_t i = 0; i < 8; i++) p[i % 4 * bins + (v[i] >> shift & mask)]++;
+    const u8* group = in + (run * stride + run % stride) * 8 * sizeof(Element);
+    for (size_t w = 0; w < sizeof(Element); w++) {
+      u64 x;
+      std::memcpy(&x, group + 8 * w, 8);
+      x = x >> shift & masks;
+      for (size_t i = 0; i < kPerWord; i++) p[i % 4 * bins + static_cast<Element>(x >> 8 * sizeof(Element) * i)]++;
+    }
   }
   if (stride == 1)
     for (size_t i = groups * 8; i < count; i++, total++) {
@@ -351,7 +358,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
       decode_packed(in, count, out);
       return;
     case Mode::rans: decode_rans(in, readable_end, unit, count, kernels, out); return;
-    case Mode::wide_rans: decode_wide(in, unit, count, out); return;
+    case Mode::wide_rans: decode_wide(in, unit, count, kernels, out); return;
   }
   throw CorruptError("a plane has an unknown mode");
 }

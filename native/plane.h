@@ -58,6 +58,6 @@ const u8* raw_plane(Reader& in, int unit, size_t count);
 u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbols, std::vector<u16>& frequencies);
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,
                 EncodeScratch& scratch, u8* out);
-void decode_wide(Reader& in, int unit, size_t count, u8* out);
+void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8* out);
 
 }  // namespace netweight

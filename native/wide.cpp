@@ -1,8 +1,9 @@
 // The wide_rans mode: 4,096 slots, 32-bit states, 16-bit renormalization. A little denser than rans, and slower.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
-#include "fields.h"
+#include "merge.h"
 #include "patches.h"
 #include "plane.h"
 
@@ -167,7 +168,7 @@ u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::
   return rare.encode(rare.write(body + length), patch, static_cast<size_t>(patch_top - patch));
 }
 
-void decode_wide(Reader& in, int unit, size_t count, u8* out) {
+void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8* out) {
   u8 bits = in.byte("a plane's header");
   Split split{unit, bits & 0x7f, (bits & 0x80) != 0};
   if (split.raw_bits >= 8 * unit || (split.signed_raw && split.raw_bits == 0)) throw CorruptError("a plane's header asks for impossible raw bits");
@@ -180,63 +181,42 @@ void decode_wide(Reader& in, int unit, size_t count, u8* out) {
     for (int i = 0; i < length; i++) symbols.push_back(static_cast<u16>(base + i));
     next = base + length;
   }
-  // Per slot: frequency | slot - start << 12, and the placed symbol.
-  std::vector<u32> step(kWideSlots);
-  std::vector<u16> placed(kWideSlots);
+  const auto table = std::make_unique<WideTable>();
   size_t slot = 0;
   for (u16 symbol : symbols) {
     u32 f = in.byte("a wide table");
     if (f >= 128) f = (f & 0x7f) << 8 | in.byte("a wide table");
     if (f == 0 || slot + f > kWideSlots || f == kWideSlots) throw CorruptError("a wide table does not add up to 4,096");
     for (u32 k = 0; k < f; k++, slot++) {
-      step[slot] = f | k << 12;
-      placed[slot] = static_cast<u16>(split.place_symbol(symbol));
+      table->step[slot] = f | k << 12;
+      table->placed[slot] = static_cast<u16>(split.place_symbol(symbol));
     }
   }
   if (slot != kWideSlots) throw CorruptError("a wide table does not add up to 4,096");
 
   const size_t length = in.word24("a plane's header"), words = in.word24("a plane's header");
-  u32 state[kWideLanes];
+  WideLanes lanes;
   const u8* states = in.take(4 * kWideLanes, "a plane's states");
   for (int i = 0; i < kWideLanes; i++) {
-    state[i] = get32(states + 4 * i);
-    if (state[i] < 1u << 16) throw CorruptError("a plane's states are out of range");
+    lanes.state[i] = get32(states + 4 * i);
+    if (lanes.state[i] < 1u << 16) throw CorruptError("a plane's states are out of range");
   }
-  const size_t blocks = (count + 63) / 64;
+  const size_t blocks = (count + 63) / 64, whole = count / 64;
   const int low_bits = std::min(split.raw_bits, 8), rest_bits = split.raw_bits - low_bits;
-  const u8* raw_low = in.take(words_of(blocks, low_bits), "raw bits");
-  const u8* raw_rest = in.take(words_of(blocks, rest_bits), "raw bits");
-  const u8* at = in.take(2 * length, "an entropy-coded stream");
-  const u8* end = in.at;
-  for (size_t block = 0; block < blocks; block++) {
-    alignas(64) u16 v[64];
-    alignas(64) u8 low[64], high[64];
-    // A block reads at most 128 bytes; near the end of the stream every read is checked.
-    const bool ample = end - at >= 128;
-    for (int i = 0; i < 64; i++) {
-      u32 x = state[i % kWideLanes], s = x & (kWideSlots - 1), e = step[s];
-      v[i] = placed[s];
-      x = (e & 0xfff) * (x >> 12) + (e >> 12);
-      if (!ample && x < 1u << 16 && end - at < 2) throw CorruptError("an entropy-coded stream ends too soon");
-      if (ample || x < 1u << 16) {
-        u16 fresh;
-        std::memcpy(&fresh, at, 2);
-        const bool need = x < 1u << 16;
-        x = need ? x << 16 | fresh : x;
-        at += need ? 2 : 0;
-      }
-      state[i % kWideLanes] = x;
-    }
-    unpack_fields(low_bits, raw_low + block * field_block_bytes(low_bits), low);
-    unpack_fields(rest_bits, raw_rest + block * field_block_bytes(rest_bits), high);
-    u16 element[64];
-    for (int i = 0; i < 64; i++) element[i] = static_cast<u16>(v[i] | split.place_raw(static_cast<u32>(low[i] | high[i] << 8)));
-    const size_t n = std::min<size_t>(64, count - 64 * block);
-    if (unit == 2) std::memcpy(out + 128 * block, element, 2 * n);
-    else
-      for (size_t i = 0; i < n; i++) out[64 * block + i] = static_cast<u8>(element[i]);
+  WideBlock b{split, table.get(), nullptr, nullptr, nullptr};
+  b.raw_low = in.take(words_of(blocks, low_bits), "raw bits");
+  b.raw_rest = in.take(words_of(blocks, rest_bits), "raw bits");
+  lanes.at = in.take(2 * length, "an entropy-coded stream");
+  b.stream_end = in.at;
+  size_t block = kernels.decode_wide(b, lanes, 0, whole, out);
+  if (block < whole) block = portable_kernels().decode_wide(b, lanes, block, whole, out);
+  alignas(64) u16 placed[64];
+  bool sound = block == whole;
+  if (sound && whole < blocks) {
+    sound = step_wide(b, lanes, placed);
+    if (sound) merge_wide(b, whole, placed, out + whole * 64 * static_cast<size_t>(unit), count - 64 * whole);
   }
-  if (at != end || std::any_of(state, state + kWideLanes, [](u32 x) { return x != 1u << 16; }))
+  if (!sound || lanes.at != b.stream_end || std::any_of(lanes.state, lanes.state + kWideLanes, [](u32 x) { return x != 1u << 16; }))
     throw CorruptError("an entropy-coded stream does not end where it should");
   RareList rare;
   rare.read(in, split.symbol_bits());

@@ -1,10 +1,11 @@
 """The command `netweight`: a table of commands, each imported only when it is called, and one place for errors.
 
-Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input.
+Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
@@ -14,12 +15,14 @@ from typing import Any, NoReturn, final
 import click
 
 from netweight.core.environment import netweight_version
-from netweight.errors import NetweightError
+from netweight.errors import NetweightError, UsageError
 
-__all__ = ["COMMANDS", "FINDING_FAILED", "main"]
+__all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
 FINDING_FAILED = 1
 """Exit code of a command that did its work and found something that failed."""
+INTERRUPTED = 130
+"""Exit code of a command that was stopped with Ctrl-C, as shells have it."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
@@ -78,13 +81,22 @@ class _Commands(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; errors of netweight become messages and exit codes."""
+        """Run the command; errors of netweight and refusals of the system become messages and exit codes."""
+        failure: NetweightError
         try:
             return super().invoke(ctx)
         except NetweightError as error:
-            output = ctx.meta.get("netweight.output")
-            _report(error, as_json=output is not None and output.as_json)
-            ctx.exit(error.exit_code)
+            failure = error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of the output went away; click knows what to do
+                raise
+            failure = UsageError(f"{error.filename or 'The system'}: {error.strerror or error}.")
+        except KeyboardInterrupt:
+            click.secho("Interrupted.", fg="yellow", err=True)
+            ctx.exit(INTERRUPTED)
+        output = ctx.meta.get("netweight.output")
+        _report(failure, as_json=output is not None and output.as_json)
+        ctx.exit(failure.exit_code)
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:

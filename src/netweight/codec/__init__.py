@@ -1,7 +1,7 @@
 """A tensor's bytes and back: lossless compression of weights, bit for bit, as docs/format.md specifies.
 
-`encode` and `decode` take and return tensors; `encode_raw` and `decode_raw` work on plain buffers with a dtype name, for
-element types that torch lacks and for programs that should not import torch. `info` reads a blob's header only.
+`encode` and `decode` take and return tensors; `encode_raw` and `decode_raw` work on plain buffers with a dtype name,
+for element types that torch lacks and for programs that should not import torch. `info` reads a blob's header only.
 """
 
 from netweight.codec.api import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 LEVELS = ("fast", "default", "max")
 
 _NUMPY_NAMES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32", "uint32": "U32",
-    "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64", "complex128": "C128", "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32",
+    "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64",
+    "complex128": "C128", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 
 
@@ -59,7 +58,10 @@ class BlobInfo:
 
 
 def available_paths() -> list[str]:
-    """Code paths that run here, fastest first: some of "avx512", "avx2", "portable", "python"."""
+    """Code paths that run here, fastest first: some of "avx512", "avx2", "portable", or only "python".
+
+    "python" stands here only where the native module is missing; by name it can be asked for everywhere.
+    """
     return backend.paths()
 
 
@@ -69,7 +71,7 @@ def active_path() -> str:
 
 
 def trim_pool(keep: int = 0) -> None:
-    """Returns idle output buffers to the system until at most `keep` bytes of them are held (at most 256 MiB ever are)."""
+    """Return idle output buffers to the system until at most `keep` bytes are held; never more than 256 MiB are."""
     backend.trim_pool(keep)
 
 
@@ -91,8 +93,9 @@ def encode_raw(
         shape: Shape of the tensor, any number of dimensions up to 64.
         level: "fast", "default" or "max": denser in this order, slower in this order.
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
-        chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and more).
-        path: Code path, one of `available_paths()`, or "auto". The bytes do not depend on it.
+        chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
+            more).
+        path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
 
     Returns:
         The blob.
@@ -109,7 +112,8 @@ def encode_raw(
     if len(dims) > 64 or any(d < 0 for d in dims):
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
     with _in_our_words(f"a tensor of type {dtype} and shape {tuple(dims)}"):
-        return backend.encode(_bytes_of(buffer), dtype, dims, LEVELS.index(level), chunk_log2 or 0, _checked_threads(threads), path)
+        source, number = _bytes_of(buffer), LEVELS.index(level)
+        return backend.encode(source, dtype, dims, number, chunk_log2 or 0, _checked_threads(threads), path)
 
 
 def encode(
@@ -139,12 +143,20 @@ def encode(
     if isinstance(tensor, np.ndarray):
         name = _NUMPY_NAMES.get(tensor.dtype.name)
         if name is None:
-            raise Unsupported(f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first.")
+            raise Unsupported(
+                f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first."
+            )
         array = np.ascontiguousarray(tensor.astype(tensor.dtype.newbyteorder("<"), copy=False))
-        return encode_raw(_flat_bytes(array), name, tensor.shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
-    shape = tuple(tensor.shape)
-    name = dtype_name(tensor.dtype)
-    return encode_raw(_tensor_bytes(tensor), name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+        data, shape = _flat_bytes(array), tensor.shape
+    else:
+        import torch
+
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
+        name = dtype_name(tensor.dtype)
+        data, shape = _tensor_bytes(tensor.resolve_conj().resolve_neg()), tuple(tensor.shape)
+    return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
 
 
 def info(blob: Blob) -> BlobInfo:
@@ -159,10 +171,13 @@ def info(blob: Blob) -> BlobInfo:
     """
     with _in_our_words("a blob"):
         dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(_bytes_of(blob))
-    return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], f"xxh3-128:{digest.hex()}", 1, chunk_log2, tuple(starts))
+    hexadecimal = f"xxh3-128:{digest.hex()}"
+    return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], hexadecimal, 1, chunk_log2, tuple(starts))
 
 
-def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> np.ndarray[Any, np.dtype[np.uint8]]:
+def decode_raw(
+    blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto"
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Decodes a blob to its bytes.
 
     Args:
@@ -202,8 +217,8 @@ def decode_into(
 
     Args:
         blob: See `info`.
-        out: A contiguous CPU tensor or writable array of exactly the tensor's bytes, of any dtype. If the blob turns out to be
-            damaged, its contents are undefined.
+        out: A contiguous CPU tensor or writable array of exactly the tensor's bytes, of any dtype. If the blob turns
+            out to be damaged, its contents are undefined.
         threads: Threads to decode with, at least 1.
         check: Also compare digests.
         path: See `encode_raw`.
@@ -218,8 +233,8 @@ def decode_into(
             raise UsageError("The output array must be contiguous and writable.")
         target = _flat_bytes(out)
     else:
-        if not out.is_contiguous() or out.device.type != "cpu":
-            raise UsageError("The output tensor must be contiguous and on the CPU.")
+        if not out.is_contiguous() or out.device.type != "cpu" or out.is_conj() or out.is_neg():
+            raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
         target = _tensor_bytes(out.detach())
     with _in_our_words("a blob"):
         source = _bytes_of(blob)
@@ -230,7 +245,7 @@ def decode_into(
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
-    """Decodes rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
+    """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
 
     Returns:
         A tensor of shape (stop - start, *rest).
@@ -242,13 +257,14 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
     """
     import torch
 
+    source = _bytes_of(blob)
     with _in_our_words("a blob"):
-        source = _bytes_of(blob)
-        name, shape, nbytes, _, _, _, _, numbers = backend.read_header(source)
-        dtype = torch_dtype(name)
-        if not shape or not 0 <= start <= stop <= shape[0]:
-            raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
-        per_row = numbers // shape[0] if shape[0] else 0
+        name, shape, _, _, _, _, _, numbers = backend.read_header(source)
+    dtype = torch_dtype(name)
+    if not shape or not 0 <= start <= stop <= shape[0]:
+        raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
+    per_row = numbers // shape[0] if shape[0] else 0
+    with _in_our_words("a blob"):
         raw = backend.decode_numbers(source, start * per_row, stop * per_row, _checked_threads(threads), path)
     return torch.from_numpy(raw).view(dtype).reshape(stop - start, *shape[1:])
 
@@ -277,7 +293,7 @@ def _bytes_of(blob: Any) -> Any:
     if isinstance(blob, bytes | bytearray):
         return blob
     if isinstance(blob, memoryview):
-        return blob if blob.contiguous else blob.tobytes()
+        return blob if blob.c_contiguous else blob.tobytes()
     if hasattr(blob, "detach"):
         return _tensor_bytes(blob)
     return memoryview(blob)
@@ -289,13 +305,12 @@ def _in_our_words(what: str) -> Iterator[None]:
     try:
         yield
     except backend.CORRUPT as error:
-        raise CorruptBlob(f"Cannot decode {what}: {error}.", cure="Fetch or compress the file again; its bytes were damaged.") from error
+        reason = getattr(error, "reason", error)
+        cure = "Fetch or compress the file again; its bytes were damaged."
+        raise CorruptBlob(f"Cannot decode {what}: {reason}.", cure=cure) from error
     except backend.UNSUPPORTED as error:
-        raise Unsupported(f"Cannot handle {what}: {error}.", cure="Update netweight, or use another element type.") from error
+        reason = getattr(error, "reason", error)
+        cure = "Update netweight, or use another element type."
+        raise Unsupported(f"Cannot handle {what}: {reason}.", cure=cure) from error
     except ValueError as error:
         raise UsageError(f"Cannot handle {what}: {error}.") from error
-
-
-def elements(shape: Sequence[int]) -> int:
-    """Number of elements of a shape."""
-    return math.prod(shape)

@@ -1,58 +1,115 @@
-"""Chooses what runs the codec: the native module, or plain Python where it could not be built."""
+"""Chooses what runs the codec: the native module, or plain Python where it could not be built.
+
+The Python path gives the same bytes and makes the same checks, a hundred times slower and on one thread. It runs when
+the native module is missing, and says so once; or when it is asked for as `path="python"`.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from typing import Any
 
-from netweight.errors import MissingExtra, Unsupported
+import numpy as np
+
+from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 
 try:
     from netweight.codec import _native as native
 except ImportError:  # no compiler when the package was installed
     native = None  # type: ignore[assignment]
 
+_COMPILER = "Install a C++20 compiler (g++ or clang) and install netweight again."
+
 if native is None and os.environ.get("NETWEIGHT_REQUIRE_NATIVE") == "1":
     raise MissingExtra(
-        "The native codec is missing and NETWEIGHT_REQUIRE_NATIVE=1 forbids the Python fallback.",
-        cure="Install a C++20 compiler and reinstall netweight.",
+        "The native codec is missing and NETWEIGHT_REQUIRE_NATIVE=1 forbids the Python fallback.", cure=_COMPILER
     )
 
-
-class _Never(Exception):
-    """Stands in for the native module's exceptions where there is no native module."""
-
-
-CORRUPT: type[Exception] = native.CorruptError if native else _Never
-UNSUPPORTED: type[Exception] = native.UnsupportedError if native else _Never
+CORRUPT: tuple[type[Exception], ...] = (CorruptBlob, native.CorruptError) if native else (CorruptBlob,)
+UNSUPPORTED: tuple[type[Exception], ...] = (Unsupported, native.UnsupportedError) if native else (Unsupported,)
 
 
 def paths() -> list[str]:
-    """Code paths that run here, fastest first."""
-    return native.paths() if native else []
+    """Code paths that `path="auto"` may take, fastest first: those of the native module, or "python" without it."""
+    return list(native.paths()) if native else ["python"]
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        f"netweight's codec runs in pure Python, a hundred times slower: the native module is missing. {_COMPILER}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def _in_python(path: str) -> bool:
+    """Whether the Python path is to run; warns once if that is nobody's wish."""
+    if path == "python":
+        return True
+    if path != "auto" and path not in paths():
+        available = ", ".join(dict.fromkeys((*paths(), "python")))
+        raise UsageError(f"This processor or build has no codec path {path!r}.", cure=f"Choose auto, {available}.")
+    if native is None:
+        _warn_once()
+    return native is None
 
 
 def encode(buffer: Any, dtype: str, shape: list[int], level: int, chunk_log2: int, threads: int, path: str) -> bytes:
+    """Encode a contiguous buffer; level by number, chunk_log2 0 for the default."""
+    if _in_python(path):
+        from netweight.codec import fallback
+
+        return fallback.encode(buffer, dtype, shape, level, chunk_log2)
     return native.encode(buffer, dtype, shape, level, chunk_log2, threads, path)
 
 
-def read_header(blob: Any) -> tuple[Any, ...]:
-    return native.read_header(blob)
+def read_header(blob: Any) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int]:
+    """Read a blob's header.
+
+    Returns:
+        Element type, shape, bytes of the tensor, level, chunk_log2, digest, starts of the chunks and the blob's size,
+        numbers.
+    """
+    if native:
+        return native.read_header(blob)
+    from netweight.codec import reference
+
+    h = reference.read_header(blob)
+    return h.element.name, h.shape, h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers
 
 
-def decode(blob: Any, threads: int, check: bool, path: str) -> Any:
+def decode(blob: Any, threads: int, check: bool, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Decode to a new array of bytes."""
+    if _in_python(path):
+        from netweight.codec import reference
+
+        return reference.decode(blob, check=check)
     return native.decode(blob, threads, check, path)
 
 
-def decode_into(blob: Any, out: Any, threads: int, check: bool, path: str) -> None:
-    native.decode_into(blob, out, threads, check, path)
+def decode_into(blob: Any, out: np.ndarray[Any, Any], threads: int, check: bool, path: str) -> None:
+    """Decode into an array of bytes whose size was compared with the header's."""
+    if _in_python(path):
+        from netweight.codec import reference
+
+        reference.decode(blob, check=check, out=out)
+    else:
+        native.decode_into(blob, out, threads, check, path)
 
 
-def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> Any:
+def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Decode numbers `first` to `last` (exclusive) to a new array of bytes."""
+    if _in_python(path):
+        from netweight.codec import reference
+
+        return reference.decode_numbers(blob, first, last)
     return native.decode_numbers(blob, first, last, threads, path)
 
 
 def trim_pool(keep: int) -> None:
+    """Return idle output buffers to the system; there are none in Python."""
     if native:
         native.trim_pool(keep)

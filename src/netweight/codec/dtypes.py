@@ -48,7 +48,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
     dtype = getattr(torch, TORCH_NAMES.get(name) or "", None)
     if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"torch {torch.__version__} has no element type {name}.", cure="Read its bytes with netweight.codec.decode_raw.")
+        raise Unsupported(
+            f"torch {torch.__version__} has no element type {name}.",
+            cure="Read its bytes with netweight.codec.decode_raw.",
+        )
     return dtype
 
 

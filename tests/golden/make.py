@@ -1,0 +1,184 @@
+"""Writes the golden blobs: `PYTHONPATH=src:tests/support python tests/golden/make.py`.
+
+`accept/` must decode in every release to the bytes whose digest `manifest.json` holds; `refuse/` must be refused with
+the error it names. Blobs of a released version are never written anew: add to them instead.
+"""
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+from blobs_under_test import BY_NAME, LEVELS, assemble, handmade, rans_plane, tensor_data, wide_plane, with_check
+
+from netweight import codec
+
+HERE = Path(__file__).parent
+SEED = 2410_20650
+
+KIND_OF = dict(zip(BY_NAME, ["counts", "sparse", "steps", "weights", "wide"] * 5, strict=False))
+
+
+def accepted(rng):
+    """Name, blob and decoded bytes of every blob that must decode."""
+    for dtype in BY_NAME:
+        for level in LEVELS:
+            kind = KIND_OF[dtype] if level == "default" else "weights" if level == "fast" else "wide"
+            data = tensor_data(dtype, 1240, kind, rng)
+            yield f"{dtype}-{level}", codec.encode_raw(data, dtype, (31, 40), level=level, chunk_log2=10), data
+    for kind in ("noise", "constant", "steps"):
+        data = tensor_data("F32", 700, kind, rng)
+        yield f"F32-{kind}", codec.encode_raw(data, "F32", (700,)), data
+    weights = (rng.standard_normal(5000) * 0.02).astype("<f4").view("<u4")
+    data = (weights & 0xFFFF0000).tobytes()
+    yield "F32-really-bf16", codec.encode_raw(data, "F32", (5000,)), data
+    data = (weights & 0xFFFFFC00).tobytes()
+    yield "F32-zero-ended", codec.encode_raw(data, "F32", (5000,)), data
+    data = (weights >> 16).astype("<u2").tobytes()
+    yield "BF16-wide", codec.encode_raw(data, "BF16", (5000,), level="max"), data
+    for count in (1 << 14, 1 << 18):  # as many numbers as the encoder gives two and four streams
+        data = (rng.random(count) < 0.02).astype("u1").tobytes()
+        yield f"BOOL-{count}", codec.encode_raw(data, "BOOL", (count,)), data
+    for shape in ((), (0,), (3, 0, 2), (1,) * 20, (2, 3, 5)):
+        data = tensor_data("BF16", int(np.prod(shape)), "weights", rng)
+        yield f"BF16-shape-{'x'.join(map(str, shape)) or 'scalar'}", codec.encode_raw(data, "BF16", shape), data
+    unusual = [*handmade(rng)]
+    for name, blob, data in unusual[:: len(unusual) // 24]:
+        yield f"unusual-{name}", blob, data
+
+
+def replaced(data, at, new):
+    """`data` with the bytes from `at` on replaced."""
+    return data[:at] + bytes(new) + data[at + len(bytes(new)) :]
+
+
+def refused(rng):
+    """Name, blob, error and a part of its message of every blob that must be refused."""
+    data = tensor_data("BF16", 600, "weights", rng)
+    blob = codec.encode_raw(data, "BF16", (600,))
+    for size in (0, 3, 27):
+        yield f"cut-to-{size}", blob[:size], "CorruptBlob", "shorter than a header"
+    yield "cut-index", blob[:32], "CorruptBlob", "ends inside the index of chunks"
+    yield "cut-shape", blob[:28], "CorruptBlob", "ends inside the header"
+    yield "cut-payload", blob[:-1], "CorruptBlob", "where its index adds up to"
+    yield "longer", blob + b"\0", "CorruptBlob", "where its index adds up to"
+    yield "marker", b"ZIP" + blob[3:], "CorruptBlob", "marker NWT"
+    yield "check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
+    yield "digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
+    for name, at, value, error, part in (
+        ("version", 3, 2, "Unsupported", "format version 2"),
+        ("element-type", 4, 200, "Unsupported", "element type number 200"),
+        ("level", 5, 3, "Unsupported", "level number 3"),
+        ("chunk-size-9", 6, 9, "CorruptBlob", "impossible chunk size"),
+        ("chunk-size-23", 6, 23, "CorruptBlob", "impossible chunk size"),
+        ("dimensions", 7, 65, "CorruptBlob", "number of dimensions"),
+    ):
+        yield name, with_check(replaced(blob, at, [value])), error, part
+    yield "dimension", replaced(blob, 28, b"\xff" * 10), "CorruptBlob", "dimension in the header is too large"
+    huge = replaced(blob, 28, b"\xff" * 8 + b"\x7f")
+    yield "shape", huge, "Unsupported", "too large"
+    yield "sub-byte", assemble("F6_E2M3", (3,), [], b""), "Unsupported", "whole bytes"
+    bomb = assemble("F64", (1 << 40,), [b""], b"", chunk_log2=22)
+    yield "index-beyond-end", bomb, "CorruptBlob", "ends inside the index of chunks"
+
+    def of_chunk(chunk, dtype="U8", count=600):
+        return assemble(dtype, (count,), [chunk], bytes(count))
+
+    yield "empty-chunk", of_chunk(b""), "CorruptBlob", "ends inside a plane"
+    yield "mode", of_chunk(b"\5"), "CorruptBlob", "unknown mode"
+    yield "raw", of_chunk(bytes(600)), "CorruptBlob", "ends inside a raw plane"
+    yield "left-over", of_chunk(b"\1\7\7"), "CorruptBlob", "more bytes than its planes"
+    yield "constant", of_chunk(b"\1"), "CorruptBlob", "ends inside a constant plane"
+    yield "packed-words", of_chunk(b"\2" + bytes(600), "U16"), "CorruptBlob", "one-byte elements"
+    yield "packed-width", of_chunk(b"\2" + b"\x09" + bytes(600)), "CorruptBlob", "wider than a byte"
+    yield "packed-cut", of_chunk(b"\2" + b"\x88" * 5 + bytes(600)), "CorruptBlob", "ends inside a packed block"
+
+    elements = np.minimum(rng.geometric(0.4, 600), 6).astype("u1")
+    plane = rans_plane(elements, 1, False, 1)
+    runs = plane[3]
+    entries = 4 + 3 * runs
+    symbols = sum(plane[6 + 3 * run] for run in range(runs))
+    lengths = entries + symbols
+    states = lengths + 6
+    length = int.from_bytes(plane[lengths : lengths + 3], "little")
+    rare = len(plane) - 1  # where the list of rare symbols starts: there are none
+    for name, at, new, part in (
+        ("split", 1, [8], "impossible raw bits"),
+        ("split-signed", 1, [0x80], "impossible raw bits"),
+        ("streams", 2, [3], "impossible number of streams"),
+        ("table-runs", 3, [runs + 1], "frequency table"),
+        ("table-empty-run", 6, [0], "symbols that cannot be"),
+        ("table-symbol", 4, [0xFF, 0xFF], "symbols that cannot be"),
+        ("table-zero", entries, [0], "does not add up to 256"),
+        ("table-sum", entries, [plane[entries] ^ 1], "does not add up to 256"),
+        ("length-beyond-end", lengths, [255, 255, 255], "ends inside an entropy-coded stream"),
+        ("words-beyond-end", lengths + 3, [255, 255, 255], "ends inside patches"),
+        ("state", states + 64, [0], "states are out of range"),
+        ("stream", rare - 1, [plane[rare - 1] ^ 255], "does not end where it should"),
+        ("rare-count", rare, [15], "list of rare symbols is too long"),
+    ):
+        yield f"rans-{name}", of_chunk(replaced(plane, at, new)), "CorruptBlob", part
+    shorter = replaced(plane, lengths, struct.pack("<I", length - 1)[:3])
+    shorter = shorter[: rare - 1] + shorter[rare:]
+    yield "rans-stream-short", of_chunk(shorter), "CorruptBlob", "does not end where it should"
+    longer = replaced(plane, lengths, struct.pack("<I", length + 1)[:3])
+    longer = longer[:rare] + b"\0" + longer[rare:]
+    yield "rans-stream-long", of_chunk(longer), "CorruptBlob", "does not end where it should"
+    for name, tail, part in (
+        ("place", [0, 0xE002, 0x0001], "outside its chunk"),
+        ("symbol", [0, 0xE000, 0x0080], "a patch holds a symbol that cannot be"),
+        ("lacking", [0, 0xE000], "lacks its symbol"),
+        ("unlisted", [0, 0x1000], "not listed"),
+    ):
+        patch = struct.pack(f"<B{len(tail) - 1}H", *tail)
+        patched = replaced(plane, lengths + 3, struct.pack("<I", len(tail) - 1)[:3])[:rare] + patch
+        if name == "place":  # the skip of 4,096 puts the patch behind the last element
+            patched = replaced(plane, lengths + 3, b"\3\0\0")[:rare] + struct.pack("<B3H", 0, 0xFFFF, 0xE002, 1)
+        yield f"patch-{name}", of_chunk(patched), "CorruptBlob", part
+    yield "patch-rare-symbol", of_chunk(plane[:rare] + b"\1\x80\0"), "CorruptBlob", "holds one that cannot be"
+
+    plane = wide_plane(elements, 1, False)
+    runs = int.from_bytes(plane[2:4], "little")
+    entries = 4 + 4 * runs
+    for name, at, new, part in (
+        ("split", 1, [0x7F], "impossible raw bits"),
+        ("table-symbol", 4, [0xFF, 0xFF], "symbols that cannot be"),
+        ("table-long-run", 6, [0xFF, 0xFF], "symbols that cannot be"),
+        ("table-zero", entries, [0, 0], "does not add up to 4,096"),
+        ("cut", 100, [], "data ends inside"),
+    ):
+        damaged = replaced(plane, at, new) if new else plane[:at]
+        yield f"wide-{name}", of_chunk(damaged), "CorruptBlob", part
+    table = struct.pack("<BBHHHBBBB", 4, 1, 1, 0, 2, 0x88, 0, 0x88, 0)
+    sizes = bytes(6)
+    states = struct.pack("<I", 1 << 16) * 32
+    raw = bytes(10 * 8)
+    yield "wide-state", of_chunk(table + sizes + bytes(128) + raw), "CorruptBlob", "states are out of range"
+    yield "wide-stream-short", of_chunk(table + sizes + states + raw), "CorruptBlob", "entropy-coded stream"
+
+
+def main():
+    rng = np.random.default_rng(SEED)
+    manifest = {"accept": {}, "refuse": {}}
+    for folder in manifest:
+        shutil.rmtree(HERE / folder, ignore_errors=True)
+        (HERE / folder).mkdir()
+    for name, blob, data in accepted(rng):
+        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
+        header = codec.info(blob)
+        manifest["accept"][name] = {
+            "dtype": header.dtype,
+            "shape": list(header.shape),
+            "level": header.level,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    for name, blob, error, part in refused(rng):
+        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
+        manifest["refuse"][name] = {"error": error, "message": part}
+    (HERE / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

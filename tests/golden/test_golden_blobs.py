@@ -1,0 +1,72 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from netweight import codec, errors
+from netweight.codec import reference
+from netweight.codec.element_types import ELEMENT_TYPES
+
+HERE = Path(__file__).parent
+MANIFEST = json.loads((HERE / "manifest.json").read_text())
+PATHS = [*dict.fromkeys([*codec.available_paths(), "python"])]
+
+
+def blob_of(folder, name):
+    return (HERE / folder / f"{name}.nwt").read_bytes()
+
+
+def test_every_file_is_listed():
+    for folder, listed in MANIFEST.items():
+        assert {path.stem for path in (HERE / folder).iterdir()} == set(listed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", MANIFEST["accept"])
+def test_what_must_decode(name, path):
+    expected = MANIFEST["accept"][name]
+    blob = blob_of("accept", name)
+    info = codec.info(blob)
+    assert (info.dtype, list(info.shape), info.level) == (expected["dtype"], expected["shape"], expected["level"])
+    decoded = codec.decode_raw(blob, check=True, path=path)
+    assert hashlib.sha256(decoded).hexdigest() == expected["sha256"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", MANIFEST["refuse"])
+def test_what_must_be_refused(name, path):
+    expected = MANIFEST["refuse"][name]
+    with pytest.raises(getattr(errors, expected["error"])) as caught:
+        codec.decode_raw(blob_of("refuse", name), check=True, path=path)
+    assert expected["message"] in caught.value.reason
+    assert caught.value.cure
+
+
+def test_the_encoder_still_writes_the_same_bytes():
+    for name, expected in MANIFEST["accept"].items():
+        if name.startswith("unusual"):
+            continue
+        blob = blob_of("accept", name)
+        data, info = codec.decode_raw(blob), codec.info(blob)
+        again = codec.encode_raw(data, info.dtype, info.shape, level=expected["level"], chunk_log2=info.chunk_log2)
+        assert again == blob, name
+
+
+def test_everything_that_the_format_has_is_among_them(monkeypatch):
+    seen = set()
+    original = reference._plane
+
+    def watched(reader, width, count):
+        mode = reader.data[reader.at]
+        seen.add(("mode", int(mode)))
+        if mode == reference.RANS:
+            seen.add(("streams", int(reader.data[reader.at + 2])))
+        return original(reader, width, count)
+
+    monkeypatch.setattr(reference, "_plane", watched)
+    for name in MANIFEST["accept"]:
+        reference.decode(blob_of("accept", name))
+    assert seen == {("mode", mode) for mode in range(5)} | {("streams", streams) for streams in (1, 2, 4)}
+    combinations = {(entry["dtype"], entry["level"]) for entry in MANIFEST["accept"].values()}
+    assert combinations >= {(element.name, level) for element in ELEMENT_TYPES for level in codec.LEVELS}
