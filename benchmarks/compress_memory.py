@@ -14,8 +14,8 @@ command, first byte Seconds from the start of the process `netweight compress FO
                     take off. The target is 1 s.
 store, first tensor Seconds of `open_store(FOLDER).get(NAME)`, until all its pages are in memory, in a process that has
                     done its imports: for the first tensor, which is the largest, and for a small one; on the plain and
-                    on the compressed folder. What `import torch` costs before is measured beside it, and what it costs to fill as many bytes of fresh
-                    memory, below which no copy can come. The target is 1 s.
+                    on the compressed folder. What `import torch` costs before is measured beside it, and what it
+                    costs to fill as many bytes of fresh memory, below which no copy can come. The target is 1 s.
 cold                Before the run the system was asked to forget the cached pages of the files that are read
                     (posix_fadvise); what lies beneath the system, such as a disk's own cache, is as it was.
 
