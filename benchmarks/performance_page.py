@@ -18,8 +18,8 @@ PAGE = ROOT / "docs" / "performance.md"
 
 QUIET = 0.5
 BUSY = """
-**Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain than
-on a quiet machine, those with two threads most of all. Sizes are exact.
+**Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain
+than on a quiet machine, those with two threads most of all. Sizes are exact.
 """
 VERDICTS = {True: "met", False: "missed", None: ""}
 HEAD = """<!-- Made by benchmarks/performance_page.py from benchmarks/results/{name}; do not edit by hand. -->

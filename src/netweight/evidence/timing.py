@@ -74,9 +74,8 @@ def interleave(
         repeats: Timed rounds.
         seed: Seed of the order.
         warmup: Untimed rounds before, which touch the pages and wake the processor.
-        again_below: A case that ever took less than so many seconds is preceded by an untimed run every time: it finds the
-            caches, the branch predictors and the clock of the processor as its own last run left them, not as the case
-            before did.
+        again_below: A case that ever took less than so many seconds is run untimed just before, every time: it finds
+            caches, branch predictors and the processor's clock as its own last run left them, not as the case before.
         progress: Where progress is shown.
         description: What the progress bar says.
 
