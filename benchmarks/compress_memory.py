@@ -14,14 +14,10 @@ command, first byte Seconds from the start of the process `netweight compress FO
                     take off. The target is 1 s.
 store, first tensor Seconds of `open_store(FOLDER).get(NAME)`, until all its pages are in memory, in a process that has
                     done its imports: for the first tensor, which is the largest, and for a small one; on the plain and
-                    on the compressed folder. Beside it: what `import torch` costs before, and what it costs to fill as
-                    many bytes of fresh memory, below which no copy can come. The target is 1 s.
+                    on the compressed folder. What `import torch` costs before is measured beside it, and what it
+                    costs to fill as many bytes of fresh memory, below which no copy can come. The target is 1 s.
 cold                Before the run the system was asked to forget the cached pages of the files that are read
                     (posix_fadvise); what lies beneath the system, such as a disk's own cache, is as it was.
-
-processor           Seconds that processors worked on the same until the same moment, over all threads: what is left of
-                    a time when nothing else keeps the machine busy and nothing is waited for. For commands it is read
-                    when the moment was seen, to 10 ms.
 
 Times are medians of the runs; all single values are kept. Peaks are the largest of all runs.
 """
@@ -52,14 +48,14 @@ import torch
 torch_imported = time.perf_counter()
 import netweight
 netweight.open_store
-ready, work = time.perf_counter(), time.process_time()
+ready = time.perf_counter()
 tensor = netweight.open_store(sys.argv[1]).get(sys.argv[2])
 tensor.view(torch.uint8).view(-1)[::4096].sum()  # a plain tensor may be mapped: read every page of it
-done, worked = time.perf_counter(), time.process_time()
+done = time.perf_counter()
 fresh = torch.empty(tensor.nbytes, dtype=torch.uint8).fill_(1)
 filled = time.perf_counter()
 print(json.dumps({"import torch": torch_imported - start, "import netweight": ready - torch_imported,
-                  "get": done - ready, "work": worked - work, "fill": filled - done}))
+                  "get": done - ready, "fill": filled - done}))
 """
 
 
@@ -118,26 +114,20 @@ def first_byte_seen(target):
         return False
 
 
-def worked_by(process):
-    """Seconds that processors have worked on a running process."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def run_command(*arguments, watch=None):
-    """Run `netweight`; return seconds, peak resident bytes, and seconds and processor time to a watched first byte."""
+    """Run `netweight`; return its seconds, its peak resident bytes, and the seconds to its first byte if watched."""
     command = [sys.executable, "-m", "netweight", *map(str, arguments)]
-    started, first, work = time.perf_counter(), None, None
+    started, first = time.perf_counter(), None
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while watch is not None and first is None and process.returncode is None:
         if first_byte_seen(watch):
-            first, work = time.perf_counter() - started, worked_by(process)
+            first = time.perf_counter() - started
         time.sleep(0.001)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed")
-    return time.perf_counter() - started, usage.ru_maxrss * 1024, first, work
+    return time.perf_counter() - started, usage.ru_maxrss * 1024, first
 
 
 def get_first(folder, name):
@@ -175,13 +165,12 @@ def measure(place, largest_mb, runs, threads):
             if cold:
                 forget(model)
             found.append(run_command("compress", model, net, *options, watch=net))
-        seconds[f"compress, {label}, first byte"] = times([first for _, _, first, _ in found], 1.0)
-        seconds[f"compress, {label}, first byte, processor"] = times([work for *_, work in found])
+        seconds[f"compress, {label}, first byte"] = times([first for *_, first in found], 1.0)
         seconds[f"compress, {label}, everything"] = times([whole for whole, *_ in found])
-        memory[f"compress, {label}"] = peak([most for _, most, *_ in found], bound)
-    whole, most, *_ = run_command("decompress", net, back, *options)
+        memory[f"compress, {label}"] = peak([most for _, most, _ in found], bound)
+    whole, most, _ = run_command("decompress", net, back, *options)
     memory["decompress"], seconds["decompress, everything"] = peak([most]), times([whole])
-    whole, most, *_ = run_command("verify", net, "--against", model, *options)
+    whole, most, _ = run_command("verify", net, "--against", model, *options)
     memory["verify --against"], seconds["verify --against, everything"] = peak([most]), times([whole])
     torch_seconds, fill_seconds = [], []
     for kind, folder in (("plain", model), ("compressed", net)):
@@ -194,7 +183,6 @@ def measure(place, largest_mb, runs, threads):
                     found.append(get_first(folder, name))
                 key = f"open_store(...).get, {kind}, {which} tensor, {label}"
                 seconds[key] = times([run["get"] for run in found], 1.0)
-                seconds[f"{key}, processor"] = times([run["work"] for run in found])
                 torch_seconds += [run["import torch"] for run in found]
                 fill_seconds += [run["fill"] for run in found if which == "largest"]
     seconds["import torch, before any get"] = times(torch_seconds)
@@ -213,7 +201,6 @@ def main():
     results = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=results / f"{today}-compress-memory.json")
     arguments = parser.parse_args()
-    before = [round(load, 2) for load in os.getloadavg()]
     with tempfile.TemporaryDirectory() as place:
         found = measure(Path(place), arguments.largest, arguments.runs, arguments.threads)
     result = {
@@ -221,8 +208,7 @@ def main():
         "date": today,
         "runs": arguments.runs,
         "threads": arguments.threads,
-        "load_average_before": before,
-        "load_average_after": [round(load, 2) for load in os.getloadavg()],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "environment": describe({"codec_path": active_path()}),
         **found,
     }

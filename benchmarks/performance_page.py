@@ -5,6 +5,7 @@
 Without RESULT the newest file in benchmarks/results/ is taken.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,13 +16,19 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 
+QUIET = 0.5
+BUSY = """
+**Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain
+than on a quiet machine, those with two threads most of all. Sizes are exact.
+"""
+VERDICTS = {True: "met", False: "missed", None: ""}
 HEAD = """<!-- Made by benchmarks/performance_page.py from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
 `netweight benchmark codec` measures netweight's codec and its peers in one process, `make bench` also writes this page.
 The figures below were measured on {date} ({rounds} rounds) on {machine}.
 All samples are in [benchmarks/results/{name}](../benchmarks/results/{name}).
-
+{warning}
 ## Targets
 
 The targets were set for a core with AVX-512 (VBMI2), before the code was written. A target that is missed stays here.
@@ -55,13 +62,39 @@ def page(result: Result, name: str) -> str:
     environment = result.environment
     flags = [flag for flag in environment["cpu_flags"] if flag in ("avx2", "avx512f", "avx512_vbmi2", "neon", "sve")]
     machine = f"{environment['cpu']} ({environment['cores']} cores usable, {', '.join(flags)})"
-    text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine)
+    load = result.load["before"][0]
+    warning = BUSY.format(load=load) if load > QUIET else ""
+    text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
     text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
     text += HOW
     text += "\n## All measurements\n"
     for part in speed_tables(result):
         text += f"\n### {part.title}\n\n{table(part.headers, part.lines)}"
-    return text + foot(result)
+    return text + memory_part() + foot(result)
+
+
+def memory_part() -> str:
+    """Return the part on whole folders, from the newest result of compress_memory.py; empty without one."""
+    results = sorted(RESULTS.glob("*-compress-memory.json"))
+    if not results:
+        return ""
+    found = json.loads(results[-1].read_text())
+    rows = []
+    for name, peak in found["memory"].items():
+        target = "" if peak["target_bytes"] is None else f"≤ {peak['target_bytes'] / 1e6:.0f} MB"
+        rows.append((f"peak memory, {name}", target, f"{peak['peak_bytes'] / 1e6:.0f} MB", VERDICTS[peak["met"]]))
+    for name, times in found["seconds"].items():
+        target = "" if times["target_s"] is None else f"≤ {times['target_s']:g} s"
+        rows.append((name, target, f"{times['median_s']:.3f} s", VERDICTS[times["met"]]))
+    largest, total = (found["model"][key] / 1e6 for key in ("largest_tensor_bytes", "tensors_bytes"))
+    return f"""
+## Whole folders
+
+Measured on {found["date"]} by `benchmarks/compress_memory.py`, which says what each line means, with {found["threads"]}
+thread(s) on a model of {total:.0f} MB whose largest tensor has {largest:.0f} MB; all values are in
+[benchmarks/results/{results[-1].name}](../benchmarks/results/{results[-1].name}).
+
+{table(("what", "target", "measured", ""), rows)}"""
 
 
 def foot(result: Result) -> str:

@@ -62,11 +62,15 @@ def _heap_bytes():
 
 def test_a_short_run_is_preceded_by_one_that_is_not_timed():
     log = []
-    cases = [
-        Case("short", lambda _: log.append("short")),
-        Case("long", lambda _: (log.append("long"), time.sleep(0.01))),
-    ]
-    samples = interleave(cases, repeats=4, seed=0, again_below=0.005)
+
+    def work(_):
+        log.append("long")
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+
+    cases = [Case("short", lambda _: log.append("short")), Case("long", work)]
+    samples = interleave(cases, repeats=4, seed=0, again_below=0.01)
     assert log.count("short") == 1 + 4 * 2
     assert log.count("long") == 1 + 4
     assert {len(sample.wall) for sample in samples.values()} == {4}

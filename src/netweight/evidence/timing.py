@@ -74,25 +74,24 @@ def interleave(
         repeats: Timed rounds.
         seed: Seed of the order.
         warmup: Untimed rounds before, which touch the pages and wake the processor.
-        again_below: A run that took less than so many seconds is preceded by another, untimed, every time: it finds the
-            caches, the branch predictors and the clock of the processor as its own last run left them, not as the case
-            before did.
+        again_below: A case that ever took less than so many seconds is run untimed just before, every time: it finds
+            caches, branch predictors and the processor's clock as its own last run left them, not as the case before.
         progress: Where progress is shown.
         description: What the progress bar says.
 
     Returns:
         By key, the samples; entry i of all cases is from the same round.
     """
-    last = dict.fromkeys((case.key for case in cases), 0.0)
+    least = dict.fromkeys((case.key for case in cases), float("inf"))
     times: dict[K, list[tuple[float, float]]] = {case.key: [] for case in cases}
     order = random.Random(derive(seed, "order of cases"))
     with progress.task(description, (warmup + repeats) * len(cases), unit="runs") as task:
         for number in range(warmup + repeats):
             for case in order.sample(cases, len(cases)):
-                if number and last[case.key] < again_below:
+                if least[case.key] < again_below:
                     _time(case)
                 taken = _time(case)
-                last[case.key] = taken[0]
+                least[case.key] = min(least[case.key], *taken)
                 if number >= warmup:
                     times[case.key].append(taken)
                 task.update()

@@ -169,13 +169,16 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result; the file appears whole or not at all.
+    """Write a result, a line per row; the file appears whole or not at all.
 
     Raises:
         UsageError: The folder cannot be made.
         OutputFailed: The folder cannot be written.
     """
-    write_text(path, json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n")
+    content = result.to_json()
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in content.pop("rows"))
+    head = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")
+    write_text(path, f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 def read_result(path: Path) -> Result:
