@@ -248,8 +248,6 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         CorruptBlob: The blob is damaged.
         Unsupported: torch lacks the element type, or rows do not fill whole bytes.
     """
-    import torch
-
     source = _bytes_of(blob)
     with _in_our_words("a blob"):
         name, shape, _, _, _, _, _, numbers = backend.read_header(source)
@@ -284,9 +282,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _tensor_of(
-    raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
+def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
