@@ -2,7 +2,7 @@
 # make test    install what the tests need and run them
 # make check   style, formatting, types, the layers of the architecture
 # make study   the slow studies, resumable: fuzzing, and the papers' tables at paper scale
-# make bench   the codec against its peers on this machine; results go to benchmarks/results/
+# make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
 # make clean   remove what was built, except downloaded packages
 
 PYTHON ?= python3
@@ -38,6 +38,7 @@ study: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
+	$(BIN)/python benchmarks/performance_page.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

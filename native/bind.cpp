@@ -37,12 +37,16 @@ Bytes pooled_array(size_t size) {
   return Bytes(buffer, {size}, owner);
 }
 
-nb::tuple header_tuple(const BlobHeader& h) {
+nb::tuple shape_tuple(const BlobHeader& h) {
   nb::list shape;
   for (u64 d : h.shape) shape.append(d);
+  return nb::tuple(shape);
+}
+
+nb::tuple header_tuple(const BlobHeader& h) {
   nb::list starts;
   for (u64 s : h.chunk_start) starts.append(s);
-  return nb::make_tuple(h.dtype->name, nb::tuple(shape), h.nbytes, static_cast<int>(h.level), h.chunk_log2,
+  return nb::make_tuple(h.dtype->name, shape_tuple(h), h.nbytes, static_cast<int>(h.level), h.chunk_log2,
                         nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers);
 }
 
@@ -79,20 +83,24 @@ void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 las
   if (check && !digest_matches(h, out)) throw CorruptError("the decoded bytes do not have the digest that was stored with them");
 }
 
-Bytes decode(nb::handle blob, int threads, bool check, const std::string& path) {
+// The tensor's bytes, the name of its element type, its shape.
+nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& path) {
   Buffer in(blob, false);
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
   Bytes out = pooled_array(static_cast<size_t>(h.nbytes));
   decode_to(in.bytes(), h, 0, h.numbers, {out.data(), static_cast<size_t>(h.nbytes)}, threads, check, kernels);
-  return out;
+  return nb::make_tuple(out, h.dtype->name, shape_tuple(h));
 }
 
 void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path) {
   Buffer in(blob, false), to(out, true);
   const Kernels& kernels = kernels_by_name(path.c_str());
   BlobHeader h = read_header(in.bytes());
-  if (h.nbytes != to.size()) throw nb::value_error("the output's size differs from the tensor's");
+  if (h.nbytes != to.size()) {
+    const std::string sizes = "the output has " + std::to_string(to.size()) + " bytes where the tensor has " + std::to_string(h.nbytes);
+    throw nb::value_error(sizes.c_str());
+  }
   decode_to(in.bytes(), h, 0, h.numbers, {to.data(), to.size()}, threads, check, kernels);
 }
 

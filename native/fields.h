@@ -29,27 +29,16 @@ inline u64 gather_fields(u64 x) {
   return (x & four) | (x >> 32 & four) << (4 * B);
 }
 
-// Exactly B bytes as a little-endian number, in loads that do not wait for a narrower store.
-template <int B>
-inline u64 load_bytes(const u8* p) {
-  if constexpr (B >= 4) {
-    u32 a, b;
-    std::memcpy(&a, p, 4);
-    std::memcpy(&b, p + B - 4, 4);
-    return a | static_cast<u64>(b) << (8 * (B - 4));
-  } else {
-    u64 x = 0;
-    for (int i = 0; i < B; i++) x |= static_cast<u64>(p[i]) << (8 * i);
-    return x;
-  }
-}
-
 template <int B>
 inline void unpack_block(const u8* in, u8* out) {
-  for (int q = 0; q < 8; q++) {
-    u64 x = spread_fields<B>(load_bytes<B>(in + q * B));
-    std::memcpy(out + 8 * q, &x, 8);
+  u64 x[8];
+  for (int q = 0; q < 8; q++) {  // whole words, though only their low 8 * B bits count, as long as they lie within the block
+    const int inside = q * B <= 8 * B - 8 ? q * B : 8 * B - 8;
+    std::memcpy(&x[q], in + inside, 8);
+    x[q] >>= 8 * (q * B - inside);
   }
+  for (int q = 0; q < 8; q++) x[q] = spread_fields<B>(x[q]);
+  std::memcpy(out, x, 64);
 }
 
 template <int B>

@@ -51,8 +51,8 @@ inline constexpr size_t npos = ~size_t{0};
 
 // A parsed wide_rans block. Element i of a block of 64 belongs to lane i % 32.
 struct WideTable {
-  u32 step[kWideSlots];        // per slot: frequency | slot - start << 12
-  u16 placed[kWideSlots + 2];  // the placed symbol; padded, because vectors read four bytes at a time
+  u32 step[kWideSlots];    // per slot: frequency | slot - start << 12
+  u16 placed[kWideSlots];  // the placed symbol
 };
 
 struct WideBlock {

@@ -1,5 +1,4 @@
-// Plain C++ kernels: the behaviour that every other set must match. Written in short passes over 64 lanes, which compilers
-// turn into whatever vector instructions their target has.
+// Kernels for any processor: the behaviour that every other set must match. Written in short passes over 64 lanes.
 #include "digest.h"
 #include "fields.h"
 #include "interleave.h"
@@ -7,6 +6,9 @@
 
 #include <algorithm>
 #include <bit>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace netweight {
 
@@ -93,55 +95,163 @@ inline u32 load(const void* in, int unit, size_t i) {
   return v;
 }
 
-// Bit i set where byte i of the 64 is 1.
-inline u64 mask_of(const u8* flags) {
-  u64 mask = 0;
-  for (int q = 0; q < 8; q++) {
-    u64 x;
-    std::memcpy(&x, flags + 8 * q, 8);
-    mask |= (x * 0x0102040810204080ull >> 56) << (8 * q);
+// ---- passes over 64 lanes --------------------------------------------------------------------------------------------
+// In SSE2, which every x86-64 processor has, or in plain C++.
+
+#if defined(__SSE2__)
+
+inline __m128i load16(const void* p) { return _mm_load_si128(static_cast<const __m128i*>(p)); }
+inline void store16(void* p, __m128i v) { _mm_store_si128(static_cast<__m128i*>(p), v); }
+
+// By the table's entries for the slots in `low`: x = frequency * high + rest, and the placed symbols. Where x has no high byte, its low byte
+// becomes the high one and a bit of `need` says so.
+inline void advance(const DecodeTable& t, u8* low, u8* high, u8* need, u16* placed) {
+  const __m128i byte = _mm_set1_epi16(0xff), zero = _mm_setzero_si128();
+  auto halves = [&](int i, __m128i& lower) {
+    u64 s;
+    std::memcpy(&s, low + i, 8);
+    auto four = [&](u64 s) {
+      const __m128i e0 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s & 0xff])), e1 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 8 & 0xff]));
+      const __m128i e2 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 16 & 0xff])), e3 = _mm_cvtsi32_si128(static_cast<int>(t.entry[s >> 24 & 0xff]));
+      return _mm_unpacklo_epi64(_mm_unpacklo_epi32(e0, e1), _mm_unpacklo_epi32(e2, e3));
+    };
+    const __m128i a = four(s), b = four(s >> 32);
+    store16(placed + i, _mm_packs_epi32(_mm_srai_epi32(a, 16), _mm_srai_epi32(b, 16)));
+    lower = _mm_packs_epi32(_mm_srai_epi32(_mm_slli_epi32(a, 16), 16), _mm_srai_epi32(_mm_slli_epi32(b, 16), 16));
+  };
+  for (int i = 0; i < 64; i += 16) {
+    __m128i a, b;
+    halves(i, a);
+    halves(i + 8, b);
+    const __m128i h = load16(high + i);
+    const __m128i x0 = _mm_add_epi16(_mm_mullo_epi16(_mm_and_si128(a, byte), _mm_unpacklo_epi8(h, zero)), _mm_srli_epi16(a, 8));
+    const __m128i x1 = _mm_add_epi16(_mm_mullo_epi16(_mm_and_si128(b, byte), _mm_unpackhi_epi8(h, zero)), _mm_srli_epi16(b, 8));
+    const __m128i new_low = _mm_packus_epi16(_mm_and_si128(x0, byte), _mm_and_si128(x1, byte));
+    const __m128i new_high = _mm_packus_epi16(_mm_srli_epi16(x0, 8), _mm_srli_epi16(x1, 8));
+    const __m128i empty = _mm_cmpeq_epi8(new_high, zero);
+    const u16 mask = static_cast<u16>(_mm_movemask_epi8(empty));
+    std::memcpy(need + i / 8, &mask, 2);
+    store16(low + i, new_low);
+    store16(high + i, _mm_or_si128(new_high, _mm_and_si128(empty, new_low)));
   }
-  return mask;
+}
+
+// merge_row for two-byte elements with a sign and at most eight raw bits: those of weights.
+inline void merge_weights(const Split& split, const u16* placed, const u8* raw, u8* out) {
+  const __m128i zero = _mm_setzero_si128(), sign = _mm_set1_epi16(static_cast<short>(1 << (split.raw_bits - 1))),
+                rest = _mm_set1_epi16(static_cast<short>((1 << (split.raw_bits - 1)) - 1)), top = _mm_cvtsi32_si128(16 - split.raw_bits);
+  auto merge = [&](__m128i p, __m128i r, int lane) {
+    const __m128i v = _mm_or_si128(_mm_or_si128(p, _mm_and_si128(r, rest)), _mm_sll_epi16(_mm_and_si128(r, sign), top));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * lane_position(lane, 2)), v);
+  };
+  for (int i = 0; i < 64; i += 16) {
+    const __m128i r = load16(raw + i);
+    merge(load16(placed + i), _mm_unpacklo_epi8(r, zero), i);
+    merge(load16(placed + i + 8), _mm_unpackhi_epi8(r, zero), i + 8);
+  }
+}
+
+#else
+
+inline void advance(const DecodeTable& t, u8* low, u8* high, u8* need, u16* placed) {
+  u8 empty[64];
+  for (int i = 0; i < 64; i++) {
+    const u32 entry = t.entry[low[i]], x = (entry & 0xff) * high[i] + (entry >> 8 & 0xff);
+    empty[i] = x < 256;
+    low[i] = static_cast<u8>(x);
+    high[i] = static_cast<u8>(empty[i] ? x : x >> 8);
+    placed[i] = static_cast<u16>(entry >> 16);
+  }
+  for (int q = 0; q < 8; q++) {
+    u64 flags;
+    std::memcpy(&flags, empty + 8 * q, 8);
+    need[q] = static_cast<u8>(flags * 0x0102040810204080ull >> 56);
+  }
+}
+
+inline void merge_weights(const Split& split, const u16* placed, const u8* raw, u8* out) { merge_row(split, placed, raw, raw, out, 64); }
+
+#endif
+
+// For each mask of eight lanes: how to move the next bytes of a stream to the lanes it names. A byte that has to go up by
+// d lanes goes by 4, by 2 and by 1, as the bits of d say; arrives[k] marks where bytes land in step k.
+struct Expansion {
+  u64 arrives[3];
+  u64 named;  // the lanes of the mask
+  u64 count;
+};
+
+struct Expansions {
+  Expansion of[256];
+  constexpr Expansions() : of{} {
+    for (u32 mask = 0; mask < 256; mask++) {
+      Expansion& e = of[mask];
+      for (u32 lane = 0; lane < 8; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        e.named |= u64{0xff} << 8 * lane;
+        u32 at = static_cast<u32>(e.count++);
+        const u32 distance = lane - at;
+        for (int k = 0; k < 3; k++) {
+          if (!(distance & (4u >> k))) continue;
+          at += 4u >> k;
+          e.arrives[k] |= u64{0xff} << 8 * at;
+        }
+      }
+    }
+  }
+};
+constexpr Expansions kExpansions;
+
+// Gives the next bytes of a stream to the lanes whose bits are set in `need`; false when it runs out.
+inline bool refill(const u8* need, u8* low, const u8*& at, const u8* end) {
+  const u8* from = at;
+  const bool ample = end - from >= 64;
+  for (int q = 0; q < 8; q++) {
+    const Expansion& e = kExpansions.of[need[q]];
+    u64 fresh = 0, now;
+    if (ample) {
+      std::memcpy(&fresh, from, 8);
+    } else {
+      if (e.count > static_cast<size_t>(end - from)) return false;
+      std::memcpy(&fresh, from, e.count);
+    }
+    fresh ^= (fresh ^ fresh << 32) & e.arrives[0];
+    fresh ^= (fresh ^ fresh << 16) & e.arrives[1];
+    fresh ^= (fresh ^ fresh << 8) & e.arrives[2];
+    std::memcpy(&now, low + 8 * q, 8);
+    now ^= (now ^ fresh) & e.named;
+    std::memcpy(low + 8 * q, &now, 8);
+    from += e.count;
+  }
+  at = from;
+  return true;
 }
 
 // One step of 64 lanes: placed symbols to `placed`, states advanced and refilled. False when the stream runs out.
 inline bool step(const DecodeTable& t, u8* low, u8* high, const u8*& at, const u8* end, u16* placed) {
-  u16 x[64], fk[64];
-  u8 need[64];
-  for (int i = 0; i < 64; i++) {
-    u32 e = t.entry[low[i]];
-    fk[i] = static_cast<u16>(e);
-    placed[i] = static_cast<u16>(e >> 16);
-  }
-  for (int i = 0; i < 64; i++) {
-    x[i] = static_cast<u16>((fk[i] & 0xff) * high[i] + (fk[i] >> 8));
-    need[i] = x[i] < 256;
-  }
-  for (int i = 0; i < 64; i++) {
-    low[i] = static_cast<u8>(x[i]);
-    high[i] = need[i] ? static_cast<u8>(x[i]) : static_cast<u8>(x[i] >> 8);
-  }
-  u64 mask = mask_of(need);
-  const u8* from = at;
-  if (end - from < 64 && std::popcount(mask) > end - from) return false;
-  for (; mask; mask &= mask - 1) low[std::countr_zero(mask)] = *from++;
-  at = from;
-  return true;
+  u8 need[8];
+  advance(t, low, high, need, placed);
+  return refill(need, low, at, end);
 }
 
 inline void* element(void* out, int unit, size_t i) { return static_cast<u8*>(out) + i * static_cast<size_t>(unit); }
 
 size_t decode_rows(const RansBlock& b, Lanes& lanes, size_t row, size_t row_end, void* out) {
   const int low_bits = b.split.raw_bits < 8 ? b.split.raw_bits : 8, rest_bits = b.split.raw_bits - low_bits;
+  const bool weights = b.split.unit == 2 && b.split.signed_raw && rest_bits == 0;
   alignas(64) u16 placed[64];
   alignas(64) u8 raw_low[64], raw_rest[64];
   for (; row < row_end; row++)
     for (int g = 0; g < b.streams; g++) {
-      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return npos;
-      size_t block = row * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
+      const size_t block = row * static_cast<size_t>(b.streams) + static_cast<size_t>(g);
       unpack_fields(low_bits, b.raw_low + block * field_block_bytes(low_bits), raw_low);
-      if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
-      merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
+      if (!step(*b.table, lanes.low[g], lanes.high[g], lanes.at[g], b.stream_end[g], placed)) return npos;
+      if (weights) {
+        merge_weights(b.split, placed, raw_low, static_cast<u8*>(out) + block * 128);
+      } else {
+        if (rest_bits) unpack_fields(rest_bits, b.raw_rest + block * field_block_bytes(rest_bits), raw_rest);
+        merge_row(b.split, placed, raw_low, raw_rest, element(out, b.split.unit, block * 64), 64);
+      }
     }
   return row_end;
 }

@@ -11,6 +11,7 @@ __all__ = [
     "NameNotFound",
     "NetweightError",
     "OutputExists",
+    "OutputFailed",
     "UnsafeInput",
     "Unsupported",
     "UsageError",
@@ -43,6 +44,10 @@ class NameNotFound(UsageError):
 
 class OutputExists(UsageError):
     """The destination exists already and was not to be overwritten."""
+
+
+class OutputFailed(NetweightError):
+    """The output could not be written: the disk is full, a quota or size limit was met, or the folder is read-only."""
 
 
 class MissingExtra(NetweightError):

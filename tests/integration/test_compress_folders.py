@@ -1,5 +1,6 @@
 """Folders of every shape compressed, verified and restored byte for byte; ends that cannot be; damage."""
 
+import io
 import json
 import os
 import stat
@@ -87,16 +88,34 @@ def test_what_a_writer_wrote_is_restored_as_a_plain_file(tmp_path):
         decompress_folder(tmp_path / "c.safetensors", tmp_path / "no.safetensors")
 
 
-def test_read_only_sources_are_enough(tmp_path):
-    source = transformers_folder(tmp_path / "m")
+def marks(folder):
+    """What a write would change, file by file."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in (folder, *folder.rglob("*"))}
+
+
+def test_sources_are_never_written(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
     for path in (*source.iterdir(), source):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    try:
-        compress_folder(source, tmp_path / "net")
-        decompress_folder(tmp_path / "net", tmp_path / "back")
-    finally:
-        source.chmod(0o755)
+    before = marks(source)
+    compress_folder(source, tmp_path / "net")
+    packed = marks(tmp_path / "net")
+    netweight.verify(tmp_path / "net", against=source)
+    decompress_folder(tmp_path / "net", tmp_path / "back")
+    assert marks(source) == before
+    assert marks(tmp_path / "net") == packed
     assert content(tmp_path / "back") == content(source)
+    source.chmod(0o755)
+
+
+def test_a_variant_comes_back_alone(tmp_path):
+    source = diffusers_folder(tmp_path / "m")
+    compress_folder(source, tmp_path / "net", variant="fp16")
+    decompress_folder(tmp_path / "net", tmp_path / "back")
+    plain = {f"{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae")}
+    assert content(tmp_path / "back") == {path: data for path, data in content(source).items() if path not in plain}
+    with pytest.raises(UsageError, match=r"'bf16'\. It has fp16"):
+        compress_folder(source, tmp_path / "other", variant="bf16")
 
 
 def test_an_existing_target_is_kept_unless_told_otherwise(tmp_path):
@@ -119,7 +138,7 @@ def test_an_existing_target_is_kept_unless_told_otherwise(tmp_path):
 def test_targets_that_would_eat_the_source_are_refused(tmp_path, target):
     source = transformers_folder(tmp_path / "m")
     before = content(tmp_path)
-    with pytest.raises(UsageError, match="target|inside"):
+    with pytest.raises(UsageError, match=r"target|inside"):
         compress_folder(source, tmp_path / target, overwrite=True)
     assert content(tmp_path) == before
 
@@ -133,12 +152,16 @@ def test_ends_that_are_not_there_or_do_not_fit(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
         compress_folder(source, tmp_path / "file", overwrite=True)
+    with pytest.raises(UsageError, match=r"is a folder\. Name the file to write"):
+        compress_folder(source / "model.safetensors", tmp_path, overwrite=True)
     with pytest.raises(UsageError, match=r"netweight\.json"):
         decompress_folder(source, tmp_path / "back")
     with pytest.raises(UsageError, match="not compressed"):
         decompress_folder(source / "model.safetensors", tmp_path / "x.safetensors")
     with pytest.raises(UsageError, match="against"):
         netweight.verify(source)
+    with pytest.raises(UsageError, match="two files or two folders"):
+        netweight.verify(source, against=source / "model.safetensors")
     with pytest.raises(UsageError, match="no file or folder"):
         netweight.verify(tmp_path / "none")
 
@@ -154,7 +177,8 @@ def test_damage_is_found_named_and_never_restored(tmp_path):
     damaged(tmp_path / "net" / "model.net.safetensors", -20)
     findings = {finding.name: finding for finding in netweight.verify(tmp_path / "net")}
     assert findings["damaged tensors"].value == 1
-    assert "b.weight" in findings["damaged tensors"].detail["which"][0]
+    (which,) = findings["damaged tensors"].detail["which"]
+    assert which.startswith("model.safetensors: b.weight: ")
     with pytest.raises(CorruptBlob, match=r"b\.weight.*again"):
         decompress_folder(tmp_path / "net", tmp_path / "back")
     assert sorted(os.listdir(tmp_path)) == ["m", "net"]
@@ -195,10 +219,23 @@ def test_every_kind_of_difference_is_counted(tmp_path):
     (source / "new.txt").write_text("x")
     found = failed(netweight.verify(tmp_path / "net", against=source))
     assert found == {"files that differ": 1, "tensors and files that only one side has": 1}
+    whole = netweight.verify(tmp_path / "net", against=tmp_path / "net")
+    assert {finding.name: finding.detail.get("among") for finding in whole} == {
+        "damaged tensors": 2, "damaged files": 3, "tensors that differ": 2, "files that differ": 3,
+        "tensors and files that only one side has": None, "ratio": None,
+    }  # fmt: skip
     simple_weights(source / "model.safetensors", ("a.weight", "c.weight"), shape=(48, 64))
     found = failed(netweight.verify(tmp_path / "net", against=source))
     assert found["tensors that differ"] == 1
     assert found["tensors and files that only one side has"] == 3
+
+
+def test_what_was_not_compared_is_not_counted_as_equal(tmp_path):
+    compress_folder(transformers_folder(tmp_path / "m"), tmp_path / "net")
+    findings = netweight.verify(tmp_path / "net", against=adapter_folder(tmp_path / "other"))
+    among = {finding.name: finding.detail.get("among") for finding in findings}
+    assert (among["tensors that differ"], among["files that differ"]) == (0, 0)
+    assert failed(findings) == {"tensors and files that only one side has": 5}
 
 
 def test_what_was_left_out_on_request_is_no_difference(tmp_path):
@@ -260,11 +297,29 @@ def test_progress_counts_all_bytes(tmp_path):
             tasks.append(super().task(*arguments, **options))
             return tasks[-1]
 
-    compress_folder(source, tmp_path / "net", progress=Recording("off"))
-    size = sum(path.stat().st_size for path in source.iterdir())
-    head = sum(int.from_bytes(p.read_bytes()[:8], "little") + 8 for p in source.glob("*.safetensors"))
-    assert tasks[0].total == size
-    assert tasks[0].done == size - head
+    recording = Recording("off")
+    compress_folder(source, tmp_path / "net", progress=recording)
+    decompress_folder(tmp_path / "net", tmp_path / "back", progress=recording)
+    file = source / "model-00001-of-00002.safetensors"
+    compress_folder(file, tmp_path / "x.safetensors", progress=recording)
+    decompress_folder(tmp_path / "x.safetensors", tmp_path / "y.safetensors", progress=recording)
+    netweight.verify(tmp_path / "net", progress=recording)
+    size, one = sum(path.stat().st_size for path in source.iterdir()), file.stat().st_size
+    weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert [task.total for task in tasks] == [size, size, one, one, weights]
+    assert [task.done for task in tasks] == [size, size, one, one, weights]
+
+
+def test_a_terminal_shows_a_bar_with_bytes_per_second(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    compress_folder(transformers_folder(tmp_path / "m"), tmp_path / "net", progress=Progress(stream=terminal))
+    assert "compress m:   0%" in terminal.getvalue()
+    assert "model.safetensors:" in terminal.getvalue()
+    assert "B/s]" in terminal.getvalue()
 
 
 def test_the_real_model_of_the_tour(tmp_path):
@@ -273,6 +328,8 @@ def test_the_real_model_of_the_tour(tmp_path):
     summary = compress_folder(source, tmp_path / "net")
     assert summary.ratio > 1.22
     assert not failed(netweight.verify(tmp_path / "net", against=source))
+    decompress_folder(tmp_path / "net", tmp_path / "back")
+    assert content(tmp_path / "back") == content(source)
 
 
 def test_real_weights_of_the_data_folder(tmp_path, data_folder):

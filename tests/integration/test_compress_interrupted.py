@@ -1,30 +1,32 @@
-"""Runs that are killed anywhere, disks that fill up: the target is old, absent or complete, and the next run goes on."""
+"""Runs that are killed anywhere, disks that fill up: the target is old, absent or complete; the next run goes on."""
 
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from folders_under_test import content, transformers_folder
+from folders_under_test import content, simple_weights, transformers_folder
 
 from netweight.core.progress import Progress
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import OutputFailed, UsageError
 from netweight.methods.compress import folder as folder_module
 from netweight.methods.compress.folder import compress_folder, decompress_folder
-from netweight.store.atomic import OutputFailed, part_of
+from netweight.store.atomic import part_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def killed_everywhere(*arguments):
+def killed_everywhere(*arguments, **environment):
     program = [sys.executable, str(SUPPORT / "killed_runs.py"), *map(str, arguments)]
-    answer = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        program, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
+    )
     assert answer.returncode == 0, answer.stderr
     return int(answer.stdout)
 
@@ -37,6 +39,25 @@ def test_compression_killed_at_every_step(tmp_path, old):
     assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected", *older) > 40
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
+def test_a_single_file_killed_at_every_step(tmp_path, old):
+    source = simple_weights(tmp_path / "m.safetensors")
+    compress_folder(source, tmp_path / "packed.safetensors")
+    older = [simple_weights(tmp_path / "older.safetensors", seed=9)] if old else []
+    ends = source, tmp_path / "net.safetensors", "compress", tmp_path / "packed.safetensors"
+    assert killed_everywhere(*ends, *older) > 8
+    ends = tmp_path / "packed.safetensors", tmp_path / "back.safetensors", "decompress", source
+    assert killed_everywhere(*ends, *older) > 8
+
+
+def test_an_old_folder_is_never_lost_where_folders_cannot_be_swapped(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    older = transformers_folder(tmp_path / "older", seed=9)
+    compress_folder(source, tmp_path / "expected")
+    arguments = source, tmp_path / "net", "compress", tmp_path / "expected", older
+    assert killed_everywhere(*arguments, NO_EXCHANGE="1") > 40
+
+
 def test_decompression_killed_at_every_step(tmp_path):
     source = transformers_folder(tmp_path / "m", shards=2)
     compress_folder(source, tmp_path / "packed")
@@ -47,6 +68,7 @@ SLOW = """
 import os, sys, time
 real = os.fsync
 def fsync(descriptor):
+    os.write(1, b"sync\\n")
     time.sleep(0.01)
     real(descriptor)
 os.fsync = fsync
@@ -59,16 +81,19 @@ main(["compress", *sys.argv[1:]])
 def test_the_command_killed_at_random_moments(tmp_path, seed):
     source, target = transformers_folder(tmp_path / "m", shards=12), tmp_path / "net"
     compress_folder(source, tmp_path / "expected")
-    expected, delays = content(tmp_path / "expected"), random.Random(seed)
+    expected, moments = content(tmp_path / "expected"), random.Random(seed)
     program = [sys.executable, "-c", SLOW, str(source), str(target)]
     for _ in range(3):
-        process = subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(delays.uniform(0.2, 0.6))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            for _ in range(moments.randint(1, 12)):
+                process.stdout.readline()
+            time.sleep(moments.uniform(0, 0.01))
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
         assert not target.exists() or content(target) == expected
     answer = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0 or "exists already" in answer.stderr
+    assert answer.returncode == 0, answer.stderr
+    assert "were done by an earlier, interrupted run" in answer.stdout
     assert content(target) == expected
 
 
@@ -228,11 +253,85 @@ def test_a_full_disk_is_a_named_error(tmp_path, small_disk):
     source = transformers_folder(tmp_path / "m", shards=3)
     with pytest.raises(OutputFailed, match="disk is full"):
         compress_folder(source, small_disk / "net")
+    assert os.listdir(small_disk) == []
+    large = simple_weights(tmp_path / "large.safetensors", shape=(200, 100))
     with pytest.raises(OutputFailed, match="disk is full"):
-        for name in "abcdefgh":
-            compress_folder(source / "model-00001-of-00003.safetensors", small_disk / f"{name}.safetensors")
-    assert not [name for name in os.listdir(small_disk) if "part" in name]
+        compress_folder(large, small_disk / "x.safetensors")
+    assert os.listdir(small_disk) == []
     compress_folder(source, tmp_path / "net")
     with pytest.raises(OutputFailed, match="disk is full"):
         decompress_folder(tmp_path / "net", small_disk / "back")
-    assert not (small_disk / "back").exists()
+    assert os.listdir(small_disk) == []
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A place that even root cannot write to."""
+    place = transformers_folder(tmp_path / "real" / "m", shards=2).parent
+    view = tmp_path / "view"
+    view.mkdir()
+    for arguments in (["--bind", str(place), str(view)], ["-o", "remount,bind,ro", str(view)]):
+        if subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode:
+            pytest.skip("a read-only file system cannot be mounted here")
+    yield view
+    subprocess.run(["umount", str(view)], check=True)
+
+
+def test_a_read_only_disk_is_enough_to_read_from(tmp_path, read_only):
+    compress_folder(read_only / "m", tmp_path / "net")
+    decompress_folder(tmp_path / "net", tmp_path / "back")
+    assert content(tmp_path / "back") == content(read_only / "m")
+    with pytest.raises(OutputFailed, match="read-only"):
+        compress_folder(read_only / "m", read_only / "net")
+    with pytest.raises(OutputFailed, match="read-only"):
+        compress_folder(read_only / "m" / "model-00001-of-00002.safetensors", read_only / "x.safetensors")
+
+
+ORDINARY_USER = """
+import os, sys
+from netweight.errors import NetweightError
+from netweight.methods.compress.folder import compress_folder
+compress_folder(sys.argv[1], sys.argv[2])  # so that everything is imported
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+for source, target in zip(sys.argv[3::2], sys.argv[4::2]):
+    try:
+        compress_folder(source, target)
+    except NetweightError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_missing_permissions_name_the_file_that_lacks_them():
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        unreadable, readable = transformers_folder(place / "m"), transformers_folder(place / "n")
+        (place / "locked").mkdir()
+        (place / "open").mkdir()
+        for path, mode in {
+            place: 0o755, unreadable / "tokenizer.json": 0, place / "locked": 0o555, place / "open": 0o777
+        }.items():  # fmt: skip
+            path.chmod(mode)
+        ends = [readable, place / "first", unreadable, place / "open" / "net", readable, place / "locked" / "net"]
+        files = [readable / "model.safetensors", place / "locked" / "x.safetensors"]
+        program = [sys.executable, "-c", ORDINARY_USER, *map(str, ends + files)]
+        answer = subprocess.run(program, capture_output=True, text=True, check=False)
+        said = answer.stdout.splitlines()
+        assert len(said) == 3, answer.stderr
+        assert said[0].startswith(f"UsageError {unreadable / 'tokenizer.json'} could not be read")
+        assert said[1].startswith(f"OutputFailed {place / 'locked' / 'net'} could not be written (Permission denied)")
+        assert said[2].startswith(f"OutputFailed {place / 'locked' / 'x.safetensors'} could not be written")
+        assert os.listdir(place / "open") == os.listdir(place / "locked") == []
+        (place / "locked").chmod(0o755)
+
+
+def test_what_another_kind_of_run_left_is_named(tmp_path):
+    source = transformers_folder(tmp_path / "m")
+    part_of(tmp_path / "net").mkdir()
+    (part_of(tmp_path / "net") / "tree").mkdir()
+    with pytest.raises(OutputFailed, match=r"Remove .*\.net\.netweight-part"):
+        compress_folder(source / "model.safetensors", tmp_path / "net")
+    part_of(tmp_path / "x").write_bytes(b"")
+    with pytest.raises(OutputFailed, match=r"Remove .*\.x\.netweight-part"):
+        compress_folder(source, tmp_path / "x")

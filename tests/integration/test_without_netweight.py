@@ -1,4 +1,4 @@
-"""What loaders do with a compressed folder in an environment without netweight: they refuse, and say what to install."""
+"""What loaders do with a compressed folder where netweight is not installed: they refuse, and say what to install."""
 
 import json
 import subprocess
@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from folders_under_test import content
+
+import netweight
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -29,15 +32,19 @@ def run(program, *arguments):
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """What each loader said, by its label: None if it loaded."""
-    from netweight.methods.compress.folder import compress_folder
-
+def place(tmp_path_factory):
+    """A folder of models as their libraries save them, `plain`, and compressed, `net`."""
     place = tmp_path_factory.mktemp("foreign")
     run("foreign_models.py", "make", place / "plain")
     (place / "net").mkdir()
     for model in (place / "plain").iterdir():
-        compress_folder(model, place / "net" / model.name)
+        netweight.compress_folder(model, place / "net" / model.name)
+    return place
+
+
+@pytest.fixture(scope="module")
+def answers(place):
+    """What each loader said, by its label: None if it loaded."""
     return json.loads(run("foreign_models.py", "load", place / "plain", place / "net").splitlines()[-1])
 
 
@@ -67,6 +74,7 @@ REFUSE = ["transformers with a foreign config", "peft with a foreign config", "s
 def test_loaders_refuse_and_say_what_to_install(answers, loader):
     assert answers[loader] is not None, "it loaded"
     assert "pip install netweight" in answers[loader]
+    assert "netweight decompress" in answers[loader]
 
 
 @pytest.mark.parametrize("loader", REFUSE)
@@ -74,7 +82,19 @@ def test_loaders_that_are_misled_on_purpose_still_refuse(answers, loader):
     assert answers[loader] is not None, "it loaded"
 
 
-def test_nothing_was_left_untested(answers):
+MODELS = ["bert", "sharded", "variant", "llama", "adapter", "unet", "unet_sharded", "ddpm", "sd", "sd_lora"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_libraries_save_comes_back_byte_for_byte(place, tmp_path, model):
+    netweight.decompress_folder(place / "net" / model, tmp_path / "back")
+    assert content(tmp_path / "back") == content(place / "plain" / model)
+    findings = netweight.verify(place / "net" / model, against=place / "plain" / model)
+    assert [finding.name for finding in findings if finding.passed is False] == []
+
+
+def test_nothing_was_left_untested(answers, place):
+    assert {model.name for model in (place / "net").iterdir()} == set(MODELS)
     assert set(answers) == {*SAY_WHAT_TO_INSTALL, *REFUSE, "plain transformers", "plain diffusers LoRA"}
     assert answers["plain transformers"] is None
     assert answers["plain diffusers LoRA"] is None

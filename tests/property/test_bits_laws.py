@@ -88,9 +88,8 @@ def test_integers_have_mantissas_only(dtype, count, seed):
     assert entropy(raw) - 1e-9 <= found.mantissa_entropy <= 8 * raw.itemsize
     if raw.itemsize == 1:
         assert found.mantissa_entropy == pytest.approx(entropy(raw), abs=1e-12)
-    assert found.bytes.tolist() == [
-        numpy.bincount(column, minlength=256).tolist() for column in raw.view(numpy.uint8).reshape(count, raw.itemsize).T
-    ]
+    columns = raw.view(numpy.uint8).reshape(count, raw.itemsize).T
+    assert found.bytes.tolist() == [numpy.bincount(column, minlength=256).tolist() for column in columns]
 
 
 @given(dtype=st.sampled_from(list(FLOATS)), sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4))

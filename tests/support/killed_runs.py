@@ -1,7 +1,11 @@
 """Run compression in a child that is killed at its n-th step on the file system, for every n; a program of its own.
 
-Usage: killed_runs.py SOURCE TARGET compress|decompress EXPECTED [old]. After every kill the target must be absent (or,
-with `old`, the older folder), or complete; then the run is repeated and must complete. Prints the number of kill points.
+Usage: killed_runs.py SOURCE TARGET compress|decompress EXPECTED [OLD], all files or all folders. After every kill the
+target must be absent, or complete; with OLD, which stands there before, the target must be that or complete, and never
+absent. Then the run is repeated, must complete and leave nothing beside its target. Prints the number of kill points.
+
+With NO_EXCHANGE in the environment two folders cannot be swapped in one step: then OLD may be absent until the next run
+looks for it, but is never lost.
 """
 
 import os
@@ -12,9 +16,16 @@ from pathlib import Path
 
 from folders_under_test import content
 
+from netweight.errors import OutputExists
+from netweight.methods.compress import workplace
 from netweight.methods.compress.folder import compress_folder, decompress_folder
 
-STEPS = ("replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "truncate", "fchmod")
+STEPS = ("open", "pwrite", "replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "truncate", "fchmod")
+
+
+def held(path):
+    """What a file or folder holds."""
+    return path.read_bytes() if path.is_file() else content(path)
 
 
 def killed_at(step, work):
@@ -48,33 +59,61 @@ def killed_at(step, work):
     return os.WIFSIGNALED(status)
 
 
+def can_swap(place):
+    folders = place / "first", place / "second"
+    for folder in folders:
+        folder.mkdir()
+    try:
+        return workplace.exchange(*folders)
+    finally:
+        for folder in folders:
+            folder.rmdir()
+
+
 def main(source, target, verb, expected, old=None):
-    source, target, expected = Path(source), Path(target), content(expected)
-    run = compress_folder if verb == "compress" else decompress_folder
+    source, target, expected = Path(source), Path(target), held(Path(expected))
+    older = None if old is None else held(Path(old))
+    swaps = "NO_EXCHANGE" not in os.environ and can_swap(target.parent)
+    if not swaps:
+        workplace.exchange = lambda first, second: False
+
+    def run(source, target, **options):
+        (compress_folder if verb == "compress" else decompress_folder)(source, target, threads=1, **options)
 
     def prepare():
         for path in target.parent.glob(f"*{target.name}*"):
-            if path != source:
+            if path.is_dir():
                 shutil.rmtree(path)
+            else:
+                path.unlink()
         if old is not None:
-            shutil.copytree(old, target)
+            (shutil.copytree if source.is_dir() else shutil.copyfile)(old, target)
+
+    def refused():
+        try:
+            run(source, target)
+        except OutputExists:
+            return True
+        return False
 
     step = 0
     while True:
         step += 1
         prepare()
-        killed = killed_at(step, lambda: run(source, target, threads=1, overwrite=old is not None))
-        found = content(target) if target.exists() else None
-        allowed = [expected, None, *([content(old)] if old else [])]
-        assert found in allowed, f"step {step}: the target is a mixture"
+        killed = killed_at(step, lambda: run(source, target, overwrite=old is not None))
+        found = held(target) if target.exists() else None
+        assert found in (expected, older) or (found is None and not swaps), f"step {step}: a mixture, or nothing"
         if not killed:
             assert found == expected, f"step {step}: not killed and not complete"
             break
-        if found != expected:
-            run(source, target, threads=1, overwrite=old is not None)
-            assert content(target) == expected, f"step {step}: the repeated run did not complete"
-            left = [path.name for path in target.parent.glob(f".{target.name}*")]
-            assert not left, f"step {step}: {left} left behind"
+        if found == expected or (found is None and old is not None):
+            assert refused(), f"step {step}: what is there was not seen"
+            assert held(target) in (expected, older), f"step {step}: lost"
+        if held(target) != expected:
+            run(source, target, overwrite=old is not None)
+        assert held(target) == expected, f"step {step}: the repeated run did not complete"
+        left = [path.name for path in target.parent.glob(f".{target.name}*")]
+        assert not left, f"step {step}: {left} left behind"
     print(step - 1)
 
 

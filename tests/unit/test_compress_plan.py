@@ -109,7 +109,7 @@ def test_links_out_of_the_folder_and_odd_files_are_refused(tmp_path, kind):
     else:
         os.mkfifo(folder / "pipe")
         expected = Unsupported
-    with pytest.raises(expected, match="notes|pipe"):
+    with pytest.raises(expected, match=r"notes|pipe"):
         make_plan(folder, PLAIN)
 
 

@@ -1,10 +1,13 @@
-"""pyproject.toml gives lower bounds, constraints.txt pins what is known to work; they must agree."""
+"""pyproject.toml gives lower bounds, constraints.txt pins what is known to work; the wheel carries what code needs."""
 
+import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from netweight.reproduce import published
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "constraints.txt").is_file(), reason="outside a source tree")
@@ -56,3 +59,23 @@ def test_all_is_made_of_extras_that_exist(project):
     (everything,) = project["optional-dependencies"]["all"]
     named = re.fullmatch(r"netweight\[(.*)\]", everything)[1].split(",")
     assert set(named) <= project["optional-dependencies"].keys()
+
+
+def test_the_wheel_carries_the_package_and_the_published_numbers():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    packages = build["wheel"]["packages"]
+    assert packages == {"netweight": "src/netweight", "netweight/published": "recipes/published"}
+    assert all((ROOT / folder).is_dir() for folder in packages.values())
+
+
+def test_an_installed_netweight_has_the_published_numbers_of_the_source_tree():
+    """Where the tests run on an installed wheel, its copy is the one that is read, and no file is missing."""
+    here = sorted(path.name for path in (ROOT / "recipes" / "published").glob("*.json"))
+    assert sorted(path.name for path in published.published_folder().glob("*.json")) == here
+    package = Path(published.__file__).parents[1]
+    if package.is_relative_to(ROOT / "src"):
+        assert published.published_folder() == ROOT / "recipes" / "published"
+        return
+    assert published.published_folder() == package / "published"
+    files = importlib.metadata.files("netweight")
+    assert here == sorted(file.name for file in files if "published" in file.parts and file.suffix == ".json")

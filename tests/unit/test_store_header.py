@@ -61,7 +61,7 @@ def test_a_name_given_twice_is_refused(tmp_path):
     raw = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"ab")
-    with pytest.raises(CorruptBlob, match="twice|duplicate"):
+    with pytest.raises(CorruptBlob, match=r"twice|duplicate"):
         read_header(path)
 
 

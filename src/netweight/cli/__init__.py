@@ -1,10 +1,11 @@
 """The command `netweight`: a table of commands, each imported only when it is called, and one place for errors.
 
-Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input.
+Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import sys
@@ -14,21 +15,25 @@ from typing import Any, NoReturn, final
 import click
 
 from netweight.core.environment import netweight_version
-from netweight.errors import NetweightError
+from netweight.errors import NetweightError, UsageError
 
-__all__ = ["COMMANDS", "FINDING_FAILED", "main"]
+__all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
 FINDING_FAILED = 1
 """Exit code of a command that did its work and found something that failed."""
+INTERRUPTED = 130
+"""Exit code of a command that was stopped with Ctrl-C, as shells have it."""
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
     "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
     "inspect": ("netweight.cli.compress:inspect", "Show what is in weight files, tensor by tensor."),
     "verify": ("netweight.cli.compress:verify", "Prove that a compressed model is intact and identical."),
+    "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),
     "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
+    "benchmark": ("netweight.cli.benchmark:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
 """Each command's home, `"module:attribute"`, and its line in `netweight --help`."""
@@ -76,13 +81,22 @@ class _Commands(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; errors of netweight become messages and exit codes."""
+        """Run the command; errors of netweight and refusals of the system become messages and exit codes."""
+        failure: NetweightError
         try:
             return super().invoke(ctx)
         except NetweightError as error:
-            output = ctx.meta.get("netweight.output")
-            _report(error, as_json=output is not None and output.as_json)
-            ctx.exit(error.exit_code)
+            failure = error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of the output went away; click knows what to do
+                raise
+            failure = UsageError(f"{error.filename or 'The system'}: {error.strerror or error}.")
+        except KeyboardInterrupt:
+            click.secho("Interrupted.", fg="yellow", err=True)
+            ctx.exit(INTERRUPTED)
+        output = ctx.meta.get("netweight.output")
+        _report(failure, as_json=output is not None and output.as_json)
+        ctx.exit(failure.exit_code)
 
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,33 +68,38 @@ def compress(
     """
     from netweight.methods.compress.folder import compress_folder
 
-    summary = compress_folder(
-        _source(src),
-        dst,
-        level=level,  # type: ignore[arg-type]  # click has checked it
-        threads=threads,
-        overwrite=overwrite,
-        variant=variant,
-        exclude=exclude,
-        progress=_progress(output),
-    )
+    source = _source(src, exclude)
+    with _interruptible(source, dst, output):
+        summary = compress_folder(
+            source,
+            dst,
+            level=level,  # type: ignore[arg-type]  # click has checked it
+            threads=threads,
+            overwrite=overwrite,
+            variant=variant,
+            exclude=exclude,
+            progress=_progress(output),
+        )
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
 
 
 @click.command()
-@click.argument("src", type=_PATH)
+@click.argument("src")
 @click.argument("dst", type=_PATH)
 @_threads
 @_overwrite
 @output_option
-def decompress(src: Path, dst: Path, threads: int | None, overwrite: bool, output: Output) -> None:
+def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output: Output) -> None:
     """Restore the original files of a compressed model, byte for byte; all digests are checked.
 
-    SRC is a compressed .safetensors file or folder.
+    SRC is a compressed .safetensors file or folder, or its id on the Hugging Face hub. A run that was interrupted
+    continues where it stopped when it is started again.
     """
     from netweight.methods.compress.folder import decompress_folder
 
-    summary = decompress_folder(src, dst, threads=threads, overwrite=overwrite, progress=_progress(output))
+    source = _source(src)
+    with _interruptible(source, dst, output):
+        summary = decompress_folder(source, dst, threads=threads, overwrite=overwrite, progress=_progress(output))
     _show(output, summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
 
 
@@ -114,7 +121,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
     for finding in findings:
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
         value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
-        among = f" of {finding.detail['among']}" if finding.detail.get("among") else ""
+        among = f" of {finding.detail['among']}" if finding.detail.get("among") is not None else ""
         output.line(f"{word:7}{finding.name}: {value}{among}", fg=color)
         names = finding.detail.get("which", ())
         for name in names[:_SHOWN]:
@@ -134,16 +141,26 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
 def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -> None:
     """Show what is in weight files, tensor by tensor.
 
-    PATH is a .safetensors file or a folder, compressed or not. Entropies are in bits per weight; the shares of sign,
-    exponent and mantissa are those of the total entropy.
+    PATH is a .safetensors file or a folder, compressed or not. "stored bits" are the bits that the file spends on each
+    weight. Entropies are in bits per weight, too; the shares of sign, exponent and mantissa are those of the total
+    entropy. A tensor of few values shows less entropy than its kind has: no part can show more than log2(values) bits.
     """
     from netweight.methods.compress.inspection import inspect_tensors
 
     reports = list(inspect_tensors(path, tensor=tensor, progress=_progress(output)))
+    files = {report.info.file for report in reports}
     headers = ["tensor", "dtype", "shape", "stored bits", "entropy", "sign", "exponent", "mantissa"]
-    output.table(headers, [_row(report) for report in reports])
+    rows = [_row(report) for report in reports]
+    if len(files) > 1:
+        headers.append("file")
+        rows = [[*row, report.info.file.relative_to(path)] for row, report in zip(rows, reports, strict=True)]
+    output.table(headers, rows)
     plain, stored = (sum(getattr(report.info, size) for report in reports) for size in ("nbytes", "stored_nbytes"))
-    output.line(f"{len(reports)} tensors, {_size(plain)} of values in {_size(stored)} of file")
+    weights = sum(math.prod(report.info.shape) for report in reports)
+    output.line(
+        f"{len(reports)} tensors in {len(files)} {'file' if len(files) == 1 else 'files'}, {weights:,} weights: "
+        f"{_size(plain)} of values in {_size(stored)} of file, {8 * stored / max(weights, 1):.2f} bits per weight"
+    )
     if plot is not None:
         _plot(reports, path, plot)
         output.line(f"Histograms drawn in {plot}.")
@@ -151,14 +168,29 @@ def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -
     output.result({"path": str(path), "nbytes": plain, "stored_nbytes": stored, "tensors": tensors})
 
 
-def _source(src: str) -> Path:
-    """A path as it is; the id of a model on the hub as the folder it is fetched to."""
+def _source(src: str, exclude: tuple[str, ...] = ()) -> Path:
+    """A path as it is; the id of a model on the hub as the folder it is fetched to, without the excluded files."""
     path = Path(src)
     if path.exists():
         return path
     from netweight.integrations.hub import fetch, is_hub_id
 
-    return fetch(src) if is_hub_id(src) else path
+    return fetch(src, exclude=exclude) if is_hub_id(src) else path
+
+
+@contextmanager
+def _interruptible(source: Path, target: Path, output: Output) -> Iterator[None]:
+    """Say after Ctrl-C what became of the work."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if source.is_dir():
+            from netweight.store.atomic import part_of
+
+            output.warn(f"The same command continues where this one stopped; to give up, remove {part_of(target)}.")
+        else:
+            output.warn("Nothing was written.")
+        raise
 
 
 def _progress(output: Output) -> Progress:
@@ -198,10 +230,11 @@ def _row(report: TensorReport) -> list[object]:
 
 
 def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
-    """Draw one row of histograms per dtype, all tensors of it taken together."""
+    """Draw one row of histograms per dtype, all its tensors taken together; integers only if there is nothing else."""
     from netweight.methods.compress.bits import merge
     from netweight.methods.compress.plots import plot_bits
 
     known = [report.bits for report in reports if report.bits is not None and report.bits.count]
+    known = [bits for bits in known if bits.layout.exponent] or known
     dtypes = dict.fromkeys(bits.dtype for bits in known)
     plot_bits({f"{path.name}, {dtype}": merge(bits for bits in known if bits.dtype == dtype) for dtype in dtypes}, plot)

@@ -7,6 +7,7 @@ A command takes `@output_option` and receives `output: Output`. Everything meant
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
@@ -14,6 +15,7 @@ import click
 
 __all__ = ["Output", "output_option"]
 
+_NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -38,7 +40,7 @@ class Output:
         click.secho(f"Warning: {text}", fg="yellow", err=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> None:
-        """Write a table for people: columns aligned, numbers to the right.
+        """Write a table for people: columns aligned, columns of numbers to the right.
 
         Args:
             headers: Column titles; an empty sequence for none.
@@ -48,7 +50,7 @@ class Output:
         if self.as_json or not rows:
             return
         cells = [[str(cell) for cell in row] for row in rows]
-        numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(cells[0]))]
+        numeric = [all(_NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(cells[0]))]
         lines = [list(headers), *cells] if headers else cells
         widths = [max(len(line[i]) for line in lines) for i in range(len(cells[0]))]
         for number, line in enumerate(lines):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,7 +194,7 @@ def decode_raw(
         Unsupported: The blob is of a newer format.
     """
     with _in_our_words("a blob"):
-        return backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)
+        return backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)[0]
 
 
 def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> torch.Tensor:
@@ -202,12 +202,9 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
 
     Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type.
     """
-    import torch
-
-    blob_info = info(blob)
-    dtype = torch_dtype(blob_info.dtype)
-    raw = decode_raw(blob, threads=threads, check=check, path=path)
-    return _tensor_of(raw, dtype, blob_info.shape)
+    with _in_our_words("a blob"):
+        raw, name, shape = backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)
+    return _tensor_of(raw, torch_dtype(name), shape)
 
 
 def decode_into(
@@ -235,13 +232,9 @@ def decode_into(
     else:
         if not out.is_contiguous() or out.device.type != "cpu" or out.is_conj() or out.is_neg():
             raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
-        target = _tensor_bytes(out.detach())
+        target = _tensor_bytes(out)
     with _in_our_words("a blob"):
-        source = _bytes_of(blob)
-        expected = backend.read_header(source)[2]
-        if expected != target.nbytes:
-            raise UsageError(f"The output has {target.nbytes} bytes where the tensor has {expected}.")
-        backend.decode_into(source, target, _checked_threads(threads), check, path)
+        backend.decode_into(_bytes_of(blob), target, _checked_threads(threads), check, path)
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
@@ -255,8 +248,6 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         CorruptBlob: The blob is damaged.
         Unsupported: torch lacks the element type, or rows do not fill whole bytes.
     """
-    import torch
-
     source = _bytes_of(blob)
     with _in_our_words("a blob"):
         name, shape, _, _, _, _, _, numbers = backend.read_header(source)
@@ -282,13 +273,16 @@ def _flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint
 def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     import torch
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _tensor_of(
-    raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
+def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
@@ -307,18 +301,26 @@ def _bytes_of(blob: Any) -> Any:
     return memoryview(blob)
 
 
-@contextlib.contextmanager
-def _in_our_words(what: str) -> Iterator[None]:
-    """Turns the backend's errors into the library's."""
-    try:
-        yield
-    except backend.CORRUPT as error:
+class _in_our_words:
+    """Turns the backend's errors into the library's. A class, because a generator costs as much as a small tensor."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
         reason = getattr(error, "reason", error)
-        cure = "Fetch or compress the file again; its bytes were damaged."
-        raise CorruptBlob(f"Cannot decode {what}: {reason}.", cure=cure) from error
-    except backend.UNSUPPORTED as error:
-        reason = getattr(error, "reason", error)
-        cure = "Update netweight, or use another element type."
-        raise Unsupported(f"Cannot handle {what}: {reason}.", cure=cure) from error
-    except ValueError as error:
-        raise UsageError(f"Cannot handle {what}: {error}.") from error
+        if isinstance(error, backend.CORRUPT):
+            cure = "Fetch or compress the file again; its bytes were damaged."
+            raise CorruptBlob(f"Cannot decode {self.what}: {reason}.", cure=cure) from error
+        if isinstance(error, backend.UNSUPPORTED):
+            cure = "Update netweight, or use another element type."
+            raise Unsupported(f"Cannot handle {self.what}: {reason}.", cure=cure) from error
+        if isinstance(error, ValueError):
+            raise UsageError(f"Cannot handle {self.what}: {reason}.") from error

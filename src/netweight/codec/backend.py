@@ -81,23 +81,32 @@ def read_header(blob: Any) -> tuple[str, tuple[int, ...], int, int, int, bytes, 
     return h.element.name, h.shape, h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers
 
 
-def decode(blob: Any, threads: int, check: bool, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Decode to a new array of bytes."""
+def decode(
+    blob: Any, threads: int, check: bool, path: str
+) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], str, tuple[int, ...]]:
+    """Decode to a new array of bytes; also the name of the element type and the shape."""
     if _in_python(path):
         from netweight.codec import reference
 
-        return reference.decode(blob, check=check)
+        header = reference.read_header(blob)
+        return reference.decode(blob, check=check), header.element.name, header.shape
     return native.decode(blob, threads, check, path)
 
 
 def decode_into(blob: Any, out: np.ndarray[Any, Any], threads: int, check: bool, path: str) -> None:
-    """Decode into an array of bytes whose size was compared with the header's."""
-    if _in_python(path):
-        from netweight.codec import reference
+    """Decode into an array of bytes.
 
-        reference.decode(blob, check=check, out=out)
-    else:
-        native.decode_into(blob, out, threads, check, path)
+    Raises:
+        ValueError: The array has another size than the tensor.
+    """
+    if not _in_python(path):
+        return native.decode_into(blob, out, threads, check, path)
+    from netweight.codec import reference
+
+    expected = reference.read_header(blob).nbytes
+    if expected != out.nbytes:
+        raise ValueError(f"the output has {out.nbytes} bytes where the tensor has {expected}")
+    reference.decode(blob, check=check, out=out)
 
 
 def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from netweight.errors import Unsupported
@@ -38,6 +39,7 @@ TORCH_NAMES: dict[str, str | None] = {
 }
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name.
 
@@ -55,6 +57,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a torch dtype.
 

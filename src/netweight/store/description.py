@@ -26,7 +26,7 @@ __all__ = ["KEY", "REFUSALS", "SUFFIX", "Description", "Original", "deflate_text
 KEY = "netweight"
 SUFFIX = ".net"
 VERSION = 1
-_SENTENCE = "these weights are compressed by netweight: pip install netweight, or run netweight decompress"
+_SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
 REFUSALS = {
     "format": _SENTENCE,
     "lora_adapter_metadata": json.dumps({f"{part}.{_SENTENCE}": 1 for part in ("unet", "transformer", "text_encoder")}),

@@ -229,7 +229,10 @@ def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | Unsaf
         return CorruptBlob(f"{path} is a pointer of Git LFS, not the weights.", cure="Run `git lfs pull` first.")
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return UnsafeInput(
-            f"{path} is a pickle under the name of a safetensors file; pickles can run code.",
-            cure="Do not load it; convert it where it came from with safetensors.torch.save_file.",
+            f"{path} is a pickle, which can run code when opened, and no safetensors file.",
+            cure="Load it where you trust it and save it again: model.save_pretrained(folder), or "
+            "safetensors.torch.save_file(tensors, path).",
         )
+    if path.suffix != ".safetensors":
+        return CorruptBlob(f"{path} is no safetensors file.", cure="Name a .safetensors file or a model's folder.")
     return CorruptBlob(f"{path} is no safetensors file or is cut short ({size:,} bytes).", cure="Fetch the file again.")

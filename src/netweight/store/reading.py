@@ -126,7 +126,7 @@ class StoredFile:
             return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """The tensor as it was, in memory of its own."""
+        """The tensor as it was; what is written to it never reaches the file."""
         original = self._original(name)
         if original is None:
             return self._library_get(name, None)
@@ -243,7 +243,7 @@ class Store:
             check: Whether to compare the digest of a compressed tensor.
 
         Returns:
-            The tensor on the CPU, in the dtype and shape it had.
+            The tensor on the CPU, in the dtype and shape it had. What is written to it never reaches the file.
 
         Raises:
             NameNotFound: There is no such tensor.

@@ -1,4 +1,7 @@
-"""The audit of compression: are all bits there, and are they those of the original? Tensor by tensor, file by file."""
+"""The audit of compression: are all bits there, and are they those of the original? Tensor by tensor, file by file.
+
+Importing this module declares the treatment `compress` and registers its audit, `identity`.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import xxhash
 
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
+from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
 from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
-from netweight.methods.compress.shard import plain_head
+from netweight.methods.compress.shard import plain_head, plain_size
 from netweight.store.reading import StoredFile
 
-__all__ = ["verify"]
+__all__ = ["TREATMENT", "Compressed", "verify"]
 
+TREATMENT = "compress"
 _SHOWN = 100  # names kept per finding
+_BLOCK = 1 << 20  # bytes compared at a time
+
+
+@final
+@dataclass(frozen=True)
+class Compressed:
+    """What the audit looks at: the compressed file or folder, and the one that it was made from."""
+
+    path: Path
+    source: Path
 
 
 def verify(
@@ -45,14 +61,19 @@ def verify(
         at last the ratio.
 
     Raises:
-        UsageError: A path is not there; or `path` is not compressed, so that it carries no digests, and `against` is
-            missing.
+        UsageError: A path is not there; or one is a file and the other a folder; or `path` is not compressed, so that
+            it carries no digests, and `against` is missing.
         CorruptBlob: A file is so damaged that it cannot be opened, or missing.
         UnsafeInput: A manifest points outside its folder.
     """
     config = CompressConfig(threads=threads)
     subject = _Side.open(Path(path))
     other = None if against is None else _Side.open(Path(against))
+    if other is not None and subject.root.is_file() != other.root.is_file():
+        raise UsageError(
+            f"{subject.root} and {other.root} are not two files or two folders.",
+            cure="Compare a file with a file: name the weights file inside the folder.",
+        )
     if not subject.compressed and other is None:
         raise UsageError(
             f"{subject.root} is not compressed and carries no digests.", cure="Name the original: --against SRC."
@@ -108,12 +129,7 @@ class _Side:
 
     def nbytes(self) -> int:
         """Bytes of the weight files when not compressed."""
-        total = 0
-        for path in self.weights.values():
-            file = StoredFile(path)
-            total += len(plain_head(file)) + sum(file.info(name).nbytes for name in file.names())
-            file.close()
-        return total
+        return sum(map(plain_size, self.weights.values()))
 
     def stored_nbytes(self) -> int:
         """Bytes of the weight files as they are."""
@@ -134,6 +150,8 @@ class _Tally:
 
     tensors: int = 0
     files: int = 0
+    compared_tensors: int = 0
+    compared_files: int = 0
     damaged: list[str] = field(default_factory=list)
     damaged_files: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -146,8 +164,8 @@ class _Tally:
             found.append(_none_of("damaged tensors", self.damaged, self.tensors))
             found.append(_none_of("damaged files", self.damaged_files, self.files))
         if other is not None:
-            found.append(_none_of("tensors that differ", self.different, self.tensors))
-            found.append(_none_of("files that differ", self.different_files, self.files))
+            found.append(_none_of("tensors that differ", self.different, self.compared_tensors))
+            found.append(_none_of("files that differ", self.different_files, self.compared_files))
             found.append(_none_of("tensors and files that only one side has", self.one_sided, None))
         nbytes, stored = subject.nbytes(), subject.stored_nbytes()
         detail = {"nbytes": nbytes, "stored_nbytes": stored}
@@ -181,7 +199,7 @@ def _check_weights(
         try:
             content = file.content(tensor, threads=threads, check=True)
         except CorruptBlob as error:
-            tally.damaged.append(f"{where}: {error.reason}")
+            tally.damaged.append(f"{where}: {_cause(error)}")
             broken = True
         else:
             whole.update(content)
@@ -189,6 +207,7 @@ def _check_weights(
                 _compare(file, peer, tensor, where, content, threads, tally)
         file.release(tensor)
         advance(file.info(tensor).nbytes)
+    advance(len(head))
     tally.files += 1
     entry = side.entry(name)
     recorded = None if entry is None else entry.digest
@@ -197,6 +216,7 @@ def _check_weights(
     if peer is not None:
         held = set(file.names())
         tally.one_sided += [f"{name}: {tensor}" for tensor in sorted(held ^ set(peer.names()))]
+        tally.compared_files += 1
         if plain_head(peer) != head:
             tally.different_files.append(f"{name or path.name}: the headers differ (order, metadata or padding)")
         peer.close()
@@ -209,12 +229,26 @@ def _compare(
     """Compare one tensor with its peer: dtype, shape and every bit."""
     if tensor not in peer.names():
         return
+    tally.compared_tensors += 1
     mine, theirs = file.info(tensor), peer.info(tensor)
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         tally.different.append(f"{where}: {mine.dtype} {mine.shape} against {theirs.dtype} {theirs.shape}")
-    elif memoryview(content).cast("B") != memoryview(peer.content(tensor, threads=threads)).cast("B"):
+    elif not _same_bytes(content, peer.content(tensor, threads=threads)):
         tally.different.append(f"{where}: the bits differ")
     peer.release(tensor)
+
+
+def _same_bytes(left: Any, right: Any) -> bool:
+    mine, theirs = (np.frombuffer(buffer, np.uint8) for buffer in (left, right))
+    blocks = (slice(start, start + _BLOCK) for start in range(0, len(mine), _BLOCK))
+    return len(mine) == len(theirs) and all(bool((mine[block] == theirs[block]).all()) for block in blocks)
+
+
+def _cause(error: CorruptBlob) -> str:
+    """The innermost reason: file and tensor, which the outer ones add, are named beside it already."""
+    while isinstance(error.__cause__, CorruptBlob):
+        error = error.__cause__
+    return error.reason
 
 
 def _check_others(subject: _Side, other: _Side | None, tally: _Tally) -> None:
@@ -227,8 +261,10 @@ def _check_others(subject: _Side, other: _Side | None, tally: _Tally) -> None:
                 tally.damaged_files.append(f"{entry.stored}: its digest is not the recorded one")
             if entry.kind == "rewritten" and subject.digest(name) != entry.digest:
                 tally.damaged_files.append(f"{name}: the kept original is damaged")
-        if other is not None and name in other.others and subject.digest(name) != other.digest(name):
-            tally.different_files.append(name)
+        if other is not None and name in other.others:
+            tally.compared_files += 1
+            if subject.digest(name) != other.digest(name):
+                tally.different_files.append(name)
     if other is not None:
         mine, theirs = ({*side.weights, *side.others} for side in (subject, other))
         known = {path for side in (subject, other) if side.manifest for path in side.manifest.left_out}
@@ -244,3 +280,12 @@ def _is_compressed(path: Path) -> bool:
     file = StoredFile(path)
     file.close()
     return file.description is not None
+
+
+register_treatment(TREATMENT, audits=("identity",))
+
+
+@register_audit(TREATMENT, "identity")
+def _identity(subject: Compressed, config: CompressConfig, *, seed: int, progress: Progress) -> list[Finding]:
+    """Compare bit by bit; nothing is left to chance, so the seed is not used."""
+    return verify(subject.path, subject.source, threads=config.threads, progress=progress)

@@ -2,7 +2,8 @@
 
 The work is done beside the target, in `.NAME.netweight-part`: the folder to be under `tree/`, and a journal of
 finished files. A run that is killed or interrupted leaves it; the next run takes from it what still fits its inputs and
-settings. A run that fails removes it. At the end `tree` is renamed to the target.
+settings: whole files, so a single weights file is begun anew. A run that fails removes it. At the end `tree` takes the
+target's place in one step.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.loaders import mark_config, rewrite_index
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.plan import Item, Plan, lies_in_diffusers_model, make_plan
-from netweight.methods.compress.shard import check_digest, compress_shard, restore_shard
-from netweight.methods.compress.workplace import Workplace, workplace
+from netweight.methods.compress.shard import check_digest, compress_shard, plain_size, restore_shard
+from netweight.methods.compress.workplace import Workplace, settle, workplace
 from netweight.store.atomic import refuse_existing, whole_file
 from netweight.store.reading import weight_map
 from netweight.store.writing import Level
@@ -153,7 +154,7 @@ def decompress_folder(
     source, target, started = Path(source), Path(target), time.monotonic()
     _check_ends(source, target, overwrite)
     if source.is_file():
-        with progress.task(f"decompress {source.name}") as task:
+        with progress.task(f"decompress {source.name}", plain_size(source)) as task:
             result = restore_shard(source, target, threads=config.workers, overwrite=overwrite, advance=task.update)
         seconds = time.monotonic() - started
         return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
@@ -185,10 +186,11 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
         raise UsageError(f"{source} cannot be its own target.", cure="Choose another name.")
     if source.is_dir() and (written.is_relative_to(read) or read.is_relative_to(written)):
         raise UsageError(f"{source} and {target} lie one inside the other.", cure="Choose a place beside it.")
-    if target.exists() and source.is_dir() != target.is_dir():
-        raise UsageError(
-            f"{target} is {'a folder' if target.is_dir() else 'a file'}, {source} is not.", cure="Remove it."
-        )
+    if target.is_dir() and source.is_file():
+        raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
+    if target.is_file() and source.is_dir():
+        raise UsageError(f"{target} is a file, {source} a folder.", cure="Choose another name.")
+    settle(target)
     refuse_existing(target, overwrite=overwrite)
 
 

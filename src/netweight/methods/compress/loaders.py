@@ -42,12 +42,10 @@ __all__ = [
 
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-TRANSFORMERS_SENTENCE = (
-    "these weights are compressed by netweight; to load them, `pip install netweight` and "
-    "`import netweight.integrations.transformers` first"
-)
-DIFFUSERS_METHOD = "netweight (to load: `pip install netweight` and `import netweight.integrations.diffusers`)"
-PEFT_TYPE = "netweight (to load: `pip install netweight` and `import netweight.integrations.peft`)"
+_CURE = "`pip install netweight`, then restore them: `netweight decompress FOLDER NEW_FOLDER`"
+TRANSFORMERS_SENTENCE = f"these weights are compressed by netweight: {_CURE}"
+DIFFUSERS_METHOD = f"netweight (these weights are compressed: {_CURE})"
+PEFT_TYPE = f"netweight (these weights are compressed: {_CURE})"
 
 _INDEX = re.compile(r"^(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>\w+))?\.json$")
 _SHARD = r"-\d{5}-of-\d{5}"

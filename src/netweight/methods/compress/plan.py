@@ -113,7 +113,9 @@ def _walk(source: Path) -> tuple[list[str], list[str]]:
 
 
 def _raise(error: OSError) -> None:
-    raise error
+    raise UsageError(
+        f"{error.filename} could not be read ({error.strerror}).", cure="Check its permissions."
+    ) from error
 
 
 def _outside(path: Path) -> NetweightError:
@@ -127,7 +129,11 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     weights = [path for path in paths if path.endswith(".safetensors") or is_index(Path(path).name)]
     having = {Path(path).parent for path in weights if variant_of(Path(path).name) == variant}
     if not having:
-        raise UsageError(f"{source} holds no weights of variant {variant!r}.", cure="Leave the variant out.")
+        known = sorted({found for path in weights if (found := variant_of(Path(path).name)) is not None})
+        raise UsageError(
+            f"{source} holds no weights of variant {variant!r}.",
+            cure=f"It has {', '.join(known)}." if known else "It has no variants: leave the variant out.",
+        )
     dropped = {p for p in weights if Path(p).parent in having and variant_of(Path(p).name) != variant}
     return [path for path in paths if path not in dropped]
 
@@ -152,6 +158,8 @@ def _problem(source: Path, path: str) -> NetweightError | None:
             )
     except NetweightError as error:
         return error
+    except OSError as error:
+        return UsageError(f"{file} could not be read ({error.strerror}).", cure="Check its permissions.")
     return None
 
 

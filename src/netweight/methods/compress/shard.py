@@ -17,7 +17,7 @@ from netweight.store.header import ONLY_COMPRESSED, build_header
 from netweight.store.reading import StoredFile
 from netweight.store.writing import Level, StoreWriter
 
-__all__ = ["ShardResult", "check_digest", "compress_shard", "plain_head", "restore_shard"]
+__all__ = ["ShardResult", "check_digest", "compress_shard", "plain_head", "plain_size", "restore_shard"]
 
 
 @final
@@ -57,7 +57,7 @@ def compress_shard(
         level: The codec's level.
         threads: Threads of the encoder.
         overwrite: Whether `target` may be replaced.
-        advance: Called with the bytes of each tensor when it is done.
+        advance: Called with the bytes of the header, and of each tensor when it is done.
 
     Raises:
         UsageError: The file is compressed already, or changed while it was read.
@@ -73,6 +73,7 @@ def compress_shard(
     payload = 0
     try:
         with StoreWriter(target, level=level, overwrite=overwrite, threads=threads, original=file.header) as writer:
+            advance(file.header.data_start)
             for span in file.header.spans:
                 content = file.raw(span.name)
                 payload += writer.add_raw(span.name, content, span.dtype, span.shape)
@@ -104,7 +105,7 @@ def restore_shard(
         target: The plain file; it appears whole or not at all.
         threads: Threads of the decoder.
         overwrite: Whether `target` may be replaced.
-        advance: Called with the bytes of each tensor when it is done.
+        advance: Called with the bytes of the header, and of each tensor when it is done.
 
     Returns:
         The digest is that of the restored file.
@@ -124,6 +125,7 @@ def restore_shard(
     try:
         with whole_file(target, overwrite=overwrite) as output:
             output.write(head)
+            advance(len(head))
             for name in file.names():
                 content = file.content(name, threads=threads, check=True)
                 output.write(content)
@@ -135,6 +137,20 @@ def restore_shard(
         file.close()
     digest = f"{ALGORITHM}:{whole.hexdigest()}"
     return ShardResult(len(file.names()), target.stat().st_size, digest, source.stat().st_size, payload)
+
+
+def plain_size(source: Path) -> int:
+    """Bytes of the plain file that a weights file holds or is.
+
+    Raises:
+        CorruptBlob: The file is damaged.
+        Unsupported: A newer release wrote it, or no plain file can hold its dtypes.
+    """
+    file = StoredFile(source)
+    try:
+        return len(plain_head(file)) + sum(file.info(name).nbytes for name in file.names())
+    finally:
+        file.close()
 
 
 def check_digest(path: Path, found: str, recorded: str) -> None:

@@ -1,4 +1,10 @@
-"""The folder beside a target in which it grows, with a journal, so that a killed run can be continued."""
+"""The folder beside a target in which it grows, with a journal, so that a killed run can be continued.
+
+.NAME.netweight-part/lock            held by the run that works here
+.NAME.netweight-part/journal.jsonl   one line per finished file
+.NAME.netweight-part/tree/           the folder to be, while it grows
+.NAME.netweight-part/ready/          the same when it is complete; after it was swapped with an older target, that
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from netweight.store.atomic import lock, naming_failures, part_of, refuse_existing, sync
+from netweight.store.atomic import exchange, lock, naming_failures, part_of, refuse_existing, sync
 
-__all__ = ["Workplace", "workplace"]
+__all__ = ["Workplace", "settle", "workplace"]
 
 
 @final
@@ -83,12 +89,14 @@ class Workplace:
                 if (here / leaf).relative_to(self.tree).as_posix() not in expected:
                     (here / leaf).unlink()
             sync(here)
-        old = self.root / "old"
-        if old.exists():
-            shutil.rmtree(old)
-        if self.target.exists():
+        # From here on there is no tree, and no later run takes anything from here: it could not tell old from new.
+        ready, old = self.root / "ready", self.root / "old"
+        os.rename(self.tree, ready)
+        if not self.target.exists():
+            os.rename(ready, self.target)
+        elif not exchange(ready, self.target):  # two steps; a kill in between is mended by `settle`
             os.rename(self.target, old)
-        os.rename(self.tree, self.target)
+            os.rename(ready, self.target)
         sync(self.target.parent)
         shutil.rmtree(self.root)
 
@@ -109,6 +117,21 @@ class Workplace:
             whole += len(line)
         os.truncate(self._journal, whole)
         return done
+
+
+def settle(target: Path) -> None:
+    """Clear away what a run left that was killed while it put its finished folder in place.
+
+    Raises:
+        UsageError: Another run is making the same folder.
+    """
+    root = part_of(target)
+    if not root.is_dir() or (root / "tree").exists():
+        return
+    with naming_failures(target), lock(root / "lock"):
+        if (root / "old").exists() and not target.exists():
+            os.rename(root / "old", target)
+        shutil.rmtree(root)
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""`netweight benchmark`: speed and size against peers, measured on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from netweight.cli.output import Output, output_option
+
+if TYPE_CHECKING:
+    from netweight.methods.compress.benchmark.data import DataSet
+    from netweight.methods.compress.benchmark.result import Result
+
+__all__ = ["benchmark"]
+
+RESULTS = Path("benchmarks") / "results"
+QUICK_WEIGHTS = 1 << 20
+QUICK_REPEATS = 5
+
+
+@click.group()
+def benchmark() -> None:
+    """Measure speed and size against peers on this machine."""
+
+
+@benchmark.command()
+@click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(path_type=Path))
+@click.option("--repeats", type=click.IntRange(min=1), help="Timed rounds.  [default: 15; 5 with --quick]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the data drawn and of the order of runs.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the JSON goes.  [default: "
+    "benchmarks/results/codec-DATE.json; nowhere with --quick]")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Little data and few rounds: shows that it runs; the times mean nothing.")
+@output_option
+def codec(
+    files: tuple[Path, ...], repeats: int | None, seed: int, out: Path | None, quick: bool, output: Output
+) -> None:
+    """Measure the codec against zipnn, zstd, lz4, blosc2 and memcpy.
+
+    Without FILE the model MiniLM as fp32, bf16 and fp16 and normally distributed bf16 weights are compressed; with
+    .safetensors files, their tensors as they are. Everything runs in one process, round by round, and every ratio is
+    taken within a round. Let nothing else run meanwhile.
+    """
+    from netweight.core.progress import Progress
+    from netweight.methods.compress.benchmark.measure import run_benchmark
+    from netweight.methods.compress.benchmark.result import write_result
+
+    rounds = repeats or (QUICK_REPEATS if quick else 15)
+    result = run_benchmark(
+        _sets(files, quick, seed),
+        repeats=rounds,
+        seed=seed,
+        command=shlex.join(["netweight", *sys.argv[1:]]),
+        quick=quick,
+        progress=Progress(every=5.0),
+    )
+    if out is None and not quick:
+        out = _unused(RESULTS, f"codec-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    if out is not None:
+        write_result(result, out)
+    _show(result, output, standard=not files)
+    if out is not None:
+        output.line(f"\nWritten: {out}")
+    output.result({**result.to_json(), "file": None if out is None else str(out)})
+
+
+def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
+    """The data sets asked for; the model comes from the zoo."""
+    from netweight.methods.compress.benchmark import data, targets
+    from netweight.zoo import minilm
+
+    if files:
+        return data.of_files(files)
+    most = QUICK_WEIGHTS if quick else None
+    file = minilm.weights_file()
+    sets = [data.model_as(file, targets.MINILM, dtype, most=most) for dtype in ("BF16", "F16", "F32")]
+    return [*sets, data.gaussian(seed=seed, count=most or 1 << 25)]
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """A file name that is not taken: results are kept, not replaced."""
+    candidates = (folder / f"{name}{suffix}.json" for suffix in ["", *(f"-{number}" for number in range(2, 1000))])
+    return next(path for path in candidates if not path.exists())
+
+
+def _show(result: Result, output: Output, *, standard: bool) -> None:
+    from netweight.methods.compress.benchmark.targets import speed_tables, target_table
+
+    for table in speed_tables(result):
+        output.line(f"\n{table.title}", bold=True)
+        output.table(table.headers, table.lines, indent=2)
+    if standard and not result.quick:
+        output.line("\nTargets", bold=True)
+        output.table(["", "target", "measured", "95 % interval", ""], target_table(result), indent=2)
+    for name, cure in result.missing.items():
+        output.line(f"Not installed: {name}. Run: {cure}")
+    for text in result.left_out:
+        output.line(f"Left out: {text}.")
+    if result.quick:
+        output.line("A trial run: the times mean nothing.", fg="yellow")

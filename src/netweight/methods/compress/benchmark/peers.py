@@ -1,0 +1,240 @@
+"""The peers: what else a person might compress weights with, each used as its authors suggest.
+
+A peer gets all bytes of a data set joined. It is made ready untimed; `encode` and `decode` are what is timed. Whatever
+is peculiar to a peer's library is dealt with here and nowhere else:
+
+- zipnn changes its input in place, so every run gets a copy of its own, made untimed; and it takes as many threads as
+  it finds cores unless it is told.
+- zstd and lz4 know nothing of dtypes and work on blocks, by a pool of threads where more than one thread is asked for.
+- "zstd, planes" is what one builds by hand: the numbers' bytes are split into planes after the sign was moved to the
+  end, so that the first plane is the exponent (of bf16 and fp32); planes that zstd does not shrink are kept plain.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PEERS", "Peer", "Ready", "missing"]
+
+Bytes = NDArray[np.uint8]
+BLOCK = 1 << 20  # bytes that zstd and lz4 are given at a time
+PLANE_BLOCK = 1 << 18  # so that the planes stay in the cache between splitting and coding
+_SHRINKS = 0.98  # a plane is stored coded if its size falls below this share
+_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}
+_ZIPNN_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@final
+@dataclass(frozen=True)
+class Ready:
+    """A contender made ready for one data set and number of threads.
+
+    Attributes:
+        stored_nbytes: Bytes that it compresses the data to.
+        encode: Compresses; takes what `prepare` returns.
+        decode: Restores; what it returns is dropped.
+        restored: Decodes once and returns all bytes, for the check.
+        prepare: Makes the input of `encode`, untimed.
+    """
+
+    stored_nbytes: int
+    encode: Callable[[Any], object]
+    decode: Callable[[], object]
+    restored: Callable[[], Any]
+    prepare: Callable[[], Any] = lambda: None
+
+
+@final
+@dataclass(frozen=True)
+class Peer:
+    """A peer.
+
+    Attributes:
+        name: What it is called in tables.
+        module: The module that must be installed; None if nothing is needed.
+        package: The package that brings it.
+        ready: Makes it ready: `(raw bytes, dtype, threads)`.
+        dtypes: What it can take; None for anything.
+    """
+
+    name: str
+    module: str | None
+    package: str | None
+    ready: Callable[[Bytes, str, int], Ready]
+    dtypes: tuple[str, ...] | None = None
+
+
+def missing() -> list[Peer]:
+    """Return the peers that are not installed."""
+    return [peer for peer in PEERS if peer.module is not None and importlib.util.find_spec(peer.module) is None]
+
+
+def _memcpy(raw: Bytes, dtype: str, threads: int) -> Ready:
+    target = np.zeros_like(raw)
+    pieces = list(zip(np.array_split(target, threads), np.array_split(raw, threads), strict=True))
+    run = _mapper(threads)
+
+    def copy(_: Any = None) -> None:
+        run(lambda pair: np.copyto(*pair), pieces)
+
+    def restored() -> Bytes:
+        copy()
+        return target
+
+    return Ready(raw.nbytes, copy, copy, restored)
+
+
+def _zipnn(raw: Bytes, dtype: str, threads: int) -> Ready:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it compiles functions with torch.jit when imported
+        library = importlib.import_module("zipnn")
+    codec = library.ZipNN(bytearray_dtype=_ZIPNN_NAMES[dtype], threads=threads)
+    stored = codec.compress(bytearray(raw))
+
+    def decode() -> Any:
+        return codec.decompress(stored)
+
+    return Ready(len(stored), codec.compress, decode, decode, prepare=lambda: bytearray(raw))
+
+
+def _zstd(level: int) -> Callable[[Bytes, str, int], Ready]:
+    return lambda raw, dtype, threads: _in_blocks(_blocks(raw, BLOCK), *_zstd_functions(level), threads)
+
+
+def _lz4(raw: Bytes, dtype: str, threads: int) -> Ready:
+    block = importlib.import_module("lz4.block")
+    return _in_blocks(_blocks(raw, BLOCK), block.compress, block.decompress, threads)
+
+
+def _zstd_planes(raw: Bytes, dtype: str, threads: int) -> Ready:
+    encode, decode = _zstd_functions(1)
+    width = _WIDTHS[dtype]
+
+    def encode_planes(block: Bytes) -> list[tuple[bool, bytes]]:
+        planes = [(plane.tobytes(), encode(plane)) for plane in _split(block, width)]
+        return [(len(c) < _SHRINKS * len(p), c if len(c) < _SHRINKS * len(p) else p) for p, c in planes]
+
+    def decode_planes(stored: list[tuple[bool, bytes]]) -> Bytes:
+        return _merge([decode(part) if coded else part for coded, part in stored], width)
+
+    def size(stored: list[tuple[bool, bytes]]) -> int:
+        return sum(1 + len(part) for _, part in stored)
+
+    return _in_blocks(_blocks(raw, PLANE_BLOCK), encode_planes, decode_planes, threads, size)
+
+
+def _blosc2(codec: str, level: int) -> Callable[[Bytes, str, int], Ready]:
+    def ready(raw: Bytes, dtype: str, threads: int) -> Ready:
+        blosc2 = importlib.import_module("blosc2")
+        settings = {
+            "codec": getattr(blosc2.Codec, codec),
+            "clevel": level,
+            "filters": [blosc2.Filter.BITSHUFFLE],
+            "filters_meta": [0],
+            "typesize": _WIDTHS.get(dtype, 1),
+            "nthreads": threads,
+        }
+
+        def encode(_: Any = None) -> bytes:
+            stored: bytes = blosc2.compress2(raw, **settings)
+            return stored
+
+        stored, target = encode(), np.zeros_like(raw)
+
+        def decode() -> Bytes:
+            blosc2.decompress2(stored, dst=target, nthreads=threads)
+            return target
+
+        return Ready(len(stored), encode, decode, decode)
+
+    return ready
+
+
+PEERS = (
+    Peer("memcpy", None, None, _memcpy),
+    Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(_ZIPNN_NAMES)),
+    Peer("zstd -1", "zstandard", "zstandard", _zstd(1)),
+    Peer("zstd -3", "zstandard", "zstandard", _zstd(3)),
+    Peer("zstd -1, planes", "zstandard", "zstandard", _zstd_planes, tuple(_WIDTHS)),
+    Peer("lz4", "lz4", "lz4", _lz4),
+    Peer("blosc2 bitshuffle + zstd", "blosc2", "blosc2", _blosc2("ZSTD", 1)),
+    Peer("blosc2 bitshuffle + lz4", "blosc2", "blosc2", _blosc2("LZ4", 5)),
+)
+"""All peers, in the order of tables."""
+
+
+def _zstd_functions(level: int) -> tuple[Callable[[Any], bytes], Callable[[Any], bytes]]:
+    """Zstd's two directions; its objects serve one thread each."""
+    zstandard = importlib.import_module("zstandard")
+    own = threading.local()
+
+    def encode(block: Any) -> bytes:
+        if not hasattr(own, "compressor"):
+            own.compressor = zstandard.ZstdCompressor(level=level)
+        stored: bytes = own.compressor.compress(block)
+        return stored
+
+    def decode(stored: Any) -> bytes:
+        if not hasattr(own, "decompressor"):
+            own.decompressor = zstandard.ZstdDecompressor()
+        plain: bytes = own.decompressor.decompress(stored)
+        return plain
+
+    return encode, decode
+
+
+def _in_blocks(
+    blocks: Sequence[Bytes],
+    encode: Callable[[Any], Any],
+    decode: Callable[[Any], Any],
+    threads: int,
+    size: Callable[[Any], int] = len,
+) -> Ready:
+    """Make a codec of blocks ready: a loop, or a pool of threads."""
+    run = _mapper(threads)
+    stored = [encode(block) for block in blocks]
+    return Ready(
+        sum(size(part) for part in stored),
+        lambda _: run(encode, blocks),
+        lambda: run(decode, stored),
+        lambda: b"".join(bytes(part) for part in run(decode, stored)),
+    )
+
+
+def _mapper(threads: int) -> Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]:
+    """A function like `map` that runs in so many threads; they live as long as it."""
+    if threads == 1:
+        return lambda function, items: [function(item) for item in items]
+    pool = ThreadPoolExecutor(threads)
+    return lambda function, items: list(pool.map(function, items))
+
+
+def _blocks(raw: Bytes, size: int) -> list[Bytes]:
+    return [raw[start : start + size] for start in range(0, raw.nbytes, size)]
+
+
+def _split(block: Bytes, width: int) -> list[Bytes]:
+    """Rotate each number left by a bit, which moves its sign to the end, and take its bytes apart, highest first."""
+    numbers = block.view(f"<u{width}")
+    turned = (numbers << 1) | (numbers >> (8 * width - 1))
+    return [(turned >> (8 * position)).astype(np.uint8) for position in reversed(range(width))]
+
+
+def _merge(planes: Sequence[bytes], width: int) -> Bytes:
+    """Undo `_split`."""
+    turned = np.frombuffer(planes[0], np.uint8).astype(f"<u{width}")
+    for plane in planes[1:]:
+        turned <<= 8
+        turned |= np.frombuffer(plane, np.uint8)
+    merged: Bytes = ((turned >> 1) | (turned << (8 * width - 1))).view(np.uint8)
+    return merged

