@@ -89,11 +89,10 @@ struct alignas(64) EncodeTable {
   int base;           // least symbol of a range
   int host;           // index that stands in for symbols not in the table
   struct Entry {
+    u64 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
     u16 frequency, start;
-    u32 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
   };
   std::vector<Entry> by_symbol;
-  Entry host_entry;
 
   EncodeTable(const Table& table, const Split& split);
 };
