@@ -47,7 +47,9 @@ HOW = """
 - **Clock**: with one thread the CPU time of the process, all its threads included, since other programs on the machine
   disturb it least; with two threads the time that passes. GB/s are 10⁹ plain bytes per second.
 - **Warm**: netweight, blosc2 and memcpy write into memory that is there; for peers that allocate what they return the
-  C library is told to keep freed memory. Runs of less than 0.1 s are preceded by an untimed one, every time.
+  C library is told to keep freed memory. In every round a contender that takes less than a second runs once untimed,
+  since some machines make the first touch of memory that rested for a second several times as slow as the next; then it
+  runs for about 20 ms, and the median of these runs is the round's sample.
 - **New outputs**: every decoded tensor is new memory from the system, and all are kept until the last is there, as when
   a model is loaded; zipnn returns new memory always. “Pooled” is the same with netweight's pool of freed outputs, its
   normal mode. The C library's memory management is as every program has it.

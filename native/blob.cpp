@@ -265,11 +265,14 @@ bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
   return std::memcmp(digest.digest, header.digest, 16) == 0;
 }
 
-std::vector<const Kernels*> usable_kernels() {
-  std::vector<const Kernels*> all;
-  for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
-    if (k) all.push_back(k);
-  return all;
+const std::vector<const Kernels*>& usable_kernels() {
+  static const std::vector<const Kernels*> usable = [] {
+    std::vector<const Kernels*> all;
+    for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+      if (k) all.push_back(k);
+    return all;
+  }();
+  return usable;
 }
 
 const Kernels& kernels_by_name(const char* name) {

@@ -42,6 +42,6 @@ void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first,
 bool digest_matches(const BlobHeader& header, std::span<const u8> tensor);
 
 const Kernels& kernels_by_name(const char* name);  // "auto" for the fastest; throws UnsupportedError
-std::vector<const Kernels*> usable_kernels();      // fastest first
+const std::vector<const Kernels*>& usable_kernels();  // fastest first
 
 }  // namespace netweight

@@ -225,16 +225,17 @@ def decode_into(
         CorruptBlob: The blob is damaged.
         Unsupported: The blob is of a newer format.
     """
+    source, threads = _bytes_of(blob), _checked_threads(threads)
     if isinstance(out, np.ndarray):
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise UsageError("The output array must be contiguous and writable.")
-        target = _flat_bytes(out)
-    else:
-        if not out.is_contiguous() or out.device.type != "cpu" or out.is_conj() or out.is_neg():
-            raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
-        target = _tensor_bytes(out)
+        with _in_our_words("a blob"):
+            backend.decode_into(source, _flat_bytes(out), threads, check, path)
+        return
+    if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
+        raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
     with _in_our_words("a blob"):
-        backend.decode_into(_bytes_of(blob), target, _checked_threads(threads), check, path)
+        backend.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
@@ -290,10 +291,10 @@ def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, sha
 
 def _bytes_of(blob: Any) -> Any:
     """Whatever holds bytes, as something with the buffer protocol."""
-    if isinstance(blob, np.ndarray):
-        return _flat_bytes(np.ascontiguousarray(blob))
     if isinstance(blob, bytes | bytearray):
         return blob
+    if isinstance(blob, np.ndarray):
+        return _flat_bytes(np.ascontiguousarray(blob))
     if isinstance(blob, memoryview):
         return blob if blob.c_contiguous else blob.tobytes()
     if hasattr(blob, "detach"):
