@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -89,6 +91,34 @@ void parallel_for(size_t items, int threads, Work work) {
   for (std::thread& t : pool) t.join();
   if (failure) std::rethrow_exception(failure);
 }
+
+// Work whose second half must be done in the order of the items. The items must be begun in that order, too.
+class Turns {
+ public:
+  template <typename Before, typename InTurn>
+  void take(size_t item, Before before, InTurn in_turn) {
+    try {
+      before();
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(guard_);
+      failed_ = true;  // those behind would wait forever
+      changed_.notify_all();
+      throw;
+    }
+    std::unique_lock<std::mutex> lock(guard_);
+    changed_.wait(lock, [&] { return next_ == item || failed_; });
+    if (failed_) return;
+    in_turn();
+    next_++;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex guard_;
+  std::condition_variable changed_;
+  size_t next_ = 0;
+  bool failed_ = false;
+};
 
 // ---- header ----------------------------------------------------------------------------------------------------------
 
@@ -206,25 +236,35 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
       put32(index + 4 * c, static_cast<u32>(end - start));
     }
   } else {
-    // Every chunk gets room for the worst case, then they close ranks. Item 0 is the digest of everything.
+    // Chunks are encoded side by side. Then, in their order, each enters the digest, while its core still has it in cache,
+    // and gets its place; they are copied there side by side again.
+    struct Worker {
+      EncodeScratch scratch;
+      std::unique_ptr<u8[]> chunk;
+    };
     const size_t room = step * unit + 4096 * static_cast<size_t>(plane_count(dtype));
-    std::vector<EncodeScratch> scratch(static_cast<size_t>(threads));
-    std::vector<size_t> size(chunks);
-    parallel_for(chunks + 1, threads, [&](int worker, size_t item) {
-      if (item == 0) {
-        kernels.update_digest(&hash, tensor.data(), tensor.size());
-        return;
-      }
-      const size_t c = item - 1;
+    std::vector<Worker> workers(static_cast<size_t>(threads));
+    Turns turns;
+    parallel_for(chunks, threads, [&](int number, size_t c) {
       std::span<const u8> chunk = chunk_of(c);
-      u8* start = payload + c * room;
-      size[c] = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch[static_cast<size_t>(worker)], start) - start);
+      Worker& worker = workers[static_cast<size_t>(number)];
+      size_t size = 0;
+      u8* place = nullptr;
+      turns.take(
+          c,
+          [&] {
+            if (!worker.chunk) worker.chunk.reset(new u8[room]);
+            size = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, worker.scratch, worker.chunk.get()) -
+                                       worker.chunk.get());
+          },
+          [&] {
+            kernels.update_digest(&hash, chunk.data(), chunk.size());
+            put32(index + 4 * c, static_cast<u32>(size));
+            place = end;
+            end += size;
+          });
+      if (place) std::memcpy(place, worker.chunk.get(), size);
     });
-    for (size_t c = 0; c < chunks; c++) {
-      std::memmove(end, payload + c * room, size[c]);
-      put32(index + 4 * c, static_cast<u32>(size[c]));
-      end += size[c];
-    }
   }
   XXH128_canonical_t digest;
   XXH128_canonicalFromHash(&digest, XXH3_128bits_digest(&hash));

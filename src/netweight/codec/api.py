@@ -109,9 +109,9 @@ def encode_raw(
     if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
         raise UsageError(f"chunk_log2 is {chunk_log2}.", cure="Choose 10 to 22.")
     dims = [int(d) for d in shape]
-    if len(dims) > 64 or any(d < 0 for d in dims):
+    if len(dims) > 64 or min(dims, default=0) < 0:
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
-    with _in_our_words(f"a tensor of type {dtype} and shape {tuple(dims)}"):
+    with _in_our_words("a tensor of type %s and shape %s", dtype, dims):
         source, number = _bytes_of(buffer), LEVELS.index(level)
         return backend.encode(source, dtype, dims, number, chunk_log2 or 0, _checked_threads(threads), path)
 
@@ -155,7 +155,9 @@ def encode(
             kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
         name = dtype_name(tensor.dtype)
-        data, shape = _tensor_bytes(tensor.resolve_conj().resolve_neg()), tuple(tensor.shape)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        data, shape = _tensor_bytes(tensor), tensor.shape
     return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
 
 
@@ -305,8 +307,8 @@ def _bytes_of(blob: Any) -> Any:
 class _in_our_words:
     """Turns the backend's errors into the library's. A class, because a generator costs as much as a small tensor."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, *parts: object) -> None:
+        self.what, self.parts = what, parts
 
     def __enter__(self) -> None:
         pass
@@ -316,12 +318,12 @@ class _in_our_words:
     ) -> None:
         if error is None:
             return
-        reason = getattr(error, "reason", error)
+        reason, what = getattr(error, "reason", error), self.what % self.parts
         if isinstance(error, backend.CORRUPT):
             cure = "Fetch or compress the file again; its bytes were damaged."
-            raise CorruptBlob(f"Cannot decode {self.what}: {reason}.", cure=cure) from error
+            raise CorruptBlob(f"Cannot decode {what}: {reason}.", cure=cure) from error
         if isinstance(error, backend.UNSUPPORTED):
             cure = "Update netweight, or use another element type."
-            raise Unsupported(f"Cannot handle {self.what}: {reason}.", cure=cure) from error
+            raise Unsupported(f"Cannot handle {what}: {reason}.", cure=cure) from error
         if isinstance(error, ValueError):
-            raise UsageError(f"Cannot handle {self.what}: {reason}.") from error
+            raise UsageError(f"Cannot handle {what}: {reason}.") from error
