@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
+from netweight.methods.compress.benchmark.data import GAUSSIAN, IN_CACHE
 from netweight.methods.compress.benchmark.result import Result, read_result
-from netweight.methods.compress.benchmark.targets import speed_tables, target_table
+from netweight.methods.compress.benchmark.targets import MINILM, speed_tables, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,6 +33,13 @@ All samples are in [benchmarks/results/{name}](../benchmarks/results/{name}).
 ## Targets
 
 The targets were set for a core with AVX-512 (VBMI2), before the code was written. A target that is missed stays here.
+
+"""
+
+LIMITS = """
+What memcpy reached in the same rounds bounds what a decoder can reach, since it writes as many bytes. Where a target
+is met in cache and missed from memory, it is the machine's memory that sets the pace, and on a shared machine also what
+its other tenants do with it:
 
 """
 
@@ -69,11 +77,28 @@ def page(result: Result, name: str) -> str:
     warning = BUSY.format(load=load) if load > QUIET else ""
     text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
     text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
-    text += HOW
+    text += limits(result) + HOW
     text += "\n## All measurements\n"
     for part in speed_tables(result):
         text += f"\n### {part.title}\n\n{table(part.headers, part.lines)}"
     return text + memory_part() + foot(result)
+
+
+def limits(result: Result) -> str:
+    """Return what memcpy reached in the same rounds: what this machine's memory leaves to any decoder."""
+    lines = []
+    for data, where in ((IN_CACHE, "in cache"), (MINILM, "from memory"), (GAUSSIAN, "from memory")):
+        row = result.find(contender="memcpy", data=data, dtype="BF16", direction="decode", mode="warm", threads=1)
+        ratio = None if row is None else result.against(row, "zipnn")
+        if row is not None and ratio is not None:
+            lines.append(f"- {where} ({data}): {row.gbps():.1f} GB/s, {ratio.estimate:.1f} times as fast as zipnn")
+    find = {"contender": "memcpy", "data": GAUSSIAN, "dtype": "BF16", "direction": "decode", "mode": "warm"}
+    one, two = result.find(threads=1, **find), result.find(threads=2, **find)
+    if one is not None and two is not None:
+        lines.append(f"- two threads ({GAUSSIAN}, 67 MB): {result.speedup(two, one).estimate:.2f} times as fast as one")
+    if not lines:
+        return ""
+    return LIMITS + "\n".join(lines) + "\n"
 
 
 def memory_part() -> str:
