@@ -92,6 +92,6 @@ def test_a_short_run_is_repeated_until_it_is_steady():
 
     cases = [Case("short", lambda _: log.append("short")), Case("long", work)]
     samples = interleave(cases, repeats=3, seed=0, warmup=1, again_below=0, steady=0.02)
-    assert log.count("short") == 1 + 3 * 20
+    assert log.count("short") == 1 + 3 * 200
     assert log.count("long") == 1 + 3
     assert {len(sample.wall) for sample in samples.values()} == {3}

@@ -78,7 +78,7 @@ def interleave(
         warmup: Untimed rounds before, which touch the pages and wake the processor.
         again_below: A case that ever took less than so many seconds is run untimed just before, every time: it finds
             caches, branch predictors and the processor's clock as its own last run left them, not as the case before.
-        steady: A case is run until it has taken about so many seconds, at most 20 times, and the median of its runs
+        steady: A case is run until it has taken about so many seconds, at most 200 times, and the median of its runs
             is the round's sample: processors need some milliseconds to settle after a change of work.
         progress: Where progress is shown.
         description: What the progress bar says.
@@ -94,7 +94,7 @@ def interleave(
             for case in order.sample(cases, len(cases)):
                 if least[case.key] < again_below:
                     _time(case)
-                runs = [_time(case) for _ in range(min(20, 1 + int(steady / least[case.key])))]
+                runs = [_time(case) for _ in range(min(200, 1 + int(steady / least[case.key])))]
                 taken = median(wall for wall, _ in runs), median(cpu for _, cpu in runs)
                 least[case.key] = min(least[case.key], *taken)
                 if number >= warmup:
