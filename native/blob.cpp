@@ -92,8 +92,55 @@ void parallel_for(size_t items, int threads, Work work) {
   if (failure) std::rethrow_exception(failure);
 }
 
+// What a thread needs to encode. Kept from call to call, because its pages cost more to touch again than to hold.
+struct Worker {
+  EncodeScratch scratch;
+  std::unique_ptr<u8[]> memory;
+  size_t capacity = 0;
+
+  u8* chunk(size_t room) {
+    if (room > capacity) {
+      memory.reset(new u8[room]);
+      capacity = room;
+    }
+    return memory.get();
+  }
+};
+
+class BorrowedWorkers {
+ public:
+  explicit BorrowedWorkers(size_t count) {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    for (; count > workers_.size() && !shelf().idle.empty(); shelf().idle.pop_back()) workers_.push_back(std::move(shelf().idle.back()));
+    while (workers_.size() < count) workers_.push_back(std::make_unique<Worker>());
+    for (auto& worker : workers_) worker->scratch.chunks_ahead = count;
+  }
+  ~BorrowedWorkers() {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    for (auto& worker : workers_)
+      if (shelf().idle.size() < kMostIdle) shelf().idle.push_back(std::move(worker));
+  }
+  BorrowedWorkers(const BorrowedWorkers&) = delete;
+  BorrowedWorkers& operator=(const BorrowedWorkers&) = delete;
+  Worker& operator[](size_t i) { return *workers_[i]; }
+
+ private:
+  static constexpr size_t kMostIdle = 16;
+  struct Shelf {
+    std::mutex guard;
+    std::vector<std::unique_ptr<Worker>> idle;
+  };
+  static Shelf& shelf() {
+    static Shelf* s = new Shelf;  // never destroyed: threads may still encode while the program ends
+    return *s;
+  }
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
 // Work whose second half must be done in the order of the items. The items must be begun in that order, too.
 class Turns {
+  static constexpr int kPatience = 1000;
+
  public:
   template <typename Before, typename InTurn>
   void take(size_t item, Before before, InTurn in_turn) {
@@ -105,6 +152,7 @@ class Turns {
       changed_.notify_all();
       throw;
     }
+    for (int i = 0; i < kPatience && next_ != item; i++) std::this_thread::yield();  // being woken takes longer than most turns
     std::unique_lock<std::mutex> lock(guard_);
     changed_.wait(lock, [&] { return next_ == item || failed_; });
     if (failed_) return;
@@ -116,7 +164,7 @@ class Turns {
  private:
   std::mutex guard_;
   std::condition_variable changed_;
-  size_t next_ = 0;
+  std::atomic<size_t> next_{0};
   bool failed_ = false;
 };
 
@@ -236,34 +284,29 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
       put32(index + 4 * c, static_cast<u32>(end - start));
     }
   } else {
-    // Chunks are encoded side by side. Then, in their order, each enters the digest, while its core still has it in cache,
-    // and gets its place; they are copied there side by side again.
-    struct Worker {
-      EncodeScratch scratch;
-      std::unique_ptr<u8[]> chunk;
-    };
+    // In their order, chunks enter the digest, which brings them into their core's cache. They are encoded side by side, get
+    // their places in their order again, and are copied there side by side.
     const size_t room = step * unit + 4096 * static_cast<size_t>(plane_count(dtype));
-    std::vector<Worker> workers(static_cast<size_t>(threads));
-    Turns turns;
+    BorrowedWorkers workers(static_cast<size_t>(threads));
+    Turns hashing, placing;
     parallel_for(chunks, threads, [&](int number, size_t c) {
       std::span<const u8> chunk = chunk_of(c);
       Worker& worker = workers[static_cast<size_t>(number)];
+      u8* encoded = worker.chunk(room);
       size_t size = 0;
       u8* place = nullptr;
-      turns.take(
+      hashing.take(c, [] {}, [&] { kernels.update_digest(&hash, chunk.data(), chunk.size()); });
+      placing.take(
           c,
           [&] {
-            if (!worker.chunk) worker.chunk.reset(new u8[room]);
-            size = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, worker.scratch, worker.chunk.get()) -
-                                       worker.chunk.get());
+            size = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, worker.scratch, encoded) - encoded);
           },
           [&] {
-            kernels.update_digest(&hash, chunk.data(), chunk.size());
             put32(index + 4 * c, static_cast<u32>(size));
             place = end;
             end += size;
           });
-      if (place) std::memcpy(place, worker.chunk.get(), size);
+      if (place) std::memcpy(place, encoded, size);
     });
   }
   XXH128_canonical_t digest;

@@ -115,6 +115,7 @@ struct RansEncoder {
   alignas(64) u8 low[kMaxStreams][64];
   alignas(64) u8 high[kMaxStreams][64];
   u16 padding = 0;                    // element that fills the last row
+  size_t ahead = 0;                   // bytes from here to the chunk that the thread will encode next
 };
 
 // Encodes rows row-1, row-2, ..., 0 of `in`, full rows only; false when there are more patches than fit.

@@ -209,16 +209,15 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
   u8* raw = e.raw_low + row * S * region.row_low_bytes;
   u8* rest = e.raw_rest + row * S * region.row_rest_bytes;
   const u8* from = in + row * S * 64 * kUnit;
-  const size_t chunk_bytes = e.count * kUnit;
   bool room = true;
 
   auto step = [&](int g, size_t r) __attribute__((always_inline)) {
     from -= 64 * kUnit;
-    // The next chunk, which the digest will read from its start.
-    _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes), _MM_HINT_T1);
+    // What this thread will read next.
+    _mm_prefetch(reinterpret_cast<const char*>(from + e.ahead), _MM_HINT_T1);
     __m512i v0, v1;  // words: elements in two halves, so that packing them gives lane order
     if constexpr (kUnit == 2) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes + 64), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(from + e.ahead + 64), _MM_HINT_T1);
       v0 = _mm512_loadu_si512(from);
       v1 = _mm512_loadu_si512(from + 64);
     } else {

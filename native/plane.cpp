@@ -154,6 +154,7 @@ u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t cou
   e.table = &lookups;
   e.raw_low = raw_low;
   e.raw_rest = raw_rest;
+  e.ahead = scratch.chunks_ahead * count * static_cast<size_t>(split.unit);
   e.padding = static_cast<u16>(split.place_symbol(table.symbol[table.host]));
   const size_t stream_room = rows * 64 + 128, patch_room = rows * 2 + 192;
   u8* bytes = scratch.bytes(stream_room * static_cast<size_t>(streams));

@@ -27,6 +27,7 @@ class EncodeScratch {
   u8* bytes(size_t n) { return grow(bytes_, bytes_size_, n); }
   Patch* patches(size_t n) { return grow(patches_, patches_size_, n); }
   u8* planes(size_t n) { return grow(planes_, planes_size_, n); }
+  size_t chunks_ahead = 1;  // which chunk this thread is likely to encode next, counted from the present one
 
  private:
   template <typename T>
