@@ -144,6 +144,12 @@ NB_MODULE(_native, m) {
     for (const Kernels* k : usable_kernels()) names.append(k->name);
     return names;
   });
-  m.def("trim_pool", &buffer_pool::trim, nb::arg("keep"));
+  m.def(
+      "trim_pool",
+      [](size_t keep) {
+        buffer_pool::trim(keep);
+        trim_working_memory();
+      },
+      nb::arg("keep"));
   m.def("idle_bytes", &buffer_pool::idle_bytes);
 }

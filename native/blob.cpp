@@ -27,7 +27,7 @@ PlaneShape head_shape(const Dtype& d) {
 
 constexpr PlaneShape kTail = {1, PlaneKind::tail, 0, 0};
 
-u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int tails = plane_count(d) - 1;
   if (tails == 0) return encode_plane(head_shape(d), in, count, level, kernels, scratch, out);
   u8* head = scratch.planes(count * d.unit_bytes);
@@ -39,13 +39,12 @@ u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const 
   return out;
 }
 
-void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, std::vector<u8>& scratch, u8* out) {
+void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int tails = plane_count(d) - 1;
   if (tails == 0) {
     decode_plane(in, readable_end, head_bytes(d), count, kernels, out);
   } else {
-    if (scratch.size() < count * d.unit_bytes) scratch.resize(count * d.unit_bytes);
-    u8* head = scratch.data();
+    u8* head = scratch.planes(count * d.unit_bytes);
     decode_plane(in, readable_end, 2, count, kernels, head);
     const u8* tail[6];
     for (int t = 0; t < tails; t++) {
@@ -92,9 +91,9 @@ void parallel_for(size_t items, int threads, Work work) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// What a thread needs to encode. Kept from call to call, because its pages cost more to touch again than to hold.
+// What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
 struct Worker {
-  EncodeScratch scratch;
+  Scratch scratch;
   std::unique_ptr<u8[]> memory;
   size_t capacity = 0;
 
@@ -123,6 +122,10 @@ class BorrowedWorkers {
   BorrowedWorkers(const BorrowedWorkers&) = delete;
   BorrowedWorkers& operator=(const BorrowedWorkers&) = delete;
   Worker& operator[](size_t i) { return *workers_[i]; }
+  static void forget_idle() {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    shelf().idle.clear();
+  }
 
  private:
   static constexpr size_t kMostIdle = 16;
@@ -275,7 +278,8 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   XXH3_128bits_reset(&hash);
   u8* end = payload;
   if (threads <= 1 || chunks < 2) {
-    static thread_local EncodeScratch scratch;  // kept: its pages cost more to touch again than to hold
+    BorrowedWorkers workers(1);
+    Scratch& scratch = workers[0].scratch;
     for (size_t c = 0; c < chunks; c++) {
       std::span<const u8> chunk = chunk_of(c);
       kernels.update_digest(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
@@ -321,26 +325,25 @@ void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
   const size_t unit = h.dtype->unit_bytes;
   const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
   const u8* readable_end = blob.data() + blob.size();
-  struct Scratch {
-    std::vector<u8> planes, partial;
-  };
-  std::vector<Scratch> scratch(static_cast<size_t>(std::max(threads, 1)));
+  BorrowedWorkers workers(static_cast<size_t>(std::max(threads, 1)));
   parallel_for(to - from, threads, [&](int worker, size_t item) {
     const size_t c = from + item;
     const u64 start = static_cast<u64>(c) << h.chunk_log2;
     const size_t count = h.numbers_in_chunk(c);
-    Scratch& s = scratch[static_cast<size_t>(worker)];
+    Worker& mine = workers[static_cast<size_t>(worker)];
     Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
     if (start >= first && start + count <= last) {
-      decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, out + (start - first) * unit);
+      decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, out + (start - first) * unit);
       return;
     }
-    s.partial.resize(count * unit);
-    decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, s.partial.data());
+    u8* whole = mine.chunk(count * unit);
+    decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, whole);
     const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
-    std::memcpy(out + (begin - first) * unit, s.partial.data() + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+    std::memcpy(out + (begin - first) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
   });
 }
+
+void trim_working_memory() { BorrowedWorkers::forget_idle(); }
 
 bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
   XXH128_canonical_t digest;

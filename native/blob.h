@@ -38,6 +38,9 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
 // Decodes numbers [first, last) to `out`; only the chunks they touch are read.
 void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, int threads, const Kernels& kernels, u8* out);
 
+// Frees the working memory that threads left behind for the next calls.
+void trim_working_memory();
+
 // True when `tensor` has the digest that the header states.
 bool digest_matches(const BlobHeader& header, std::span<const u8> tensor);
 

@@ -129,7 +129,7 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
 // ---- rans ----------------------------------------------------------------------------------------------------------
 
 // Returns nullptr when there are too many patches for this table to be the right one.
-u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int streams = stream_count(count);
   const size_t rows = (count + 64u * static_cast<size_t>(streams) - 1) / (64u * static_cast<size_t>(streams));
   const RawRegions region(split, streams, rows);
@@ -324,7 +324,7 @@ void fill(const u8* value, int unit, size_t count, u8* out) {
 
 }  // namespace
 
-u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
   const size_t bytes = count * static_cast<size_t>(shape.unit);
   if (is_constant(in, count, shape.unit)) {
     *out++ = static_cast<u8>(Mode::constant);

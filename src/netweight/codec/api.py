@@ -71,7 +71,10 @@ def active_path() -> str:
 
 
 def trim_pool(keep: int = 0) -> None:
-    """Return idle output buffers to the system until at most `keep` bytes are held; never more than 256 MiB are."""
+    """Return idle output buffers to the system until at most `keep` bytes are held (never more than 256 MiB are).
+
+    The working memory of threads that decoded or encoded is returned, too.
+    """
     backend.trim_pool(keep)
 
 
