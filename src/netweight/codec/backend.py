@@ -118,8 +118,11 @@ def decode_to_address(blob: Any, address: int, nbytes: int, threads: int, check:
     """
     if not _in_python(path):
         return native.decode_to_address(blob, address, nbytes, threads, check, path)
-    memory = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else b""
-    decode_into(blob, np.frombuffer(memory, np.uint8), threads, check, path)
+    if nbytes:
+        out: np.ndarray[Any, Any] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    else:
+        out = np.empty(0, np.uint8)
+    decode_into(blob, out, threads, check, path)
 
 
 def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
