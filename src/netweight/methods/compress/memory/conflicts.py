@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from netweight.errors import LayerwiseConflict
 from netweight.methods.compress.memory.hooks import hooks_of
@@ -15,6 +16,7 @@ from netweight.methods.compress.memory.hooks import hooks_of
 __all__ = [
     "average_gradient",
     "refuse_reentrant_checkpoint",
+    "refuse_reentrant_graph",
     "refuse_second_optimizer",
     "refuse_unreduced_gradients",
     "refuse_wrapped_model",
@@ -73,12 +75,42 @@ def refuse_reentrant_checkpoint(function: type[torch.autograd.Function]) -> None
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            raise LayerwiseConflict(
-                "This backward pass runs within reentrant checkpointing, which goes backward one segment at a time.",
-                cure="Pass use_reentrant=False to torch.utils.checkpoint; in transformers, "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}.',
-            )
+            raise _reentrant()
         frame = frame.f_back
+
+
+def refuse_reentrant_graph(output: Any, function: type[torch.autograd.Function]) -> bool:
+    """Refuse a model whose forward pass used reentrant checkpointing, before anything goes backward.
+
+    Args:
+        output: What the model returned: tensors in any nesting that torch knows.
+        function: torch's function for reentrant checkpointing.
+
+    Returns:
+        Whether there was a graph to look at.
+
+    Raises:
+        LayerwiseConflict: The function is in the graph.
+    """
+    waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == f"{function.__name__}Backward":
+            raise _reentrant()
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return bool(seen)
+
+
+def _reentrant() -> LayerwiseConflict:
+    return LayerwiseConflict(
+        "The model uses reentrant checkpointing, which goes backward one segment at a time.",
+        cure="Pass use_reentrant=False to torch.utils.checkpoint; in transformers, "
+        'gradient_checkpointing_kwargs={"use_reentrant": False}.',
+    )
 
 
 def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.memory.conflicts import (
     average_gradient,
     refuse_reentrant_checkpoint,
+    refuse_reentrant_graph,
     refuse_second_optimizer,
     refuse_unreduced_gradients,
     refuse_wrapped_model,
@@ -51,8 +52,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     Args:
         model: Module with compressed or dense parameters, or both, those that train with `requires_grad`.
         optimizer_class: Any `torch.optim` class, or one like it, that can step parameters one by one.
-        accumulation_steps: Backward passes per update. Until the last of them gradients are kept, dense, for all layers;
-            the last pass uses them up layer by layer.
+        accumulation_steps: Backward passes per update. Until the last of them gradients are kept, dense, for all
+            layers; the last pass uses them up layer by layer.
         clip_norm: Largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None does not clip.
             Without accumulation two passes are made, one to measure and one to update: use `step(closure)`. Infinity
             makes two passes without clipping, so that a bad gradient is found before the first update.
@@ -64,9 +65,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         **options: Passed to `optimizer_class`, such as `lr`.
 
     Raises:
-        LayerwiseConflict: The optimizer needs all gradients at once, another `LayerwiseOptimizer` has this model, or the
-            model is wrapped for data parallel training. During a backward pass: reentrant checkpointing, gradients
-            that nobody reduces, or clipping without its two passes; then nothing was updated.
+        LayerwiseConflict: The optimizer needs all gradients at once, another `LayerwiseOptimizer` has this model, or
+            the model is wrapped for data parallel training. During a backward pass: gradients that nobody reduces, or
+            clipping without its two passes; then nothing was updated. During the first forward pass: reentrant
+            checkpointing, which is also noticed later, during a backward pass that may have updated some layers.
         BadGradient: During a backward pass: NaN or infinity. That parameter and those whose gradients would come later
             keep their values; the message says whether others were updated before. With `clip_norm` or accumulation
             with it, none was.
@@ -129,6 +131,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(_Hook(self, index))
             for index, parameter in enumerate(self._parameters)
         ]
+        self._watch = model.register_forward_hook(self._forward_done)
+        self._handles.append(self._watch)
 
     # ---- what torch's schedulers and other libraries look at ----
 
@@ -225,7 +229,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             handle.remove()
         self._handles = []
 
-    # ---- during the backward pass ----
+    # ---- during the forward and the backward pass ----
+
+    def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Look at the graph of the first forward pass that has one."""
+        if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
+            self._watch.remove()
 
     @property
     def _two_passes(self) -> bool:
