@@ -131,11 +131,10 @@ def test_bad_gradients_are_named_and_update_nothing_where_all_can_be_seen_before
             loss.backward()
             return loss
 
-        with pytest.raises(
-            BadGradient, match=r"gradient of 0\.(weight|bias) holds NaN or infinity\. Nothing was updated"
-        ):
-            for _ in range(2):
-                optimizer.step(closure)
+        if "accumulation_steps" in options:
+            optimizer.step(closure)
+        with pytest.raises(BadGradient, match=r"gradient of 0\.(weight|bias) holds NaN or infinity\. Nothing was upd"):
+            optimizer.step(closure)
         assert unchanged(model, before)
         assert optimizer.steps == 0
         assert not any(optimizer.state_of(p) for p in model.parameters())
