@@ -1,6 +1,7 @@
 """What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
 
     python benchmarks/compressed_models.py [--layers N] [--batch N] [--length N] [--rounds N] [--tokens N]
+        [--parts memory training inference] [--output FILE]
 
 The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
 N(0, 0.02), made by transformers; training uses non-reentrant activation checkpointing and SGD.
@@ -41,6 +42,7 @@ import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
 
+PARTS = ("memory", "training", "inference")
 VARIANTS = ("plain", "layerwise", "compressed")
 
 
@@ -175,6 +177,18 @@ def peaks(arguments):
     return found
 
 
+def in_memory(found):
+    by = {how: {variant: found[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
+    return {
+        f"training peak, {how}": {
+            "bytes": values,
+            "against plain": at_most(values["compressed"] / values["plain"], 0.5),
+            "against layerwise": at_most(values["compressed"] / values["layerwise"], 0.75),
+        }
+        for how, values in by.items()
+    }
+
+
 def seconds(run):
     start = time.perf_counter()
     run()
@@ -257,6 +271,7 @@ def main():
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
     today = datetime.date.today().isoformat()
     results = Path(__file__).parent / "results"
@@ -269,26 +284,18 @@ def main():
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    memory = peaks(arguments)
-    by = {how: {variant: memory[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
-    parameters = sum(p.numel() for p in make_model(arguments)[0].parameters())
     result = {
         "benchmark": "compressed-models",
         "date": today,
-        "model": {"parameters": parameters, "layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
+        "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
         "environment": describe({"codec_path": active_path()}),
-        "training peak": {
-            how: {
-                "bytes": values,
-                "against plain": at_most(values["compressed"] / values["plain"], 0.5),
-                "against layerwise": at_most(values["compressed"] / values["layerwise"], 0.75),
-            }
-            for how, values in by.items()
-        },
-        "training speed": training_speed(arguments),
-        "inference": inference_speed(arguments),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
     }
+    if arguments.output.exists():  # parts that were measured before stay
+        result = json.loads(arguments.output.read_text()) | result
+    measures = {"memory": lambda: in_memory(peaks(arguments)), "training": lambda: training_speed(arguments)}
+    measures["inference"] = lambda: inference_speed(arguments)
+    for part in arguments.parts:
+        result[part] = measures[part]() | {"load_average": [round(load, 2) for load in os.getloadavg()]}
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(text)

@@ -56,7 +56,7 @@ class Ahead:
                 if before is not None:
                     self._after[self._last[0]][before] = (direction, WeakIdRef(payload))
             self._last = (direction, WeakIdRef(payload))
-            following = self._after[direction].get(payload)
+            following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
             successor = following[1]() if following is not None else None
             if successor is not None:
                 version = successor._version

@@ -30,8 +30,9 @@ def threads_for(nbytes: int) -> int:
 
 def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     """A U8 tensor's memory as an array; unlike `.numpy()` it leaves the tensor's storage resizable."""
-    pointer = ctypes.c_uint8 * tensor.numel()
-    return numpy.frombuffer(pointer.from_address(tensor.data_ptr()), numpy.uint8)
+    memory: Any = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
+    array: numpy.ndarray[Any, numpy.dtype[numpy.uint8]] = numpy.frombuffer(memory, numpy.uint8)
+    return array
 
 
 def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
@@ -120,7 +121,7 @@ class Box:
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
             torch.autograd.graph.increment_version(self.payload)
             return
-        if self.payload.is_cpu and self.payload.is_shared():
+        if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
             raise UsageError(
                 f"A compressed weight of shape {self.shape} outgrew the memory that it shares with other processes.",
                 cure="Change shared models in one process before sharing, or share a dense model.",

@@ -34,11 +34,13 @@ class _Products(Function):
 
 
 def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    return decode(payload, weight.shape, weight.dtype).to(compute)
+    dense: torch.Tensor = decode(payload, weight.shape, weight.dtype)
+    return dense.to(compute)
 
 
 def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    return decode_backward(payload, ctx.shape, ctx.dtype).to(gradient.dtype)
+    dense: torch.Tensor = decode_backward(payload, ctx.shape, ctx.dtype)
+    return dense.to(gradient.dtype)
 
 
 class _Linear(_Products):
@@ -55,7 +57,9 @@ class _Linear(_Products):
         x, payload = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
         flat = gradient.flatten(0, -2)
-        to_x = flat.mm(_dense_again(ctx, payload, flat)).unflatten(0, gradient.shape[:-1]) if needs_x else None
+        to_x = None
+        if needs_x:
+            to_x = flat.mm(_dense_again(ctx, payload, flat)).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None
 
@@ -108,7 +112,8 @@ class _Conv(_Products):
 class _Embedding(Function):
     @staticmethod
     def forward(ids: Any, weight: Any, payload: Any, padding: int, by_frequency: bool) -> torch.Tensor:
-        return gather_rows(payload, weight.shape, weight.dtype, ids)
+        rows: torch.Tensor = gather_rows(payload, weight.shape, weight.dtype, ids)
+        return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -136,7 +141,7 @@ def _autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return torch.get_autocast_dtype(kind) if takes_part else None
 
 
-def _apply(function: Any, x: Any, weight: Any, bias: Any, *geometry: Any) -> torch.Tensor:
+def _apply(function: Any, x: Any, weight: Any, bias: Any, *geometry: Any) -> Any:
     compute = _autocast(x, weight, bias)
     if compute is None:
         return function.apply(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
@@ -222,4 +227,6 @@ def embedding(
     padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)
     if max_norm is not None or sparse or not -1 <= padding < rows:
         return None
-    return _Embedding.apply(ids, weight, weight.box.payload, padding, scale_grad_by_freq)
+    rows_of: Any = _Embedding.apply
+    result: torch.Tensor = rows_of(ids, weight, weight.box.payload, padding, scale_grad_by_freq)
+    return result

@@ -27,7 +27,7 @@ class _Apply:
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
-        result = type(module)._apply(module, fn, recurse)
+        result: nn.Module = type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
         for parameter in module._parameters.values():
             if isinstance(parameter, CompressedTensor):
                 # Python still knows the hooks; setting them again tells the exchanged inside.

@@ -106,8 +106,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._names: list[str] = []
         self._place: list[tuple[int, int]] = []  # of each parameter's shell: group, position
         for index, group in enumerate(chosen):
-            members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-            members = [member for member in members if member.requires_grad]
+            given: Any = group["params"]
+            listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+            members = [member for member in listed if member.requires_grad]
             for position, member in enumerate(members):
                 if member not in names:
                     raise UsageError("A parameter in `groups` is not one of the model's, or is there twice.")
@@ -128,7 +129,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         refuse_second_optimizer(self._names, self._parameters)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_Hook(self, index))
+            parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
         self._watch = model.register_forward_hook(self._forward_done)
@@ -136,18 +137,18 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     # ---- what torch's schedulers and other libraries look at ----
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the torch optimizer, with shells as their parameters; schedulers change their options."""
         return self.inner.param_groups
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
+    @property
+    def state(self) -> Any:  # type: ignore[override]
         """The torch optimizer's state, by shell."""
         return self.inner.state
 
-    @property  # type: ignore[override]
-    def defaults(self) -> dict[str, Any]:
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The torch optimizer's default options."""
         return self.inner.defaults
 
@@ -181,7 +182,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Backward passes done since the last update; 0 when no gradient is waiting."""
         return self._micro
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing, as the backward pass has done it; or run a closure that computes the loss and goes backward.
 
         Args:
@@ -242,7 +243,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Check a backward pass when its first gradient arrives, and ask to be told of its end."""
-        number = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        number = torch._C._current_graph_task_id()
         if number == self._pass:
             return
         self._pass, self._updated = None, 0
@@ -255,7 +256,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 cure="Call optimizer.step(closure) with a closure that computes the loss and calls backward().",
             )
         self._pass = number
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
     def _ready(self, index: int) -> None:

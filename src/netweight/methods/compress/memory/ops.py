@@ -15,7 +15,7 @@ from netweight.methods.compress.memory.box import blob_of, threads_for
 
 __all__ = ["decode", "decode_backward", "decode_now", "gather_rows"]
 
-_library = torch.library.Library("netweight", "DEF")
+_library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
@@ -99,8 +99,8 @@ for _name, _arguments, _run, _fake in (
     ("decode_backward", "", _decode_backward, _decode_fake),
     ("gather_rows", ", Tensor ids", _gather_rows, _gather_rows_fake),
 ):
-    _library.define(f"{_name}(Tensor payload, SymInt[] shape, ScalarType dtype{_arguments}) -> Tensor", tags=_TAGS)
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.define(f"{_name}(Tensor payload, SymInt[] shape, ScalarType dtype{_arguments}) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)
 
 # (payload: U8 of shape (capacity,), shape, dtype) -> dense weight of that shape and dtype

@@ -67,7 +67,7 @@ class CompressedTensor(torch.Tensor):
     def __new__(cls, box: Box, views: tuple[_View, ...] = (), stand_in: torch.Tensor | None = None) -> CompressedTensor:
         """Make the tensor without memory of its own."""
         like = torch.empty(box.shape, dtype=box.dtype, device="meta") if stand_in is None else stand_in
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
@@ -75,7 +75,7 @@ class CompressedTensor(torch.Tensor):
             dtype=like.dtype,
             device=box.payload.device,
         )
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     def __init__(self, box: Box, views: tuple[_View, ...] = (), stand_in: torch.Tensor | None = None) -> None:
         self.box = box
@@ -95,7 +95,7 @@ class CompressedTensor(torch.Tensor):
         """Decode: a dense tensor of the same shape and dtype, without history."""
         return _cut(_whole(self.box), self.views)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, not what it holds."""
         kind = "view of a compressed weight" if self.views else f"{self.payload.numel()} bytes"
         return f"CompressedTensor({tuple(self.shape)}, {self.dtype}, {kind})"
@@ -117,7 +117,7 @@ class CompressedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the box; tensors that share it share it afterwards, tied weights included."""
         if self.views:
-            return self.dense().__reduce_ex__(protocol)
+            return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return _rebuild, (self.box, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -168,7 +168,9 @@ class CompressedTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator for which the weight must be decoded, or need not."""
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -198,7 +200,8 @@ class CompressedTensor(torch.Tensor):
 
 
 def _whole(box: Box) -> torch.Tensor:
-    return decode(box.payload, box.shape, box.dtype)
+    weight: torch.Tensor = decode(box.payload, box.shape, box.dtype)
+    return weight
 
 
 def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
