@@ -200,7 +200,8 @@ def conv(
         [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
         for value in (stride, padding, dilation)
     ]
-    return _apply(_Conv, x, weight, bias, (*geometry, groups))
+    result: torch.Tensor = _apply(_Conv, x, weight, bias, (*geometry, groups))
+    return result
 
 
 def embedding(
