@@ -10,15 +10,25 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "CompressedTensor": "netweight.methods.compress.memory.tensor:CompressedTensor",
     "Finding": "netweight.evidence.finding:Finding",
+    "LayerwiseOptimizer": "netweight.methods.compress.memory.layerwise:LayerwiseOptimizer",
     "NetweightError": "netweight.errors:NetweightError",
     "Report": "netweight.evidence.report:Report",
     "Select": "netweight.core.names:Select",
     "StoreWriter": "netweight.store:StoreWriter",
     "Units": "netweight.core.units:Units",
+    "average_gradient": "netweight.methods.compress.memory.conflicts:average_gradient",
+    "compress_": "netweight.methods.compress.memory.model:compress_",
     "compress_folder": "netweight.methods.compress.folder:compress_folder",
+    "decode_ahead": "netweight.methods.compress.memory.ahead:decode_ahead",
+    "decompress_": "netweight.methods.compress.memory.model:decompress_",
     "decompress_folder": "netweight.methods.compress.folder:decompress_folder",
+    "dense_state_dict": "netweight.methods.compress.memory.model:dense_state_dict",
+    "load_checkpoint": "netweight.methods.compress.memory.checkpoint:load_checkpoint",
+    "memory_footprint": "netweight.methods.compress.memory.model:memory_footprint",
     "open_store": "netweight.store:open_store",
+    "save_checkpoint": "netweight.methods.compress.memory.checkpoint:save_checkpoint",
     "verify": "netweight.methods.compress.audit:verify",
 }
 

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 __all__ = [
+    "AlreadyCompressed",
+    "BadGradient",
     "CorruptBlob",
+    "DenseOnly",
+    "LayerwiseConflict",
     "MissingExtra",
     "NameNotFound",
     "NetweightError",
@@ -40,6 +44,22 @@ class UsageError(NetweightError):
 
 class NameNotFound(UsageError):
     """A pattern or name matches no parameter, module, table or option; the nearest names are in the message."""
+
+
+class AlreadyCompressed(UsageError):
+    """A weight that was to be compressed in memory is compressed already."""
+
+
+class DenseOnly(UsageError):
+    """Code asked a compressed weight for something that only a dense tensor has, such as its memory."""
+
+
+class LayerwiseConflict(UsageError):
+    """Layer by layer training was combined with something that needs all gradients at once, or that it would break."""
+
+
+class BadGradient(NetweightError):
+    """A gradient holds NaN or infinity; the message names the parameter and what was updated before."""
 
 
 class OutputExists(UsageError):

@@ -1,0 +1,306 @@
+"""What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
+
+    python benchmarks/compressed_models.py [--layers N] [--batch N] [--length N] [--rounds N] [--tokens N]
+        [--parts memory training inference] [--output FILE]
+
+The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
+N(0, 0.02), made by transformers; training uses non-reentrant activation checkpointing and SGD.
+
+plain       torch.optim.SGD on a dense model
+layerwise   LayerwiseOptimizer with SGD on a dense model, in the manner of LOMO
+compressed  LayerwiseOptimizer with SGD on a compressed model
+
+peak, counted   Most bytes of tensors alive at once during one training step, counted by a dispatch mode that sees every
+                tensor as it is made, the compressed parameters' payloads included. Bytes objects of the encoder are not
+                tensors and are not counted.
+peak, sampled   RssAnon of a fresh process, sampled twice a millisecond during two steps after one step to warm up,
+                less what it was before the model was made: everything private to the process.
+speed           Both contenders in one process, one after another in every round; ratios of times within rounds, their
+                median and range. Tokens per second are those of `generate` with its cache.
+
+All with one torch thread. "decode ahead" lets a second thread decode the next layer.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+import netweight
+from netweight.codec import active_path
+from netweight.core.environment import describe
+
+PARTS = ("memory", "training", "inference")
+VARIANTS = ("plain", "layerwise", "compressed")
+
+
+class PeakOfTensors(TorchDispatchMode):
+    """Counts the bytes of all storages that are seen, from their first appearance until they are freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {}
+
+    def add(self, tensor):
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.add(getattr(tensor, name))
+            return
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+
+        def freed(_):
+            self.now -= size
+            del self.seen[key]
+
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.seen[key] = weakref.ref(storage, freed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the parameter's own dispatch comes first, so that what it allocates is seen
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return result
+
+
+def make_model(arguments, compressed=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=16,
+        vocab_size=4096,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    report = netweight.compress_(model) if compressed else None
+    return model, report
+
+
+def make_training(variant, arguments):
+    model, _ = make_model(arguments, variant == "compressed")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    kind = torch.optim.SGD
+    if variant == "plain":
+        optimizer = kind(model.parameters(), lr=1e-3)
+    else:
+        optimizer = netweight.LayerwiseOptimizer(model, kind, lr=1e-3)
+    ids = torch.randint(0, 4096, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(1))
+
+    def step():
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return model, step
+
+
+def private_bytes():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def one_peak(variant, arguments):
+    """In a process of its own: print the two peaks."""
+    from transformers import LlamaForCausalLM  # noqa: F401  imports count as what was there before
+
+    torch.zeros(8, 8).bfloat16() @ torch.zeros(8, 8).bfloat16()
+    gc.collect()
+    before = private_bytes()
+    model, step = make_training(variant, arguments)
+    gc.collect()
+    counter = PeakOfTensors()
+    for tensor in (*model.parameters(), *model.buffers()):
+        counter.add(tensor)
+    with counter:
+        loss = step()
+    gc.collect()
+    highest, running = private_bytes(), True
+
+    def sample():
+        nonlocal highest
+        while running:
+            highest = max(highest, private_bytes())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    step()
+    step()
+    running = False
+    thread.join()
+    print(json.dumps({"counted": counter.peak, "sampled": highest - before, "loss": loss}))
+
+
+def peaks(arguments):
+    found = {}
+    for variant in VARIANTS:
+        command = [sys.executable, __file__, "--one-peak", variant]
+        for name in ("layers", "batch", "length"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if answer.returncode:
+            raise SystemExit(answer.stderr)
+        found[variant] = json.loads(answer.stdout.splitlines()[-1])
+        print(variant, found[variant], file=sys.stderr, flush=True)
+    if found["layerwise"]["loss"] != found["compressed"]["loss"]:
+        raise SystemExit("The compressed model computed another loss than the dense one.")
+    return found
+
+
+def in_memory(found):
+    by = {how: {variant: found[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
+    return {
+        f"training peak, {how}": {
+            "bytes": values,
+            "against plain": at_most(values["compressed"] / values["plain"], 0.5),
+            "against layerwise": at_most(values["compressed"] / values["layerwise"], 0.75),
+        }
+        for how, values in by.items()
+    }
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(cases, rounds):
+    """Seconds of each case per round, the order turning with the rounds, after one round to warm up."""
+    times = {name: [] for name in cases}
+    names = list(cases)
+    for round_ in range(rounds + 1):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            spent = seconds(cases[name])
+            if round_:
+                times[name].append(round(spent, 4))
+        print({name: values[-1:] for name, values in times.items()}, file=sys.stderr, flush=True)
+    return times
+
+
+def ratio(times, contender, base, target=None):
+    """How much faster the contender is than the base, round by round."""
+    ratios = [b / c for b, c in zip(times[base], times[contender], strict=True)]
+    median = statistics.median(ratios)
+    return {
+        "median": round(median, 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "target": target,
+        "met": None if target is None else median >= target,
+    }
+
+
+def at_most(value, target):
+    return {"value": round(value, 4), "target": target, "met": value <= target}
+
+
+def training_speed(arguments):
+    runs = {variant: make_training(variant, arguments)[1] for variant in ("layerwise", "compressed")}
+    times = compare(runs, arguments.rounds)
+    return {"seconds_per_step": times, "against layerwise": ratio(times, "compressed", "layerwise", 0.9)}
+
+
+def inference_speed(arguments):
+    (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
+    found = {"bytes held, against bf16": at_most(report.ratio, 0.665)}
+    for batch, target in ((1, 0.7), (32, 0.95)):
+        ids = torch.randint(0, 4096, (batch, 8), generator=torch.Generator().manual_seed(2))
+        options = {
+            "max_new_tokens": arguments.tokens,
+            "min_new_tokens": arguments.tokens,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "attention_mask": torch.ones_like(ids),
+        }
+
+        def ahead(ids=ids, options=options):
+            with netweight.decode_ahead():
+                compressed.generate(ids, **options)
+
+        if not torch.equal(dense.generate(ids, **options), compressed.generate(ids, **options)):
+            raise SystemExit("The compressed model generated other tokens than the dense one.")
+        cases = {
+            "dense": lambda ids=ids, options=options: dense.generate(ids, **options),
+            "compressed": lambda ids=ids, options=options: compressed.generate(ids, **options),
+            "compressed, decode ahead": ahead,
+        }
+        times = compare(cases, arguments.rounds)
+        found[f"batch {batch}"] = {
+            "seconds": times,
+            "dense, tokens per second": round(batch * arguments.tokens / statistics.median(times["dense"]), 2),
+            "compressed": ratio(times, "compressed", "dense", target),
+            "compressed, decode ahead": ratio(times, "compressed, decode ahead", "dense"),
+        }
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
+    today = datetime.date.today().isoformat()
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results / f"compressed-models-{today}.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.one_peak:
+        one_peak(arguments.one_peak, arguments)
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    result = {
+        "benchmark": "compressed-models",
+        "date": today,
+        "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
+        "environment": describe({"codec_path": active_path()}),
+    }
+    if arguments.output.exists():  # parts that were measured before stay
+        result = json.loads(arguments.output.read_text()) | result
+    measures = {"memory": lambda: in_memory(peaks(arguments)), "training": lambda: training_speed(arguments)}
+    measures["inference"] = lambda: inference_speed(arguments)
+    for part in arguments.parts:
+        result[part] = measures[part]() | {"load_average": [round(load, 2) for load in os.getloadavg()]}
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""One compressed weight: its bytes in one U8 tensor, in a box that all aliases share.
+
+The payload is an 8-byte little-endian length, the codec's blob, and zeros up to a capacity some 0.4 % larger, so that
+encoding a changed weight again seldom changes the payload's size: a compiled model then need not be compiled again.
+Used by the parameter (`tensor.py`) and the operators (`ops.py`); nothing else should look into a payload.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, final
+
+import numpy
+import torch
+
+from netweight import codec
+from netweight.errors import UsageError
+from netweight.store.writing import Level
+
+__all__ = ["Box", "blob_of", "pack", "threads_for"]
+
+_LENGTH = 8  # bytes of the length at the payload's start
+_MANY = 1 << 22  # bytes of a weight from which several threads are worth their start
+
+
+def threads_for(nbytes: int) -> int:
+    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do."""
+    return torch.get_num_threads() if nbytes >= _MANY else 1
+
+
+def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """A U8 tensor's memory as an array; unlike `.numpy()` it leaves the tensor's storage resizable."""
+    memory: Any = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
+    array: numpy.ndarray[Any, numpy.dtype[numpy.uint8]] = numpy.frombuffer(memory, numpy.uint8)
+    return array
+
+
+def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
+    """Put a blob into a payload of its own.
+
+    Args:
+        blob: The codec's bytes.
+        capacity: Bytes of the payload; by default about 0.4 % more than are needed.
+
+    Returns:
+        A one-dimensional U8 tensor on the CPU.
+    """
+    used = _LENGTH + len(blob)
+    size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
+    payload = torch.zeros(size, dtype=torch.uint8)
+    memory = _memory(payload)
+    memory[:_LENGTH] = numpy.frombuffer(len(blob).to_bytes(_LENGTH, "little"), numpy.uint8)
+    memory[_LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
+    return payload
+
+
+def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
+    memory = _memory(payload)
+    return memory[_LENGTH : _LENGTH + int.from_bytes(memory[:_LENGTH].tobytes(), "little")]
+
+
+@final
+class Box:
+    """The bytes of one weight, shared by every tensor that stands for it, so that a write through one is seen by all.
+
+    Attributes:
+        payload: U8 tensor of shape (capacity,), on the device of the weight.
+        shape: Shape of the weight as encoded.
+        dtype: Its dtype.
+        level: The codec's level for every encoding of it.
+        chunk_log2: Binary logarithm of the numbers per chunk; None for the codec's own choice.
+    """
+
+    def __init__(
+        self,
+        payload: torch.Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        level: Level = "default",
+        chunk_log2: int | None = None,
+    ) -> None:
+        self.payload = payload
+        self.shape = shape
+        self.dtype = dtype
+        self.level = level
+        self.chunk_log2 = chunk_log2
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, *, level: Level = "default", chunk_log2: int | None = None) -> Box:
+        """Encode a dense weight.
+
+        Args:
+            weight: Tensor of any dtype and shape; its values are kept bit for bit.
+            level: The codec's level.
+            chunk_log2: See `netweight.codec.encode`.
+        """
+        blob = _encode(weight, level, chunk_log2)
+        return cls(pack(blob).to(weight.device), tuple(weight.shape), weight.dtype, level, chunk_log2)
+
+    def like(self, payload: torch.Tensor) -> Box:
+        """A box of its own with the same weight's description and another payload."""
+        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2)
+
+    def write(self, weight: torch.Tensor) -> None:
+        """Encode a dense weight of the same shape and dtype in place of what was here.
+
+        Args:
+            weight: The new values. The payload keeps its memory as long as its capacity suffices.
+
+        Raises:
+            UsageError: The payload would have to move although other processes share it.
+        """
+        self.adopt(_encode(weight, self.level, self.chunk_log2))
+
+    def adopt(self, blob: bytes | memoryview) -> None:
+        """Put another blob of the same shape and dtype in place of what was here; see `write`."""
+        used = _LENGTH + len(blob)
+        if used <= self.payload.numel():
+            self.payload.copy_(pack(blob, self.payload.numel()))
+            # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
+            torch.autograd.graph.increment_version(self.payload)
+            return
+        if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
+            raise UsageError(
+                f"A compressed weight of shape {self.shape} outgrew the memory that it shares with other processes.",
+                cure="Change shared models in one process before sharing, or share a dense model.",
+            )
+        self.payload = pack(blob).to(self.payload.device)
+
+    @property
+    def blob(self) -> memoryview:
+        """A copy of the codec's bytes, without length and padding."""
+        return memoryview(blob_of(self.payload.cpu()).tobytes())
+
+
+def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None) -> bytes:
+    return codec.encode(weight.detach(), level=level, chunk_log2=chunk_log2, threads=threads_for(weight.nbytes))

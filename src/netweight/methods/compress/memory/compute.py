@@ -1,0 +1,233 @@
+"""How layers calculate with a compressed weight: decode, run the dense kernel, forget; decode again going backward.
+
+Each function stands in for one of torch's when its weight is compressed. Outputs and gradients are those of the dense
+weight to the last bit, because the same kernels run on the same values; where that is not sure (odd strides, vectors)
+the function declines and torch's own runs, with operators that decode one by one. What is kept for the backward pass
+is the payload, never a dense weight (NeuZip, section 3.2). Called by `tensor.py` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from netweight.methods.compress.memory.ops import decode, decode_backward, gather_rows
+
+__all__ = ["addmm", "conv", "embedding", "linear"]
+
+
+class _Products(Function):
+    """What the layers share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def keep(ctx: Any, x: torch.Tensor, weight: torch.Tensor, payload: torch.Tensor) -> None:
+        """Save what the needed gradients ask for, and nothing else."""
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
+        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+
+
+def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    dense: torch.Tensor = decode(payload, weight.shape, weight.dtype)
+    return dense.to(compute)
+
+
+def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    dense: torch.Tensor = decode_backward(payload, ctx.shape, ctx.dtype)
+    return dense.to(gradient.dtype)
+
+
+class _Linear(_Products):
+    @staticmethod
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype) -> torch.Tensor:
+        return F.linear(x, _dense(payload, weight, compute), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Products.keep(ctx, *inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, payload = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        flat = gradient.flatten(0, -2)
+        to_x = None
+        if needs_x:
+            to_x = flat.mm(_dense_again(ctx, payload, flat)).view(*gradient.shape[:-1], ctx.shape[1])
+        to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
+        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None
+
+
+class _Addmm(_Products):
+    @staticmethod
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype) -> torch.Tensor:
+        return torch.addmm(bias, x, _dense(payload, weight, compute))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Products.keep(ctx, *inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, payload = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        to_x = gradient.mm(_dense_again(ctx, payload, gradient).t()) if needs_x else None
+        to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
+        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None
+
+
+class _Conv(_Products):
+    @staticmethod
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, geometry: Any) -> torch.Tensor:
+        stride, padding, dilation, groups = geometry
+        none = [0] * len(stride)
+        return torch.convolution(
+            x, _dense(payload, weight, compute), bias, stride, padding, dilation, False, none, groups
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        # The backward operator wants the input's shape even where its values do not matter, so it is always kept.
+        ctx.save_for_backward(inputs[0], inputs[2])
+        ctx.shape, ctx.dtype, ctx.geometry = inputs[1].shape, inputs[1].dtype, inputs[5]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, payload = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
+            gradient, x, _dense_again(ctx, payload, gradient), [ctx.shape[0]], stride, padding, dilation, False,
+            [0] * len(stride), groups, wanted,
+        )  # fmt: skip
+        return to_x, to_weight.to(ctx.dtype) if wanted[1] else None, None, to_bias, None, None
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ids: Any, weight: Any, payload: Any, padding: int, by_frequency: bool) -> torch.Tensor:
+        rows: torch.Tensor = gather_rows(payload, weight.shape, weight.dtype, ids)
+        return rows
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.rows, ctx.padding, ctx.by_frequency = inputs[1].shape[0], inputs[3], inputs[4]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (ids,) = ctx.saved_tensors
+        table = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, ctx.by_frequency)
+        return None, table, None, None, None
+
+
+def _as_dense_would(x: torch.Tensor) -> bool:
+    """Whether a product with `x` surely takes the kernels that the functions here take."""
+    return torch.compiler.is_compiling() or (x.dim() >= 2 and x.is_contiguous())
+
+
+def _autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype | None:
+    """The dtype that autocast asks for here, if it is on and the tensors take part."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    takes_part = all(t is None or (t.is_floating_point() and t.dtype != torch.float64) for t in (x, weight, bias))
+    return torch.get_autocast_dtype(kind) if takes_part else None
+
+
+def _apply(function: Any, x: Any, weight: Any, bias: Any, *geometry: Any) -> Any:
+    compute = _autocast(x, weight, bias)
+    if compute is None:
+        return function.apply(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
+    with torch.autocast(x.device.type, enabled=False):
+        bias = bias.to(compute) if bias is not None else None
+        return function.apply(x.to(compute), weight, weight.box.payload, bias, compute, *geometry)
+
+
+def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """`torch.nn.functional.linear`, or None where torch's own must run.
+
+    Args:
+        x: Tensor of shape (..., in).
+        weight: Compressed, of shape (out, in).
+        bias: Tensor of shape (out,), or None.
+    """
+    return _apply(_Linear, x, weight, bias) if _as_dense_would(x) else None
+
+
+def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
+    """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run.
+
+    Args:
+        bias: Tensor of shape (out,).
+        x: Tensor of shape (rows, in).
+        weight: Compressed, of shape (in, out).
+    """
+    return _apply(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
+
+
+def conv(
+    dimensions: int,
+    x: torch.Tensor,
+    weight: Any,
+    bias: torch.Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> torch.Tensor | None:
+    """`torch.nn.functional.conv1d` or `conv2d`, or None where torch's own must run (padding given as a word).
+
+    Args:
+        dimensions: 1 or 2.
+        x: Tensor of shape (batch, in, *space).
+        weight: Compressed, of shape (out, in / groups, *window).
+        bias: Tensor of shape (out,), or None.
+        stride: For each dimension, or one for all; `padding` and `dilation` likewise.
+        padding: Zeros on each side.
+        dilation: Distance between the window's elements.
+        groups: Blocks of channels that do not see each other.
+    """
+    if isinstance(padding, str) or x.dim() != dimensions + 2:
+        return None
+    geometry = [
+        [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
+        for value in (stride, padding, dilation)
+    ]
+    result: torch.Tensor = _apply(_Conv, x, weight, bias, (*geometry, groups))
+    return result
+
+
+def embedding(
+    ids: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
+    """`torch.nn.functional.embedding`, decoding only chunks that are touched, or None where torch's own must run.
+
+    Args:
+        ids: Integers of any shape.
+        weight: Compressed, of shape (rows, width).
+        padding_idx: Row that gets no gradient.
+        max_norm: Not here: it changes the weight.
+        norm_type: Goes with `max_norm`.
+        scale_grad_by_freq: Divide gradients by how often a row occurs.
+        sparse: Not here: gradients are dense.
+    """
+    rows = weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)
+    if max_norm is not None or sparse or not -1 <= padding < rows:
+        return None
+    rows_of: Any = _Embedding.apply
+    result: torch.Tensor = rows_of(ids, weight, weight.box.payload, padding, scale_grad_by_freq)
+    return result

@@ -1,0 +1,284 @@
+"""Whole models: compress weights in place, put them back, count the bytes they hold.
+
+`compress_` makes a plan first, which reports every problem before anything changes, then takes one weight after
+another, so that it needs the memory of one weight more than the model. Used by users and integrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, final, get_args
+
+import torch
+from torch import nn
+
+from netweight.core.names import Select
+from netweight.errors import AlreadyCompressed, Unsupported, UsageError
+from netweight.methods.compress.memory.box import Box
+from netweight.methods.compress.memory.hooks import forget_hooks, keep_hooks
+from netweight.methods.compress.memory.tensor import CompressedTensor
+from netweight.store.writing import Level
+
+__all__ = ["Compression", "compress_", "decompress_", "dense_state_dict", "memory_footprint", "place"]
+
+Patterns = Select | str | Iterable[str] | None
+_ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
+
+
+@final
+@dataclass(frozen=True)
+class Compression:
+    """What `compress_` did.
+
+    Attributes:
+        compressed: Names of the weights that are compressed now; a tied weight under each of its names.
+        left_dense: Weights of two and more dimensions that were left as they are, with the reason.
+        before: Bytes that the compressed weights held as dense tensors, a tied weight counted once.
+        after: Bytes that they hold now, capacity included.
+    """
+
+    compressed: tuple[str, ...]
+    left_dense: dict[str, str] = field(repr=False)
+    before: int
+    after: int
+
+    @property
+    def ratio(self) -> float:
+        """`after / before`; 1 if nothing was compressed."""
+        return self.after / self.before if self.before else 1.0
+
+
+@dataclass
+class _Weight:
+    """One weight and the places that hold it."""
+
+    parameter: nn.Parameter
+    holders: list[tuple[nn.Module, str, str]]  # module, attribute, full name
+    chunk_log2: int | None = None
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The kind of layer if `compress_` knows it, else None."""
+    for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d):
+        if isinstance(module, kind):
+            return kind.__name__
+    # transformers' Conv1D, without importing transformers: a linear layer with its weight transposed.
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return "Conv1D"
+    return None
+
+
+def _chosen(model: nn.Module, patterns: Patterns) -> tuple[set[str], set[str]]:
+    """Modules that patterns match, and these with everything below them, by name."""
+    if patterns is None:
+        return set(), set()
+    matched = set(Select.of(patterns).modules(model))
+    same = {id(module) for name, module in model.named_modules() if name in matched}
+    matched = {name for name, module in model.named_modules(remove_duplicate=False) if id(module) in same}
+    below = {
+        name
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if any(name == top or name.startswith(f"{top}.") for top in matched)
+    }
+    return matched, below
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield name, module, attribute, parameter
+
+
+def _plan(model: nn.Module, include: Patterns, exclude: Patterns) -> tuple[list[_Weight], dict[str, str]]:
+    """What to compress, and what to leave for which reason.
+
+    Raises:
+        AlreadyCompressed: A chosen weight is compressed.
+        Unsupported: A layer that was asked for by name is of no known kind, or a weight holds no values.
+    """
+    matched, included = _chosen(model, include)
+    _, excluded = _chosen(model, exclude)
+    weights: dict[int, _Weight] = {}
+    reasons: dict[int, str] = {}
+    refused: list[str] = []
+    twice: list[str] = []
+    for name, module, attribute, parameter in _owned(model):
+        if parameter.dim() < 2:
+            continue  # biases and norms
+        full = f"{name}.{attribute}" if name else attribute
+        weight = weights.setdefault(id(parameter), _Weight(parameter, []))
+        weight.holders.append((module, attribute, full))
+        kind = _kind(module)
+        known = kind is not None and attribute == "weight"
+        if kind == "Embedding":
+            weight.chunk_log2 = _ROW_CHUNKS
+        if include is not None and name not in included:
+            reasons.setdefault(id(parameter), "not included")
+        elif name in excluded:
+            reasons[id(parameter)] = "excluded"
+        elif isinstance(parameter, CompressedTensor):
+            twice.append(full)
+        elif not known:
+            reasons[id(parameter)] = f"{type(module).__name__} is not a layer that can run compressed"
+            if name in matched:
+                refused.append(f"{full} of {type(module).__name__}")
+        elif parameter.is_meta or parameter.layout != torch.strided:
+            refused.append(f"{full}, which holds no plain values ({parameter.device}, {parameter.layout})")
+    if refused:
+        raise Unsupported(
+            f"{len(refused)} weights cannot be compressed: {'; '.join(refused)}. Nothing was changed.",
+            cure="Leave them out with `exclude`, or load their values first.",
+        )
+    if twice:
+        raise AlreadyCompressed(
+            f"{_few(twice)} {'is' if len(twice) == 1 else 'are'} compressed already. Nothing was changed.",
+            cure="Call compress_ once, leave these out with `exclude`, or decompress_ them first.",
+        )
+    left = {full: reasons[key] for key, weight in weights.items() if key in reasons for _, _, full in weight.holders}
+    return [weight for key, weight in weights.items() if key not in reasons], left
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} others"
+
+
+def compress_(
+    model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, level: Level = "default"
+) -> Compression:
+    """Compress a model's weights in memory, in place; it computes the same numbers, bit for bit.
+
+    Weights of Linear, Embedding, Conv1d, Conv2d and transformers' Conv1D are compressed, of any dtype; biases and norms
+    stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its layers is left out. A
+    weight that would not get smaller stays dense. Parameters are replaced: make optimizers afterwards.
+
+    Args:
+        model: Any module. Its own forward runs unchanged.
+        include: Patterns of modules (see `Select`); a module stands for everything below it. None takes all.
+        exclude: Patterns of modules to leave dense.
+        level: The codec's level, also for every later change of a weight.
+
+    Returns:
+        What was compressed, what was left dense and why, and the bytes.
+
+    Raises:
+        AlreadyCompressed: A chosen weight is compressed already.
+        Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values. All are listed.
+        NameNotFound: A pattern matches no module.
+        UsageError: There is no such level.
+
+        In each case nothing was changed.
+
+    Source: NeuZip (arXiv 2410.20650), section 3.1; there for bf16 and linear layers, here for all dtypes.
+    """
+    if level not in get_args(Level):
+        raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
+    weights, left = _plan(model, include, exclude)
+    names: list[str] = []
+    before = after = 0
+    while weights:
+        weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
+        dense = weight.parameter
+        box = Box.of(dense.data, level=level, chunk_log2=weight.chunk_log2)
+        if box.payload.nbytes >= dense.nbytes:
+            left.update({full: "would not get smaller" for _, _, full in weight.holders})
+            continue
+        tensor = CompressedTensor(box)
+        parameter = nn.Parameter(tensor, requires_grad=dense.requires_grad)
+        for module, attribute, full in weight.holders:
+            place(module, attribute, parameter)
+            names.append(full)
+        before, after = before + dense.nbytes, after + box.payload.nbytes
+        del dense
+    return Compression(tuple(names), left, before, after)
+
+
+def place(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+    """Give a module a parameter that is compressed; integrations that load weights call it too.
+
+    Args:
+        module: The layer.
+        attribute: The parameter's name in it, usually "weight".
+        parameter: An `nn.Parameter` around a `CompressedTensor`.
+    """
+    module._parameters[attribute] = parameter
+    keep_hooks(module)
+
+
+def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> tuple[str, ...]:
+    """Make compressed weights dense again, in place; tied weights stay tied.
+
+    Args:
+        model: A model that `compress_` or an integration has compressed.
+        include: Patterns of modules; None takes all.
+        exclude: Patterns of modules to leave compressed.
+
+    Returns:
+        Names of the weights that are dense now. Of tied weights all, if any of them is chosen and none excluded.
+
+    Raises:
+        NameNotFound: A pattern matches no module.
+        CorruptBlob: A weight is damaged; it and those after it stay compressed.
+    """
+    _, included = _chosen(model, include)
+    _, excluded = _chosen(model, exclude)
+    places: dict[int, list[tuple[str, nn.Module, str, Any]]] = {}
+    for name, module, attribute, parameter in _owned(model):
+        if isinstance(parameter, CompressedTensor):
+            places.setdefault(id(parameter), []).append((name, module, attribute, parameter))
+    done: list[str] = []
+    for holders in places.values():
+        names = [name for name, *_ in holders]
+        if any(name in excluded for name in names) or not (include is None or any(name in included for name in names)):
+            continue
+        parameter = holders[0][3]
+        # A copy of its own: memory of the codec's pool is for weights that come and go.
+        dense = nn.Parameter(parameter.dense().clone(), requires_grad=parameter.requires_grad)
+        for name, module, attribute, _ in holders:
+            module._parameters[attribute] = dense
+            forget_hooks(module)
+            done.append(f"{name}.{attribute}" if name else attribute)
+    return tuple(done)
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Any]:
+    """A state dict of dense tensors, for code that knows nothing of compressed ones (safetensors, other libraries).
+
+    `model.state_dict()` gives the compressed form, which torch.save, torch.load and load_state_dict take as it is.
+    Dense and compressed models load both forms.
+
+    Args:
+        model: Any module. Its memory is needed a second time, dense.
+
+    Returns:
+        Tensors by name; tied weights share memory as they do in a dense model.
+    """
+    decoded: dict[int, torch.Tensor] = {}
+    result: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, CompressedTensor):
+            if id(value.box) not in decoded:
+                decoded[id(value.box)] = value.dense()
+            value = decoded[id(value.box)].view(value.shape)
+        result[name] = value
+    return result
+
+
+def memory_footprint(model: nn.Module) -> int:
+    """Count the bytes that a model's parameters and buffers hold.
+
+    Args:
+        model: Any module; dense weights count with their storage, compressed ones with their payload. Memory that
+            several tensors share counts once; tensors on the meta device count nothing.
+
+    Returns:
+        Bytes. Gradients, optimizer states and activations are not among them.
+    """
+    storages: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        held = tensor.payload if isinstance(tensor, CompressedTensor) else tensor
+        if not held.is_meta:
+            storage = held.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,110 @@
+"""The operators that decode, known to torch's dispatcher and compiler.
+
+`netweight::decode` and `netweight::decode_backward` do the same. They have two names because a compiler that sees one
+operator twice with the same input keeps the first result: every dense weight would then live until the backward pass.
+`netweight::gather_rows` decodes only the chunks that hold the rows asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from netweight import codec
+from netweight.methods.compress.memory import ahead
+from netweight.methods.compress.memory.box import blob_of, threads_for
+
+__all__ = ["decode", "decode_backward", "decode_now", "gather_rows"]
+
+_library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def decode_now(payload: torch.Tensor) -> torch.Tensor:
+    """Decode a payload on the spot.
+
+    Args:
+        payload: U8 payload; if it is not on the CPU its bytes are copied there and the weight back.
+
+    Returns:
+        The dense weight on the payload's device, in memory from the codec's pool.
+
+    Raises:
+        CorruptBlob: The payload is damaged.
+    """
+    local = payload.cpu()
+    # A weight is about half again as large as its blob.
+    weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
+    return weight.to(payload.device)
+
+
+def _decode_to(payload: torch.Tensor, direction: str) -> torch.Tensor:
+    pending = ahead.current()
+    return decode_now(payload) if pending is None or not payload.is_cpu else pending.take(payload, direction)
+
+
+def _decode(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return _decode_to(payload, "forward")
+
+
+def _decode_backward(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return _decode_to(payload, "backward")
+
+
+def _decode_fake(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return payload.new_empty(shape, dtype=dtype)
+
+
+def _gather_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    local, wanted = payload.cpu(), ids.reshape(-1).cpu()
+    if not wanted.numel():
+        return torch.empty((*ids.shape, *shape[1:]), dtype=dtype, device=payload.device)
+    rows, places = torch.unique(wanted, return_inverse=True)
+    if int(rows[0]) < 0 or int(rows[-1]) >= shape[0]:
+        raise IndexError(f"index out of range: rows {int(rows[0])} to {int(rows[-1])} of an embedding of {shape[0]}")
+    blob = blob_of(local)
+    chunk_rows = max(1, _numbers_per_chunk(blob) * shape[0] // max(1, _numbers(shape)))
+    # Rows that lie closer together than a chunk are decoded in one go, with what is between them.
+    breaks = (rows.diff() > chunk_rows).nonzero().reshape(-1) + 1
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(rows, breaks)]
+    decoded = sum(stop - start for start, stop in runs)
+    if decoded * 2 > shape[0]:
+        return (
+            torch.nn.functional.embedding(wanted, codec.decode(blob)).reshape(*ids.shape, *shape[1:]).to(payload.device)
+        )
+    table = torch.cat([codec.decode_rows(blob, start, stop) for start, stop in runs])
+    starts = torch.tensor([start for start, _ in runs])
+    offsets = torch.tensor([0] + [stop - start for start, stop in runs[:-1]]).cumsum(0) - starts
+    of_row = torch.searchsorted(starts, rows, right=True) - 1
+    found = torch.nn.functional.embedding((rows + offsets[of_row])[places], table)
+    return found.reshape(*ids.shape, *shape[1:]).to(payload.device)
+
+
+def _numbers(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _numbers_per_chunk(blob: object) -> int:
+    return 1 << codec.info(blob).chunk_log2  # type: ignore[arg-type]
+
+
+def _gather_rows_fake(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    return payload.new_empty((*ids.shape, *shape[1:]), dtype=dtype)
+
+
+for _name, _arguments, _run, _fake in (
+    ("decode", "", _decode, _decode_fake),
+    ("decode_backward", "", _decode_backward, _decode_fake),
+    ("gather_rows", ", Tensor ids", _gather_rows, _gather_rows_fake),
+):
+    _library.define(f"{_name}(Tensor payload, SymInt[] shape, ScalarType dtype{_arguments}) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)
+
+# (payload: U8 of shape (capacity,), shape, dtype) -> dense weight of that shape and dtype
+decode = torch.ops.netweight.decode.default
+decode_backward = torch.ops.netweight.decode_backward.default
+# (payload, shape, dtype, ids: integers of any shape) -> rows of the weight, of shape (*ids.shape, *shape[1:])
+gather_rows = torch.ops.netweight.gather_rows.default

@@ -1,0 +1,320 @@
+"""Whole models that run compressed: equal to the last bit, with no decoded weight kept, and refusals before changes."""
+
+import copy
+
+import pytest
+import torch
+from models_under_test import Conv1D, Picture, Tied, differing, pair, same, stack
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint_sequential
+
+import netweight
+from netweight import CompressedTensor, codec
+from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
+from netweight.methods.compress.memory import ops
+
+IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
+PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+
+
+def run(model, x):
+    """Output, gradients of the parameters, gradient of the input."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
+    y = model(x)
+    y.square().mean().backward()
+    return y, x.grad if x.is_floating_point() else y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("make", "x"), [(Tied, IDS), (Picture, PICTURE)])
+def test_outputs_and_gradients_are_equal_to_the_last_bit(make, x, dtype):
+    dense, model = pair(make, dtype)
+    x = x.to(dtype) if x.is_floating_point() else x
+    for one, other in zip(run(dense, x), run(model, x), strict=True):
+        assert same(one, other)
+    assert not differing(dense, model, lambda parameter: parameter.grad)
+    assert not differing(dense, model)
+    with torch.no_grad():
+        assert same(dense(x), model(x))
+    assert sum(isinstance(p, CompressedTensor) for p in model.parameters()) >= 3
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (0, 64), (2, 3, 64), (2, 3, 4, 64)])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_inputs_of_any_shape_and_stride(shape, frozen, bias):
+    dense, model = pair(
+        lambda: nn.Sequential(nn.Linear(64, 40, bias=bias), nn.Linear(40, 64, bias=bias)), torch.bfloat16
+    )
+    if frozen:
+        dense.requires_grad_(False), model.requires_grad_(False)
+    x = torch.randn(shape).bfloat16()
+    inputs = [x] if len(shape) < 2 else [x, x.transpose(0, -2), torch.randn(64, *shape[:-1]).bfloat16().movedim(0, -1)]
+    for given in inputs:
+        results = [
+            m(v) for m, v in ((dense, given.detach().requires_grad_()), (model, given.detach().requires_grad_()))
+        ]
+        assert same(*results)
+        seen = []
+        for m in (dense, model):
+            m.zero_grad()
+            leaf = given.detach().requires_grad_()
+            m(leaf).square().sum().backward()
+            seen.append(leaf.grad)
+        assert same(*seen)
+        if not frozen:
+            assert not differing(dense, model, lambda p: p.grad)
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding_idx": 5}, {"padding_idx": -1}, {"max_norm": 0.9}, {"scale_grad_by_freq": True}]
+)
+def test_options_of_embeddings(options):
+    dense, model = pair(lambda: nn.Sequential(nn.Embedding(300, 64, **options)))
+    ids = torch.cat([IDS, torch.tensor([[5, 5, 299, 0, 0, 1, 2]])])
+    assert same(run(dense, ids)[0], run(model, ids)[0])
+    assert not differing(dense, model, lambda p: p.grad)
+    assert not differing(dense, model)
+
+
+def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
+    dense, model = pair(lambda: nn.Sequential(nn.Embedding(4096, 128)), torch.bfloat16)
+    assert codec.info(model[0].weight.box.blob).chunks == 16
+    decoded = []
+    rows = codec.decode_rows
+    monkeypatch.setattr(codec, "decode", None)
+    monkeypatch.setattr(codec, "decode_rows", lambda blob, a, b: decoded.append(b - a) or rows(blob, a, b))
+    ids = torch.tensor([[7, 4000, 9], [4000, 2048, 8]])
+    assert same(dense(ids), model(ids))
+    assert decoded == [3, 1, 1]
+    assert model(torch.empty(2, 0, dtype=torch.long)).shape == (2, 0, 128)
+    monkeypatch.undo()
+    everything = torch.randperm(4096)
+    assert same(dense(everything), model(everything))
+    with pytest.raises(IndexError):
+        model(torch.tensor([4096]))
+
+
+def test_no_decoded_weight_lives_longer_than_its_layer(monkeypatch):
+    """Counts live storages: after forward none is left, and in either direction only one at a time is alive."""
+    alive, most, count = [], [0], [0]
+    decode_now = ops.decode_now
+
+    def counted(payload):
+        weight = decode_now(payload)
+        alive[:] = [reference for reference in alive if not reference.expired()]
+        alive.append(StorageWeakRef(weight.untyped_storage()))
+        most[0], count[0] = max(most[0], len(alive)), count[0] + 1
+        return weight
+
+    monkeypatch.setattr(ops, "decode_now", counted)
+    for make, x, decodes in ((lambda: stack(10), torch.randn(4, 64), 10), (Picture, PICTURE, 4)):
+        _, model = pair(make)
+        count[0] = most[0] = 0
+        loss = model(x.requires_grad_()).sum()
+        assert count[0] == decodes
+        assert all(reference.expired() for reference in alive)
+        loss.backward()
+        assert count[0] == 2 * decodes
+        assert most[0] == 1
+        assert all(reference.expired() for reference in alive)
+
+
+def test_frozen_layers_keep_no_input_and_first_layers_no_weight():
+    _, model = pair(stack)
+    model[1].weight.requires_grad_(False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(torch.randn(2, 64)).sum()
+    assert [t.dtype for t in saved] == [
+        torch.float32,
+        torch.uint8,
+        torch.float32,
+        torch.uint8,
+        torch.float32,
+        torch.uint8,
+    ]
+
+
+def test_autocast_casts_as_with_dense_weights():
+    dense, model = pair(
+        lambda: nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 64), Conv1D(64, 64), nn.Linear(64, 64))
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [run(m, IDS)[0] for m in (dense, model)]
+    assert results[1].dtype == torch.bfloat16
+    assert same(*results)
+    assert not differing(dense, model, lambda p: p.grad)
+    dense, model = pair(Picture)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert same(dense(PICTURE), model(PICTURE))
+
+
+def test_activation_checkpointing():
+    dense, model = pair(stack)
+    x = torch.randn(4, 64, requires_grad=True)
+    for m in (dense, model):
+        checkpoint_sequential(m, 2, x, use_reentrant=False).square().sum().backward()
+    assert not differing(dense, model, lambda p: p.grad)
+
+
+def test_plain_optimizers_work_on_compressed_weights():
+    dense, model = pair(Tied)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=False) for m in (dense, model)]
+    for _ in range(3):
+        for m, optimizer in zip((dense, model), optimizers, strict=True):
+            run(m, IDS)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+    assert not differing(dense, model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_layers_have_no_graph_break_and_are_not_compiled_each_step():
+    torch._dynamo.reset()
+    dense, model = pair(Tied)
+    for m in (dense, model):  # compiled arithmetic may differ from eager arithmetic, so both
+        m.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    optimizer, dense_optimizer = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, dense))
+    for step in range(4):
+        assert same(run(dense, IDS)[0], run(model, IDS)[0])
+        optimizer.step(), dense_optimizer.step()
+        if step == 1:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not differing(dense, model)
+
+
+def test_decoding_ahead_changes_nothing_and_keeps_two_weights_at_most(monkeypatch):
+    dense, model = pair(lambda: stack(6))
+    alive, most = [], [0]
+    decode_now = ops.decode_now
+
+    def counted(payload):
+        weight = decode_now(payload)
+        alive[:] = [reference for reference in alive if not reference.expired()]
+        alive.append(StorageWeakRef(weight.untyped_storage()))
+        most[0] = max(most[0], len(alive))
+        return weight
+
+    monkeypatch.setattr(ops, "decode_now", counted)
+    x = torch.randn(4, 64, requires_grad=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (dense, model)]
+    with netweight.decode_ahead() as ahead:
+        for _ in range(4):
+            assert same(run(dense, x)[0], run(model, x)[0])
+            assert not differing(dense, model, lambda p: p.grad)
+            [optimizer.step() for optimizer in optimizers]
+    assert ahead.hits > 30
+    assert most[0] == 2
+    assert not differing(dense, model)
+    assert all(reference.expired() for reference in alive)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_compressed_and_what_it_holds():
+    dense, _ = pair(Tied, torch.bfloat16)
+    twin = copy.deepcopy(dense)
+    report = netweight.compress_(twin)
+    assert set(report.compressed) == {"embed.weight", "head.weight", "up.weight", "down.weight"}
+    assert report.left_dense == {}
+    assert report.before == sum(p.nbytes for p in dense.parameters() if p.dim() > 1)
+    assert report.ratio <= 0.68
+    assert twin.head.weight is twin.embed.weight
+    saved = netweight.memory_footprint(dense) - netweight.memory_footprint(twin)
+    assert saved == report.before - report.after
+    big = nn.Sequential(nn.Linear(512, 512, bias=False)).bfloat16()
+    nn.init.normal_(big[0].weight, std=0.02)
+    assert netweight.compress_(big).ratio <= 0.665
+
+
+def test_include_and_exclude():
+    _, model = pair(stack, include=["0", "1"])
+    assert [type(layer.weight) is CompressedTensor for layer in model] == [True, True, False, False]
+    report = netweight.compress_(model, include="{2,3}", exclude="3")
+    assert report.compressed == ("2.weight",)
+    assert report.left_dense["3.weight"] == "excluded"
+    assert report.left_dense["0.weight"] == "not included"
+    with pytest.raises(NameNotFound, match="nearest"):
+        netweight.compress_(model, include="**.q_proj")
+    nested = nn.Sequential(stack(), stack())
+    assert len(netweight.compress_(nested, include="1").compressed) == 4
+    tied = Tied()
+    report = netweight.compress_(tied, exclude="head")
+    assert report.left_dense == {"embed.weight": "excluded", "head.weight": "excluded"}
+    assert tied.head.weight is tied.embed.weight
+
+
+def test_unsupported_layers_are_listed_before_anything_changes():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LSTM(64, 64), nn.ConvTranspose2d(8, 8, 3), nn.LayerNorm(64))
+    with pytest.raises(
+        Unsupported, match=r"(?s)3 weights.*1\.weight_ih_l0.*1\.weight_hh_l0.*2\.weight of ConvTranspose2d"
+    ):
+        netweight.compress_(model, include="**")
+    with pytest.raises(Unsupported, match="holds no plain values"):
+        netweight.compress_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, device="meta")))
+    with pytest.raises(UsageError, match="level"):
+        netweight.compress_(model, level="best")
+    assert not any(isinstance(p, CompressedTensor) for p in model.parameters())
+    report = netweight.compress_(model)
+    assert report.compressed == ("0.weight",)
+    assert report.left_dense["2.weight"] == "ConvTranspose2d is not a layer that can run compressed"
+
+
+def test_double_compression_is_an_error_that_changes_nothing():
+    _, model = pair(stack, include="0")
+    with pytest.raises(AlreadyCompressed, match=r"0\.weight is compressed already"):
+        netweight.compress_(model)
+    assert sum(isinstance(p, CompressedTensor) for p in model.parameters()) == 1
+
+
+def test_what_would_not_get_smaller_stays_dense():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(64, 64))
+    model[1].weight.data = torch.randint(0, 256, (64 * 64 * 4,), dtype=torch.uint8).view(torch.float32).view(64, 64)
+    report = netweight.compress_(model)
+    assert report.left_dense == {"0.weight": "would not get smaller", "1.weight": "would not get smaller"}
+    assert report.ratio == 1.0
+
+
+def test_decompression_gives_the_dense_model_back():
+    dense, model = pair(Tied)
+    assert set(netweight.decompress_(model, exclude="up")) == {"embed.weight", "head.weight", "down.weight"}
+    assert type(model.up.weight) is CompressedTensor
+    assert netweight.decompress_(model, include="up") == ("up.weight",)
+    assert netweight.decompress_(model) == ()
+    assert model.head.weight is model.embed.weight
+    assert not differing(dense, model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all("_apply" not in vars(module) for module in model.modules())
+
+
+def test_adapters_train_on_top_and_merge():
+    peft = pytest.importorskip("peft")
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    results = []
+    x = torch.randn(4, 64)
+    for model in pair(Two, torch.float32):
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["a"], r=4, init_lora_weights=False))
+        y, _ = run(adapted, x)
+        gradients = {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
+        merged = adapted.merge_and_unload()
+        results.append((y, gradients, merged))
+    (y, gradients, merged), (y2, gradients2, merged2) = results
+    assert same(y, y2)
+    assert gradients.keys() == gradients2.keys()
+    assert all(same(gradients[name], gradients2[name]) for name in gradients)
+    assert type(merged2.a.weight) is CompressedTensor
+    assert not differing(merged, merged2)
