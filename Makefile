@@ -56,7 +56,7 @@ $(VENV)/build.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	touch $@
 
 $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[tour,evidence]"
+	$(PIP) --no-build-isolation ".[tour]"
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp

@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
+from netweight.methods.compress.benchmark.data import GAUSSIAN, IN_CACHE
 from netweight.methods.compress.benchmark.result import Result, read_result
-from netweight.methods.compress.benchmark.targets import speed_tables, target_table
+from netweight.methods.compress.benchmark.targets import MINILM, speed_tables, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,18 +36,28 @@ The targets were set for a core with AVX-512 (VBMI2), before the code was writte
 
 """
 
+LIMITS = """
+What memcpy reached in the same rounds bounds what a decoder can reach, since it writes as many bytes. Where a target
+is met in cache and missed from memory, it is the machine's memory that sets the pace, and on a shared machine also what
+its other tenants do with it:
+
+"""
+
 HOW = """
 ## How it is measured
 
-- **Data**: all 22.7 million trained weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16 and F16; and
-  33.6 million weights drawn from N(0, 0.02²) as BF16. netweight compresses tensor by tensor, as it does in files, small
-  tensors included; peers get all tensors joined, which favors them.
+- **Data**: all 22.7 million trained weights of all-MiniLM-L6-v2, as published (F32) and rounded to BF16 and F16; 33.6
+  million weights drawn from N(0, 0.02²) as BF16; and one million of these, which stay in a core's cache. Whole models
+  come from memory, whose speed no code changes: the rows of memcpy tell it. netweight compresses tensor by tensor, as
+  it does in files, small tensors included; peers get all tensors joined, which favors them.
 - **Rounds**: in every round every contender runs once, in an order drawn anew. A speed is the median over the rounds, a
   ratio of speeds the median of the ratios within rounds, with its 95 % bootstrap interval.
 - **Clock**: with one thread the CPU time of the process, all its threads included, since other programs on the machine
   disturb it least; with two threads the time that passes. GB/s are 10⁹ plain bytes per second.
 - **Warm**: netweight, blosc2 and memcpy write into memory that is there; for peers that allocate what they return the
-  C library is told to keep freed memory. Runs of less than 0.1 s are preceded by an untimed one, every time.
+  C library is told to keep freed memory. In every round a contender that takes less than a second runs once untimed,
+  since some machines make the first touch of memory that rested for a second several times as slow as the next; then it
+  runs for about 20 ms, and the median of these runs is the round's sample.
 - **New outputs**: every decoded tensor is new memory from the system, and all are kept until the last is there, as when
   a model is loaded; zipnn returns new memory always. “Pooled” is the same with netweight's pool of freed outputs, its
   normal mode. The C library's memory management is as every program has it.
@@ -66,11 +77,28 @@ def page(result: Result, name: str) -> str:
     warning = BUSY.format(load=load) if load > QUIET else ""
     text = HEAD.format(name=name, date=result.created[:10], rounds=result.repeats, machine=machine, warning=warning)
     text += table(("what", "target", "measured", "95 % interval", ""), target_table(result))
-    text += HOW
+    text += limits(result) + HOW
     text += "\n## All measurements\n"
     for part in speed_tables(result):
         text += f"\n### {part.title}\n\n{table(part.headers, part.lines)}"
     return text + memory_part() + foot(result)
+
+
+def limits(result: Result) -> str:
+    """Return what memcpy reached in the same rounds: what this machine's memory leaves to any decoder."""
+    lines = []
+    for data, where in ((IN_CACHE, "in cache"), (MINILM, "from memory"), (GAUSSIAN, "from memory")):
+        row = result.find(contender="memcpy", data=data, dtype="BF16", direction="decode", mode="warm", threads=1)
+        ratio = None if row is None else result.against(row, "zipnn")
+        if row is not None and ratio is not None:
+            lines.append(f"- {where} ({data}): {row.gbps():.1f} GB/s, {ratio.estimate:.1f} times as fast as zipnn")
+    find = {"contender": "memcpy", "data": GAUSSIAN, "dtype": "BF16", "direction": "decode", "mode": "warm"}
+    one, two = result.find(threads=1, **find), result.find(threads=2, **find)
+    if one is not None and two is not None:
+        lines.append(f"- two threads ({GAUSSIAN}, 67 MB): {result.speedup(two, one).estimate:.2f} times as fast as one")
+    if not lines:
+        return ""
+    return LIMITS + "\n".join(lines) + "\n"
 
 
 def memory_part() -> str:

@@ -1,5 +1,6 @@
 // libFuzzer target: bytes that claim to be a blob, through every set of kernels this processor has. They must be refused, or
-// decode to the same bytes everywhere; a part of a tensor must equal that part of the whole. Sanitizers watch the memory.
+// decode to the same bytes everywhere; a part of a tensor must equal that part of the whole; and what was decoded must be
+// encoded to the same blob everywhere, which gives it back. Sanitizers watch the memory.
 //
 // The first input byte says how: bit 0 makes index and header check fit first, so that planes are reached; bits 1 and up
 // choose a part. The rest is the blob, copied to a buffer of its size so that reading on is noticed.
@@ -17,6 +18,7 @@ using namespace netweight;
 namespace {
 
 constexpr u64 kLargest = u64{1} << 22;  // tensors larger than this are left alone: they only cost time
+constexpr u64 kLargestEncoded = u64{1} << 18;
 
 // Makes the last chunk end where the blob ends and the header check fit, as far as there is a header.
 void repair(std::vector<u8>& blob) {
@@ -72,6 +74,13 @@ std::optional<std::vector<u8>> decoded(std::span<const u8> blob, const BlobHeade
   return out;
 }
 
+std::vector<u8> encoded(const BlobHeader& h, std::span<const u8> tensor, int threads, const Kernels& kernels) {
+  const size_t bound = encode_bound(*h.dtype, h.shape, h.chunk_log2);
+  const std::unique_ptr<u8[]> out(new u8[bound]);
+  const size_t size = encode(tensor, *h.dtype, h.shape, h.level, h.chunk_log2, threads, kernels, out.get());
+  return {out.get(), out.get() + size};
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
@@ -99,6 +108,12 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
     if (!part) fail("a part is refused though the whole is sound", *kernels);
     const u8* from = whole->data() + first * h.dtype->unit_bytes;
     if (!std::equal(part->begin(), part->end(), from)) fail("a part differs from the whole", *kernels);
+  }
+  if (!whole || h.nbytes > kLargestEncoded) return 0;
+  const std::vector<u8> again = encoded(h, *whole, 1, portable_kernels());
+  for (const Kernels* kernels : usable_kernels()) {
+    if (encoded(h, *whole, 1 + data[0] % 3, *kernels) != again) fail("kernels encode differently", *kernels);
+    if (decoded(again, read_header(again), 0, h.numbers, 1, *kernels) != whole) fail("a tensor does not come back", *kernels);
   }
   return 0;
 }

@@ -2,11 +2,12 @@
 # Fuzzes the decoder of blobs: fuzz/run.sh [SECONDS], 120 if not said. Finds are left in build/fuzz/ and fail the run.
 #
 # Every input starts with a byte for the target (fuzz/decode_blob.cpp), so the golden blobs are copied with one in front. What
-# an earlier run learned is kept in build/fuzz/corpus.
+# an earlier run learned is kept in build/fuzz/corpus. FUZZ_WORK names another folder than build/fuzz, FUZZ_OPTIMIZE another
+# optimization than -O1: -O0 compiles in a quarter of the time and fuzzes at a third of the speed.
 set -eu
 cd "$(dirname "$0")/.."
 seconds=${1:-120}
-work=build/fuzz
+work=${FUZZ_WORK:-build/fuzz}
 
 compiler=$(command -v clang++ || true)
 if [ -z "$compiler" ]; then
@@ -15,9 +16,10 @@ if [ -z "$compiler" ]; then
 fi
 mkdir -p "$work/corpus"
 
-# One object per source, compiled again only when something in native/ or the target is newer.
-sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-base="-std=c++20 -O1 -g1 -fno-omit-frame-pointer -Inative"
+# Compiled again only when something in native/ or the target is newer.
+echo "src:*/third_party/*" >"$work/not_ours"
+sanitize="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize-ignorelist=$work/not_ours"
+base="-std=c++20 ${FUZZ_OPTIMIZE:--O1} -g1 -fno-omit-frame-pointer -Inative"
 avx2=""
 avx512=""
 case $(uname -m) in
@@ -55,7 +57,7 @@ for blob in tests/golden/accept/*.nwt tests/golden/refuse/*.nwt; do
     { printf '\001'; cat "$blob"; } >"$work/seeds/$name"
 done
 
-# A blob that claims more than the limits of the target allows is skipped there, so any large allocation is a find.
-ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=0 exec "$work/decode_blob" -max_total_time="$seconds" -max_len=8192 \
-    -rss_limit_mb=2048 -malloc_limit_mb=512 -timeout=20 -print_final_stats=1 -artifact_prefix="$work/" \
+# Tensors of more than 4 MiB are skipped in the target, so that any large allocation is a find.
+exec "$work/decode_blob" -max_total_time="$seconds" -max_len=8192 \
+    -rss_limit_mb=2048 -malloc_limit_mb=64 -timeout=20 -print_final_stats=1 -artifact_prefix="$work/" \
     "$work/corpus" "$work/seeds"

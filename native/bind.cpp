@@ -93,15 +93,26 @@ nb::tuple decode(nb::handle blob, int threads, bool check, const std::string& pa
   return nb::make_tuple(out, h.dtype->name, shape_tuple(h));
 }
 
-void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path) {
-  Buffer in(blob, false), to(out, true);
+void decode_checked(std::span<const u8> blob, std::span<u8> out, int threads, bool check, const std::string& path) {
   const Kernels& kernels = kernels_by_name(path.c_str());
-  BlobHeader h = read_header(in.bytes());
-  if (h.nbytes != to.size()) {
-    const std::string sizes = "the output has " + std::to_string(to.size()) + " bytes where the tensor has " + std::to_string(h.nbytes);
+  BlobHeader h = read_header(blob);
+  if (h.nbytes != out.size()) {
+    const std::string sizes = "the output has " + std::to_string(out.size()) + " bytes where the tensor has " + std::to_string(h.nbytes);
     throw nb::value_error(sizes.c_str());
   }
-  decode_to(in.bytes(), h, 0, h.numbers, {to.data(), to.size()}, threads, check, kernels);
+  decode_to(blob, h, 0, h.numbers, out, threads, check, kernels);
+}
+
+void decode_into(nb::handle blob, nb::handle out, int threads, bool check, const std::string& path) {
+  Buffer in(blob, false), to(out, true);
+  decode_checked(in.bytes(), {to.data(), to.size()}, threads, check, path);
+}
+
+
+// The same to memory of the caller's that is known by address and size, which is quicker to ask of a torch tensor than a buffer.
+void decode_to_address(nb::handle blob, uintptr_t address, size_t nbytes, int threads, bool check, const std::string& path) {
+  Buffer in(blob, false);
+  decode_checked(in.bytes(), {reinterpret_cast<u8*>(address), nbytes}, threads, check, path);
 }
 
 Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const std::string& path) {
@@ -125,12 +136,20 @@ NB_MODULE(_native, m) {
   m.def("read_header", [](nb::handle blob) { return header_tuple(read_header(Buffer(blob, false).bytes())); }, nb::arg("blob"));
   m.def("decode", &decode, nb::arg("blob"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
   m.def("decode_into", &decode_into, nb::arg("blob"), nb::arg("out"), nb::arg("threads"), nb::arg("check"), nb::arg("path"));
+  m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
+        nb::arg("path"));
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
   m.def("paths", [] {
     nb::list names;
     for (const Kernels* k : usable_kernels()) names.append(k->name);
     return names;
   });
-  m.def("trim_pool", &buffer_pool::trim, nb::arg("keep"));
+  m.def(
+      "trim_pool",
+      [](size_t keep) {
+        buffer_pool::trim(keep);
+        trim_working_memory();
+      },
+      nb::arg("keep"));
   m.def("idle_bytes", &buffer_pool::idle_bytes);
 }

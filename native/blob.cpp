@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -25,7 +27,7 @@ PlaneShape head_shape(const Dtype& d) {
 
 constexpr PlaneShape kTail = {1, PlaneKind::tail, 0, 0};
 
-u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int tails = plane_count(d) - 1;
   if (tails == 0) return encode_plane(head_shape(d), in, count, level, kernels, scratch, out);
   u8* head = scratch.planes(count * d.unit_bytes);
@@ -37,13 +39,12 @@ u8* encode_chunk(const Dtype& d, const u8* in, size_t count, Level level, const 
   return out;
 }
 
-void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, std::vector<u8>& scratch, u8* out) {
+void decode_chunk(const Dtype& d, Reader in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int tails = plane_count(d) - 1;
   if (tails == 0) {
     decode_plane(in, readable_end, head_bytes(d), count, kernels, out);
   } else {
-    if (scratch.size() < count * d.unit_bytes) scratch.resize(count * d.unit_bytes);
-    u8* head = scratch.data();
+    u8* head = scratch.planes(count * d.unit_bytes);
     decode_plane(in, readable_end, 2, count, kernels, head);
     const u8* tail[6];
     for (int t = 0; t < tails; t++) {
@@ -89,6 +90,86 @@ void parallel_for(size_t items, int threads, Work work) {
   for (std::thread& t : pool) t.join();
   if (failure) std::rethrow_exception(failure);
 }
+
+// What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
+struct Worker {
+  Scratch scratch;
+  std::unique_ptr<u8[]> memory;
+  size_t capacity = 0;
+
+  u8* chunk(size_t room) {
+    if (room > capacity) {
+      memory.reset(new u8[room]);
+      capacity = room;
+    }
+    return memory.get();
+  }
+};
+
+class BorrowedWorkers {
+ public:
+  explicit BorrowedWorkers(size_t count) {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    for (; count > workers_.size() && !shelf().idle.empty(); shelf().idle.pop_back()) workers_.push_back(std::move(shelf().idle.back()));
+    while (workers_.size() < count) workers_.push_back(std::make_unique<Worker>());
+    for (auto& worker : workers_) worker->scratch.chunks_ahead = count;
+  }
+  ~BorrowedWorkers() {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    for (auto& worker : workers_)
+      if (shelf().idle.size() < kMostIdle) shelf().idle.push_back(std::move(worker));
+  }
+  BorrowedWorkers(const BorrowedWorkers&) = delete;
+  BorrowedWorkers& operator=(const BorrowedWorkers&) = delete;
+  Worker& operator[](size_t i) { return *workers_[i]; }
+  static void forget_idle() {
+    std::lock_guard<std::mutex> lock(shelf().guard);
+    shelf().idle.clear();
+  }
+
+ private:
+  static constexpr size_t kMostIdle = 16;
+  struct Shelf {
+    std::mutex guard;
+    std::vector<std::unique_ptr<Worker>> idle;
+  };
+  static Shelf& shelf() {
+    static Shelf* s = new Shelf;  // never destroyed: threads may still encode while the program ends
+    return *s;
+  }
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+// Work whose second half must be done in the order of the items. The items must be begun in that order, too.
+class Turns {
+  static constexpr int kPatience = 1000;
+
+ public:
+  template <typename Before, typename InTurn>
+  void take(size_t item, Before before, InTurn in_turn) {
+    try {
+      before();
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(guard_);
+      failed_ = true;  // those behind would wait forever
+      changed_.notify_all();
+      throw;
+    }
+    for (int i = 0; i < kPatience && next_ != item; i++) std::this_thread::yield();  // being woken takes longer than most turns
+    std::unique_lock<std::mutex> lock(guard_);
+    changed_.wait(lock, [&] { return next_ == item || failed_; });
+    if (failed_) return;
+    in_turn();
+    next_++;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex guard_;
+  std::condition_variable changed_;
+  std::atomic<size_t> next_{0};
+  bool failed_ = false;
+};
 
 // ---- header ----------------------------------------------------------------------------------------------------------
 
@@ -197,7 +278,8 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   XXH3_128bits_reset(&hash);
   u8* end = payload;
   if (threads <= 1 || chunks < 2) {
-    static thread_local EncodeScratch scratch;  // kept: its pages cost more to touch again than to hold
+    BorrowedWorkers workers(1);
+    Scratch& scratch = workers[0].scratch;
     for (size_t c = 0; c < chunks; c++) {
       std::span<const u8> chunk = chunk_of(c);
       kernels.update_digest(&hash, chunk.data(), chunk.size());  // brings the chunk into the cache for the encoder
@@ -206,25 +288,30 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
       put32(index + 4 * c, static_cast<u32>(end - start));
     }
   } else {
-    // Every chunk gets room for the worst case, then they close ranks. Item 0 is the digest of everything.
+    // In their order, chunks enter the digest, which brings them into their core's cache. They are encoded side by side, get
+    // their places in their order again, and are copied there side by side.
     const size_t room = step * unit + 4096 * static_cast<size_t>(plane_count(dtype));
-    std::vector<EncodeScratch> scratch(static_cast<size_t>(threads));
-    std::vector<size_t> size(chunks);
-    parallel_for(chunks + 1, threads, [&](int worker, size_t item) {
-      if (item == 0) {
-        kernels.update_digest(&hash, tensor.data(), tensor.size());
-        return;
-      }
-      const size_t c = item - 1;
+    BorrowedWorkers workers(static_cast<size_t>(threads));
+    Turns hashing, placing;
+    parallel_for(chunks, threads, [&](int number, size_t c) {
       std::span<const u8> chunk = chunk_of(c);
-      u8* start = payload + c * room;
-      size[c] = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, scratch[static_cast<size_t>(worker)], start) - start);
+      Worker& worker = workers[static_cast<size_t>(number)];
+      u8* encoded = worker.chunk(room);
+      size_t size = 0;
+      u8* place = nullptr;
+      hashing.take(c, [] {}, [&] { kernels.update_digest(&hash, chunk.data(), chunk.size()); });
+      placing.take(
+          c,
+          [&] {
+            size = static_cast<size_t>(encode_chunk(dtype, chunk.data(), chunk.size() / unit, level, kernels, worker.scratch, encoded) - encoded);
+          },
+          [&] {
+            put32(index + 4 * c, static_cast<u32>(size));
+            place = end;
+            end += size;
+          });
+      if (place) std::memcpy(place, encoded, size);
     });
-    for (size_t c = 0; c < chunks; c++) {
-      std::memmove(end, payload + c * room, size[c]);
-      put32(index + 4 * c, static_cast<u32>(size[c]));
-      end += size[c];
-    }
   }
   XXH128_canonical_t digest;
   XXH128_canonicalFromHash(&digest, XXH3_128bits_digest(&hash));
@@ -238,26 +325,25 @@ void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
   const size_t unit = h.dtype->unit_bytes;
   const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
   const u8* readable_end = blob.data() + blob.size();
-  struct Scratch {
-    std::vector<u8> planes, partial;
-  };
-  std::vector<Scratch> scratch(static_cast<size_t>(std::max(threads, 1)));
+  BorrowedWorkers workers(static_cast<size_t>(std::max(threads, 1)));
   parallel_for(to - from, threads, [&](int worker, size_t item) {
     const size_t c = from + item;
     const u64 start = static_cast<u64>(c) << h.chunk_log2;
     const size_t count = h.numbers_in_chunk(c);
-    Scratch& s = scratch[static_cast<size_t>(worker)];
+    Worker& mine = workers[static_cast<size_t>(worker)];
     Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
     if (start >= first && start + count <= last) {
-      decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, out + (start - first) * unit);
+      decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, out + (start - first) * unit);
       return;
     }
-    s.partial.resize(count * unit);
-    decode_chunk(*h.dtype, in, readable_end, count, kernels, s.planes, s.partial.data());
+    u8* whole = mine.chunk(count * unit);
+    decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, whole);
     const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
-    std::memcpy(out + (begin - first) * unit, s.partial.data() + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+    std::memcpy(out + (begin - first) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
   });
 }
+
+void trim_working_memory() { BorrowedWorkers::forget_idle(); }
 
 bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
   XXH128_canonical_t digest;
@@ -265,11 +351,14 @@ bool digest_matches(const BlobHeader& header, std::span<const u8> tensor) {
   return std::memcmp(digest.digest, header.digest, 16) == 0;
 }
 
-std::vector<const Kernels*> usable_kernels() {
-  std::vector<const Kernels*> all;
-  for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
-    if (k) all.push_back(k);
-  return all;
+const std::vector<const Kernels*>& usable_kernels() {
+  static const std::vector<const Kernels*> usable = [] {
+    std::vector<const Kernels*> all;
+    for (const Kernels* k : {avx512_kernels(), avx2_kernels(), &portable_kernels()})
+      if (k) all.push_back(k);
+    return all;
+  }();
+  return usable;
 }
 
 const Kernels& kernels_by_name(const char* name) {

@@ -38,10 +38,13 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
 // Decodes numbers [first, last) to `out`; only the chunks they touch are read.
 void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, int threads, const Kernels& kernels, u8* out);
 
+// Frees the working memory that threads left behind for the next calls.
+void trim_working_memory();
+
 // True when `tensor` has the digest that the header states.
 bool digest_matches(const BlobHeader& header, std::span<const u8> tensor);
 
 const Kernels& kernels_by_name(const char* name);  // "auto" for the fastest; throws UnsupportedError
-std::vector<const Kernels*> usable_kernels();      // fastest first
+const std::vector<const Kernels*>& usable_kernels();  // fastest first
 
 }  // namespace netweight

@@ -89,11 +89,10 @@ struct alignas(64) EncodeTable {
   int base;           // least symbol of a range
   int host;           // index that stands in for symbols not in the table
   struct Entry {
+    u64 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
     u16 frequency, start;
-    u32 reciprocal;   // x / f == x * reciprocal >> 32 for x < 65536
   };
   std::vector<Entry> by_symbol;
-  Entry host_entry;
 
   EncodeTable(const Table& table, const Split& split);
 };
@@ -116,6 +115,7 @@ struct RansEncoder {
   alignas(64) u8 low[kMaxStreams][64];
   alignas(64) u8 high[kMaxStreams][64];
   u16 padding = 0;                    // element that fills the last row
+  size_t ahead = 0;                   // bytes from here to the chunk that the thread will encode next
 };
 
 // Encodes rows row-1, row-2, ..., 0 of `in`, full rows only; false when there are more patches than fit.

@@ -59,7 +59,7 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
   const __m512i frequency = _mm512_load_si512(t.frequency), start = _mm512_load_si512(t.start),
                 sym_low = _mm512_load_si512(t.low), sym_high = _mm512_load_si512(t.high);
   const FieldPlacement place = element_placement(b.split);
-  const __m512i one = _mm512_set1_epi8(1), byte = _mm512_set1_epi16(0xff);
+  const __m512i one = _mm512_set1_epi8(1), even = _mm512_set1_epi16(0xff);
   const RawRegions region(b.split, S, b.rows);
   const u8* raw = b.raw_low + row * S * region.row_low_bytes;
   const u8* rest = b.raw_rest + row * S * region.row_rest_bytes;
@@ -78,10 +78,10 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
     __m512i index = _mm512_mask_mov_epi8(q0, _mm512_movepi8_mask(L[g]), q1);
     __m512i f = _mm512_permutexvar_epi8(index, frequency);
     __m512i k = _mm512_sub_epi8(L[g], _mm512_permutexvar_epi8(index, start));
-    __m512i x0 = _mm512_maddubs_epi16(_mm512_unpacklo_epi8(H[g], one), _mm512_unpacklo_epi8(f, k));
-    __m512i x1 = _mm512_maddubs_epi16(_mm512_unpackhi_epi8(H[g], one), _mm512_unpackhi_epi8(f, k));
-    __m512i low = _mm512_packus_epi16(_mm512_and_si512(x0, byte), _mm512_and_si512(x1, byte));
-    __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(x0, 8), _mm512_srli_epi16(x1, 8));
+    // x = f * H + k as sums of pairs of bytes, for even and odd lanes apart: shifts and blends instead of shuffles.
+    __m512i x0 = _mm512_maddubs_epi16(choose(even, H[g], one), choose(even, f, _mm512_slli_epi16(k, 8)));
+    __m512i x1 = _mm512_maddubs_epi16(choose(even, one, H[g]), choose(even, _mm512_srli_epi16(k, 8), f));
+    __m512i low = choose(even, x0, _mm512_slli_epi16(x1, 8)), high = choose(even, _mm512_srli_epi16(x0, 8), x1);
     __mmask64 refill = _mm512_testn_epi8_mask(high, high);
     H[g] = _mm512_mask_mov_epi8(high, refill, low);
     L[g] = _mm512_mask_expand_epi8(low, refill, _mm512_loadu_si512(at[g]));
@@ -100,6 +100,8 @@ __attribute__((noinline)) size_t decode(const RansBlock& b, Lanes& lanes, size_t
         lo = choose(place.low_mask, _mm512_multishift_epi64_epi8(place.low_shift, r), lo);
         hi = choose(place.high_mask, _mm512_multishift_epi64_epi8(place.high_shift, r), hi);
       }
+      __builtin_prefetch(to + 2048, 1);
+      __builtin_prefetch(to + 2112, 1);
       _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lo, hi));
       _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi8(lo, hi));
     } else {
@@ -207,16 +209,15 @@ __attribute__((noinline)) bool encode(RansEncoder& e, const u8* in, size_t row) 
   u8* raw = e.raw_low + row * S * region.row_low_bytes;
   u8* rest = e.raw_rest + row * S * region.row_rest_bytes;
   const u8* from = in + row * S * 64 * kUnit;
-  const size_t chunk_bytes = e.count * kUnit;
   bool room = true;
 
   auto step = [&](int g, size_t r) __attribute__((always_inline)) {
     from -= 64 * kUnit;
-    // The next chunk, which the digest will read from its start.
-    _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes), _MM_HINT_T1);
+    // What this thread will read next.
+    _mm_prefetch(reinterpret_cast<const char*>(from + e.ahead), _MM_HINT_T1);
     __m512i v0, v1;  // words: elements in two halves, so that packing them gives lane order
     if constexpr (kUnit == 2) {
-      _mm_prefetch(reinterpret_cast<const char*>(from + chunk_bytes + 64), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(from + e.ahead + 64), _MM_HINT_T1);
       v0 = _mm512_loadu_si512(from);
       v1 = _mm512_loadu_si512(from + 64);
     } else {

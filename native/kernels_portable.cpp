@@ -18,7 +18,7 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   std::memset(start, 0, sizeof start);
   std::memset(reciprocal_low, 0, sizeof reciprocal_low);
   std::memset(reciprocal_high, 0, sizeof reciprocal_high);
-  by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{0, 0, 0});
+  by_symbol.assign(size_t{1} << split.symbol_bits(), Entry{});
   const auto [least, greatest] = std::minmax_element(t.symbol, t.symbol + t.count);
   base = *least;
   lookup = *greatest - base < 62           ? SymbolLookup::range
@@ -30,10 +30,8 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   int pairs = 0;
   for (int i = 0; i < t.count; i++) {
     const int f = t.frequency[i], s = t.symbol[i];
-    Entry entry{static_cast<u16>(f), t.start[i], static_cast<u32>(((u64{1} << 32) + f - 1) / f)};
-    if (f == 1) entry.reciprocal = 0xffffffffu;  // x * (2^32 - 1) >> 32 == x - 1: corrected where it is used
+    const Entry entry{((u64{1} << 32) + static_cast<u64>(f) - 1) / static_cast<u64>(f), static_cast<u16>(f), t.start[i]};
     by_symbol[s] = entry;
-    if (i == t.host) host_entry = entry;
     int index = i;
     if (lookup == SymbolLookup::range) index = s - base + 1;
     if (lookup == SymbolLookup::map) map[s] = static_cast<u8>(i);
@@ -87,13 +85,6 @@ bool step_wide(const WideBlock& b, WideLanes& lanes, u16* placed) {
 }
 
 namespace {
-
-inline u32 load(const void* in, int unit, size_t i) {
-  if (unit == 1) return static_cast<const u8*>(in)[i];
-  u16 v;  // copied, because a mapped file need not be aligned
-  std::memcpy(&v, static_cast<const u8*>(in) + 2 * i, 2);
-  return v;
-}
 
 // ---- passes over 64 lanes --------------------------------------------------------------------------------------------
 // In SSE2, which every x86-64 processor has, or in plain C++.
@@ -266,51 +257,73 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
 }
 
 // The 64 elements of one row of one stream in lane order; beyond the end: padding.
-inline void load_row(const RansEncoder& e, const void* in, size_t block, u32* v) {
-  for (int i = 0; i < 64; i++) {
-    size_t at = block * 64 + static_cast<size_t>(lane_position(i, e.split.unit));
-    v[i] = at < e.count ? load(in, e.split.unit, at) : e.padding;
+inline void load_row(const RansEncoder& e, const void* in, size_t block, u16* v) {
+  const u8* from = static_cast<const u8*>(in) + block * 64 * static_cast<size_t>(e.split.unit);
+  const size_t left = e.count > block * 64 ? std::min<size_t>(64, e.count - block * 64) : 0;
+  u16 ordered[64];
+  if (left < 64) std::fill(ordered, ordered + 64, e.padding);
+  if (e.split.unit == 1) {
+    for (size_t i = 0; i < left; i++) v[i] = from[i];
+    std::copy(ordered + left, ordered + 64, v + left);
+    return;
   }
+  std::memcpy(ordered, from, 2 * left);
+  for (int q = 0; q < 8; q++) std::memcpy(v + 8 * q, ordered + lane_position(8 * q, 2), 16);
 }
 
-inline void split_raw(const Split& split, const u32* v, u8* raw_low, u8* raw_rest) {
-  for (int i = 0; i < 64; i++) {
-    u32 r = split.raw(v[i]);
-    raw_low[i] = static_cast<u8>(r);
-    raw_rest[i] = static_cast<u8>(r >> 8);
+inline void split_raw(const Split& split, const u16* v, u8* raw_low, u8* raw_rest) {
+  const int shift = 8 * split.unit - split.raw_bits;
+  const u32 sign = split.signed_raw ? 1u << (split.raw_bits - 1) : 0, rest = (split.signed_raw ? sign : 1u << split.raw_bits) - 1;
+  u16 raw[64];
+  for (int i = 0; i < 64; i++) raw[i] = static_cast<u16>((v[i] & rest) | (v[i] >> shift & sign));
+  for (int i = 0; i < 64; i++) raw_low[i] = static_cast<u8>(raw[i]);
+  for (int i = 0; i < 64; i++) raw_rest[i] = static_cast<u8>(raw[i] >> 8);
+}
+
+// Puts the host in the place of symbols that the table lacks and notes patches, last lane first.
+inline bool note_patches(RansEncoder& e, int g, size_t row, u16* symbol, u16 host) {
+  if (e.patch[g] < e.patch_limit[g]) return false;
+  for (int i = 63; i >= 0; i--) {
+    if (e.table->by_symbol[symbol[i]].frequency) continue;
+    *--e.patch[g] = {static_cast<u32>(row * 64 + static_cast<size_t>(i)), symbol[i]};
+    symbol[i] = host;
   }
+  return true;
 }
 
 // Encodes 64 lanes, last lane first; false when the row needs patches and there were too many before it.
-inline bool put_row(RansEncoder& e, int g, size_t row, const u32* v) {
-  const bool crowded = e.patch[g] < e.patch_limit[g];
-  const EncodeTable& t = *e.table;
+inline bool put_row(RansEncoder& e, int g, size_t row, const u16* v) {
+  const EncodeTable::Entry* table = e.table->by_symbol.data();
+  const int shift = e.split.signed_raw ? e.split.raw_bits - 1 : e.split.raw_bits;
+  const u16 mask = static_cast<u16>((1u << e.split.symbol_bits()) - 1);
+  u16 symbol[64];
+  for (int i = 0; i < 64; i++) symbol[i] = static_cast<u16>(v[i] >> shift & mask);
+  u32 rare = 0;
+  for (int i = 0; i < 64; i++) rare |= table[symbol[i]].frequency == 0;
+  if (rare && !note_patches(e, g, row, symbol, static_cast<u16>(e.split.symbol(e.padding)))) return false;
   u8* at = e.at[g];
+  u8 low[64], high[64];
+  std::memcpy(low, e.low[g], 64);
+  std::memcpy(high, e.high[g], 64);
   for (int i = 63; i >= 0; i--) {
-    u32 symbol = e.split.symbol(v[i]);
-    EncodeTable::Entry entry = t.by_symbol[symbol];
-    if (entry.frequency == 0) {
-      if (crowded) return false;
-      *--e.patch[g] = {static_cast<u32>(row * 64 + static_cast<size_t>(i)), symbol};
-      entry = t.host_entry;
-    }
-    u32 x = e.low[g][i] | static_cast<u32>(e.high[g][i]) << 8;
-    if (e.high[g][i] >= entry.frequency) {
-      *--at = static_cast<u8>(x);
-      x >>= 8;
-    }
-    u32 q = entry.frequency == 1 ? x : static_cast<u32>(u64{x} * entry.reciprocal >> 32);
-    x += entry.start + q * (256u - entry.frequency);
-    e.low[g][i] = static_cast<u8>(x);
-    e.high[g][i] = static_cast<u8>(x >> 8);
+    const EncodeTable::Entry entry = table[symbol[i]];
+    const u32 full = high[i] >= entry.frequency;
+    at[-1] = low[i];  // kept if the state is full; no branch, because nothing could predict it
+    at -= full;
+    const u32 x = (low[i] | static_cast<u32>(high[i]) << 8) >> 8 * full;
+    const u32 next = x + entry.start + static_cast<u32>(x * entry.reciprocal >> 32) * (256u - entry.frequency);
+    low[i] = static_cast<u8>(next);
+    high[i] = static_cast<u8>(next >> 8);
   }
   e.at[g] = at;
+  std::memcpy(e.low[g], low, 64);
+  std::memcpy(e.high[g], high, 64);
   return true;
 }
 
 bool encode_rows(RansEncoder& e, const void* in, size_t row) {
   const int low_bits = e.split.raw_bits < 8 ? e.split.raw_bits : 8, rest_bits = e.split.raw_bits - low_bits;
-  u32 v[64];
+  u16 v[64];
   alignas(64) u8 raw_low[64], raw_rest[64];
   while (row-- > 0)
     for (int g = e.streams - 1; g >= 0; g--) {
@@ -362,7 +375,7 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
   const size_t streams = static_cast<size_t>(e.streams), first = rows_before_last_two(e.rows);
   const RawRegions region(e.split, e.streams, e.rows);
   const size_t used = region.row_low_bytes, folded = region.folded_bytes;
-  u32 v[2][64];
+  u16 v[2][64];
   alignas(64) u8 fields[64], raw_low[64], raw_rest[64];
   for (size_t g = 0; g < streams; g++) {
     std::memset(e.low[g], 0, 64);

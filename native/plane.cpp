@@ -129,7 +129,7 @@ Choice choose_split(const PlaneShape& shape, const u8* in, size_t count, Level l
 // ---- rans ----------------------------------------------------------------------------------------------------------
 
 // Returns nullptr when there are too many patches for this table to be the right one.
-u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t count, const Kernels& kernels, Scratch& scratch, u8* out) {
   const int streams = stream_count(count);
   const size_t rows = (count + 64u * static_cast<size_t>(streams) - 1) / (64u * static_cast<size_t>(streams));
   const RawRegions region(split, streams, rows);
@@ -154,8 +154,9 @@ u8* encode_rans(const Split& split, const Table& table, const u8* in, size_t cou
   e.table = &lookups;
   e.raw_low = raw_low;
   e.raw_rest = raw_rest;
+  e.ahead = scratch.chunks_ahead * count * static_cast<size_t>(split.unit);
   e.padding = static_cast<u16>(split.place_symbol(table.symbol[table.host]));
-  const size_t stream_room = rows * 64 + 64, patch_room = rows * 2 + 192;
+  const size_t stream_room = rows * 64 + 128, patch_room = rows * 2 + 192;
   u8* bytes = scratch.bytes(stream_room * static_cast<size_t>(streams));
   Patch* patches = scratch.patches(patch_room * static_cast<size_t>(streams));
   u8* top[kMaxStreams];
@@ -323,7 +324,7 @@ void fill(const u8* value, int unit, size_t count, u8* out) {
 
 }  // namespace
 
-u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out) {
+u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out) {
   const size_t bytes = count * static_cast<size_t>(shape.unit);
   if (is_constant(in, count, shape.unit)) {
     *out++ = static_cast<u8>(Mode::constant);

@@ -21,12 +21,13 @@ struct PlaneShape {
   int mantissa_bits;  // floating only: those inside the unit
 };
 
-// Working memory of an encoding thread, reused from plane to plane.
-class EncodeScratch {
+// Working memory of a thread, reused from plane to plane and from call to call.
+class Scratch {
  public:
   u8* bytes(size_t n) { return grow(bytes_, bytes_size_, n); }
   Patch* patches(size_t n) { return grow(patches_, patches_size_, n); }
   u8* planes(size_t n) { return grow(planes_, planes_size_, n); }
+  size_t chunks_ahead = 1;  // which chunk this thread is likely to encode next, counted from the present one
 
  private:
   template <typename T>
@@ -46,7 +47,7 @@ class EncodeScratch {
 inline size_t plane_bound(size_t count, int unit) { return count * static_cast<size_t>(unit) + 4096; }
 
 // Writes `count` numbers at `in` to `out`; returns the end of what was written.
-u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, EncodeScratch& scratch, u8* out);
+u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out);
 
 // Reads one plane. readable_end bounds what may be read beyond `in` (it may lie past in.end, never before it).
 void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, const Kernels& kernels, u8* out);
@@ -57,7 +58,7 @@ const u8* raw_plane(Reader& in, int unit, size_t count);
 // Parts of the above with files of their own.
 u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbols, std::vector<u16>& frequencies);
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,
-                EncodeScratch& scratch, u8* out);
+                Scratch& scratch, u8* out);
 void decode_wide(Reader& in, int unit, size_t count, const Kernels& kernels, u8* out);
 
 }  // namespace netweight

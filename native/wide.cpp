@@ -82,7 +82,7 @@ u64 build_wide_table(const u32* counts, int symbol_bits, std::vector<u16>& symbo
 }
 
 u8* encode_wide(const Split& split, const std::vector<u16>& symbols, const std::vector<u16>& frequencies, const u8* in, size_t count,
-                EncodeScratch& scratch, u8* out) {
+                Scratch& scratch, u8* out) {
   std::vector<WideEntry> entry(size_t{1} << split.symbol_bits(), WideEntry{0, 0});
   size_t host = 0;
   u32 start = 0;

@@ -141,10 +141,10 @@ def test_targets_are_judged_within_rounds():
     zipnn = row("zipnn", seconds=(6.0, 12.0, 6.0, 6.0, 24.0))  # six times as long in every round
     found = {finding.name: finding for finding in findings(result(ours, zipnn))}
     assert len(found) == len(TARGETS)
-    speed = found["decode bf16, one thread, warm, against zipnn"]
+    speed = found["decode bf16 against zipnn, MiniLM from memory"]
     assert (speed.value, speed.ci95, speed.passed) == (6.0, (6.0, 6.0), True)
     assert found["ratio, MiniLM as bf16, default"].value == 2.0
-    unmeasured = found["the same against memcpy"]
+    unmeasured = found["decode bf16 against memcpy, MiniLM from memory"]
     assert (unmeasured.value, unmeasured.passed) == (None, None)
     assert "memcpy" in unmeasured.detail["reason"]
 
@@ -159,7 +159,7 @@ def test_two_threads_are_compared_with_one():
     gaussian = {"data": "N(0, 0.02)"}
     one, two = row(**gaussian), row(**gaussian, threads=2, seconds=(0.5,) * 5)
     found = {finding.name: finding for finding in findings(result(one, two))}
-    assert found["decode N(0, 0.02) as bf16, two threads against one"].value == 2.0
+    assert found["decode 67 MB, two threads against one"].value == 2.0
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):

@@ -12,7 +12,7 @@ from netweight.evidence.timing import Case, interleave, kept_heap
 def test_every_case_runs_once_per_round_in_changing_order():
     log = []
     cases = [Case(name, lambda given, name=name: log.append((name, given)), lambda: "input") for name in "abcd"]
-    samples = interleave(cases, repeats=6, seed=1, warmup=2, again_below=0)
+    samples = interleave(cases, repeats=6, seed=1, warmup=2, again_below=0, steady=0)
     rounds = [log[i : i + 4] for i in range(0, len(log), 4)]
     assert len(rounds) == 8
     assert all(sorted(part) == [(name, "input") for name in "abcd"] for part in rounds)
@@ -21,7 +21,12 @@ def test_every_case_runs_once_per_round_in_changing_order():
     assert all(len(sample.wall) == len(sample.cpu) == 6 for sample in samples.values())
     again = []
     interleave(
-        [Case(n, lambda _, n=n: again.append((n, "input"))) for n in "abcd"], repeats=6, seed=1, warmup=2, again_below=0
+        [Case(n, lambda _, n=n: again.append((n, "input"))) for n in "abcd"],
+        repeats=6,
+        seed=1,
+        warmup=2,
+        again_below=0,
+        steady=0,
     )
     assert again == log
 
@@ -70,7 +75,23 @@ def test_a_short_run_is_preceded_by_one_that_is_not_timed():
             pass
 
     cases = [Case("short", lambda _: log.append("short")), Case("long", work)]
-    samples = interleave(cases, repeats=4, seed=0, again_below=0.01)
+    samples = interleave(cases, repeats=4, seed=0, again_below=0.01, steady=0)
     assert log.count("short") == 1 + 4 * 2
     assert log.count("long") == 1 + 4
     assert {len(sample.wall) for sample in samples.values()} == {4}
+
+
+def test_a_short_run_is_repeated_until_it_is_steady():
+    log = []
+
+    def work(_):
+        log.append("long")
+        end = time.process_time() + 0.03
+        while time.process_time() < end:
+            pass
+
+    cases = [Case("short", lambda _: log.append("short")), Case("long", work)]
+    samples = interleave(cases, repeats=3, seed=0, warmup=1, again_below=0, steady=0.02)
+    assert log.count("short") == 1 + 3 * 200
+    assert log.count("long") == 1 + 3
+    assert {len(sample.wall) for sample in samples.values()} == {3}

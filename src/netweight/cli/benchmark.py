@@ -78,7 +78,10 @@ def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
     most = QUICK_WEIGHTS if quick else None
     file = minilm.weights_file()
     sets = [data.model_as(file, targets.MINILM, dtype, most=most) for dtype in ("BF16", "F16", "F32")]
-    return [*sets, data.gaussian(seed=seed, count=most or 1 << 25)]
+    small = [
+        data.gaussian(seed=seed, count=most or 1 << 20, name=data.IN_CACHE, dtype=dtype) for dtype in ("BF16", "F32")
+    ]
+    return [*small, *sets, data.gaussian(seed=seed, count=most or 1 << 25)]
 
 
 def _unused(folder: Path, name: str) -> Path:

@@ -27,7 +27,7 @@ def tour(context: click.Context, out: Path, keep: bool, output: Output) -> None:
     """Show everything at work on a small real model.
 
     Compresses a model of 22.7 million trained weights as published and as bf16, proves that nothing changed, restores
-    it, uses it, and writes a report. Needs the extra `tour` and no network; takes less than a minute. Exits with 1 if
+    it, uses it, and writes a report. Needs the extra `tour` and no network; takes about a minute. Exits with 1 if
     anything is not as it should be.
     """
     from netweight.core.progress import QUIET, Progress

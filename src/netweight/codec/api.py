@@ -71,7 +71,10 @@ def active_path() -> str:
 
 
 def trim_pool(keep: int = 0) -> None:
-    """Return idle output buffers to the system until at most `keep` bytes are held; never more than 256 MiB are."""
+    """Return idle output buffers to the system until at most `keep` bytes are held (never more than 256 MiB are).
+
+    The working memory of threads that decoded or encoded is returned, too.
+    """
     backend.trim_pool(keep)
 
 
@@ -109,9 +112,9 @@ def encode_raw(
     if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
         raise UsageError(f"chunk_log2 is {chunk_log2}.", cure="Choose 10 to 22.")
     dims = [int(d) for d in shape]
-    if len(dims) > 64 or any(d < 0 for d in dims):
+    if len(dims) > 64 or min(dims, default=0) < 0:
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
-    with _in_our_words(f"a tensor of type {dtype} and shape {tuple(dims)}"):
+    with _in_our_words("a tensor of type %s and shape %s", dtype, dims):
         source, number = _bytes_of(buffer), LEVELS.index(level)
         return backend.encode(source, dtype, dims, number, chunk_log2 or 0, _checked_threads(threads), path)
 
@@ -155,7 +158,9 @@ def encode(
             kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
         name = dtype_name(tensor.dtype)
-        data, shape = _tensor_bytes(tensor.resolve_conj().resolve_neg()), tuple(tensor.shape)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        data, shape = _tensor_bytes(tensor), tensor.shape
     return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
 
 
@@ -225,16 +230,17 @@ def decode_into(
         CorruptBlob: The blob is damaged.
         Unsupported: The blob is of a newer format.
     """
+    source, threads = _bytes_of(blob), _checked_threads(threads)
     if isinstance(out, np.ndarray):
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise UsageError("The output array must be contiguous and writable.")
-        target = _flat_bytes(out)
-    else:
-        if not out.is_contiguous() or out.device.type != "cpu" or out.is_conj() or out.is_neg():
-            raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
-        target = _tensor_bytes(out)
+        with _in_our_words("a blob"):
+            backend.decode_into(source, _flat_bytes(out), threads, check, path)
+        return
+    if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
+        raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
     with _in_our_words("a blob"):
-        backend.decode_into(_bytes_of(blob), target, _checked_threads(threads), check, path)
+        backend.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
@@ -290,10 +296,10 @@ def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, sha
 
 def _bytes_of(blob: Any) -> Any:
     """Whatever holds bytes, as something with the buffer protocol."""
-    if isinstance(blob, np.ndarray):
-        return _flat_bytes(np.ascontiguousarray(blob))
     if isinstance(blob, bytes | bytearray):
         return blob
+    if isinstance(blob, np.ndarray):
+        return _flat_bytes(np.ascontiguousarray(blob))
     if isinstance(blob, memoryview):
         return blob if blob.c_contiguous else blob.tobytes()
     if hasattr(blob, "detach"):
@@ -304,8 +310,8 @@ def _bytes_of(blob: Any) -> Any:
 class _in_our_words:
     """Turns the backend's errors into the library's. A class, because a generator costs as much as a small tensor."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, *parts: object) -> None:
+        self.what, self.parts = what, parts
 
     def __enter__(self) -> None:
         pass
@@ -315,12 +321,12 @@ class _in_our_words:
     ) -> None:
         if error is None:
             return
-        reason = getattr(error, "reason", error)
+        reason, what = getattr(error, "reason", error), self.what % self.parts
         if isinstance(error, backend.CORRUPT):
             cure = "Fetch or compress the file again; its bytes were damaged."
-            raise CorruptBlob(f"Cannot decode {self.what}: {reason}.", cure=cure) from error
+            raise CorruptBlob(f"Cannot decode {what}: {reason}.", cure=cure) from error
         if isinstance(error, backend.UNSUPPORTED):
             cure = "Update netweight, or use another element type."
-            raise Unsupported(f"Cannot handle {self.what}: {reason}.", cure=cure) from error
+            raise Unsupported(f"Cannot handle {what}: {reason}.", cure=cure) from error
         if isinstance(error, ValueError):
-            raise UsageError(f"Cannot handle {self.what}: {reason}.") from error
+            raise UsageError(f"Cannot handle {what}: {reason}.") from error

@@ -6,6 +6,7 @@ the native module is missing, and says so once; or when it is asked for as `path
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from functools import cache
@@ -107,6 +108,18 @@ def decode_into(blob: Any, out: np.ndarray[Any, Any], threads: int, check: bool,
     if expected != out.nbytes:
         raise ValueError(f"the output has {out.nbytes} bytes where the tensor has {expected}")
     reference.decode(blob, check=check, out=out)
+
+
+def decode_to_address(blob: Any, address: int, nbytes: int, threads: int, check: bool, path: str) -> None:
+    """Decode to `nbytes` writable bytes at an address; torch tells a tensor's address sooner than it makes an array.
+
+    Raises:
+        ValueError: There are not as many bytes as the tensor has.
+    """
+    if not _in_python(path):
+        return native.decode_to_address(blob, address, nbytes, threads, check, path)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else b""
+    decode_into(blob, np.frombuffer(memory, np.uint8), threads, check, path)
 
 
 def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 from netweight.core.progress import QUIET, Progress
@@ -63,7 +64,8 @@ def interleave(
     repeats: int,
     seed: int,
     warmup: int = 1,
-    again_below: float = 0.1,
+    again_below: float = 1.0,
+    steady: float = 0.02,
     progress: Progress = QUIET,
     description: str = "measure",
 ) -> dict[K, Samples]:
@@ -76,6 +78,8 @@ def interleave(
         warmup: Untimed rounds before, which touch the pages and wake the processor.
         again_below: A case that ever took less than so many seconds is run untimed just before, every time: it finds
             caches, branch predictors and the processor's clock as its own last run left them, not as the case before.
+        steady: A case is run until it has taken about so many seconds, at most 200 times, and the median of its runs
+            is the round's sample: processors need some milliseconds to settle after a change of work.
         progress: Where progress is shown.
         description: What the progress bar says.
 
@@ -90,7 +94,8 @@ def interleave(
             for case in order.sample(cases, len(cases)):
                 if least[case.key] < again_below:
                     _time(case)
-                taken = _time(case)
+                runs = [_time(case) for _ in range(min(200, 1 + int(steady / least[case.key])))]
+                taken = median(wall for wall, _ in runs), median(cpu for _, cpu in runs)
                 least[case.key] = min(least[case.key], *taken)
                 if number >= warmup:
                     times[case.key].append(taken)

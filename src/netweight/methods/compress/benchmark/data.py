@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["GAUSSIAN", "DataSet", "gaussian", "model_as", "of_files", "pack", "raw_bytes", "tensors_over"]
+__all__ = ["GAUSSIAN", "IN_CACHE", "DataSet", "gaussian", "model_as", "of_files", "pack", "raw_bytes", "tensors_over"]
 
 GAUSSIAN = "N(0, 0.02)"
 """Name of the set of normally distributed weights."""
+
+IN_CACHE = "N(0, 0.02), in cache"
+"""Name of the sets of a million such weights, which stay in a core's cache: the code's speed, not the memory's."""
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -87,17 +90,19 @@ def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return raw
 
 
-def gaussian(*, seed: int, count: int = 1 << 25) -> DataSet:
-    """Draw one bf16 tensor from N(0, 0.02²), as freshly initialized weights are.
+def gaussian(*, seed: int, count: int = 1 << 25, name: str = GAUSSIAN, dtype: str = "BF16") -> DataSet:
+    """Draw one tensor from N(0, 0.02²), as freshly initialized weights are.
 
     Args:
         seed: Seed of the draw.
         count: Number of weights.
+        name: What to call the set.
+        dtype: "BF16", "F16" or "F32".
     """
     import torch
 
     drawn = torch.randn(count, generator=torch_generator(seed, "benchmark", "gaussian")).mul_(0.02)
-    return pack(GAUSSIAN, "BF16", [drawn.to(torch.bfloat16)])
+    return pack(name, dtype, [drawn.to(getattr(torch, _DTYPES[dtype]))])
 
 
 def model_as(file: Path, name: str, dtype: str, *, most: int | None = None) -> DataSet:
