@@ -80,7 +80,6 @@ MODELS = {
     "t5": t5,
     "mixtral": mixtral,
 }
-GENERATES = ("llama", "llama tied", "gpt2", "mixtral")
 
 
 def answers(model):

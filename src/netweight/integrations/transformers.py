@@ -5,7 +5,8 @@
 After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
 weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
 tensor after another. Either way the model computes what the dense one does, bit for bit, and `save_pretrained` writes
-a compressed folder. Needs transformers 5.
+a compressed folder. Compressed are the weights that `netweight.compress_` compresses; others, such as norms and the
+merged experts of a mixture, are decoded while loading. Needs transformers 5.
 """
 
 from __future__ import annotations
@@ -221,9 +222,9 @@ class NetweightQuantizer(HfQuantizer):
         self._loading = False
         seen: set[int] = set()
         for module in model.modules():
-            parameters: dict[str, Any] = module._parameters
-            for attribute, parameter in parameters.items():
-                if isinstance(parameter, CompressedTensor):
+            for attribute, parameter in module._parameters.items():
+                compressed = isinstance(parameter, CompressedTensor)
+                if compressed:
                     place(module, attribute, parameter)
                 elif parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -278,7 +279,8 @@ def save_pretrained(
 
     Args:
         self: The model.
-        save_directory: The folder. Files of other kinds in it stay; an older model in it is replaced.
+        save_directory: The folder. It appears whole if there was none. Else an older compressed model in it is
+            replaced file by file, and other files stay.
         is_main_process: Whether this process writes; the others do nothing.
         state_dict: Not used: what is saved is the model.
         push_to_hub: Not supported here.
@@ -317,7 +319,9 @@ def save_pretrained(
 
 def _move_into(folder: Path, target: Path) -> None:
     """Put a compressed folder's files into a folder that may hold others, the configuration last."""
-    target.mkdir(exist_ok=True)
+    if not target.exists():
+        os.replace(folder, target)
+        return
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
     if (target / MANIFEST).is_file():
         for old in target.glob("*.net.safetensors*"):
