@@ -15,7 +15,7 @@ from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.integrations.transformers import NetweightConfig  # noqa: E402
+from netweight.integrations.transformers import NetweightConfig, save_pretrained  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -276,6 +276,34 @@ def test_copies_and_adapters(tied, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tied / "net")
     again.load_adapter(tmp_path / "adapter")
     assert same(again, theirs)
+
+
+def test_pickled_models_compute_the_same_and_are_saved_by_the_function(tied, tmp_path):
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tied / "net")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tied / "dense")
+    torch.save(ours, tmp_path / "pickled")
+    again = torch.load(tmp_path / "pickled", weights_only=False)
+    assert same(again, theirs)
+    with pytest.raises(UsageError, match=r"integrations\.transformers\.save_pretrained"):
+        again.save_pretrained(tmp_path / "refused")
+    save_pretrained(again, tmp_path / "saved")
+    assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), theirs)
+
+
+@pytest.mark.parametrize(
+    "how", [{"subfolder": "net"}, {"subfolder": "net", "variant": "fp16"}, {"subfolder": "net", "disable_mmap": True}]
+)
+def test_ways_of_loading(tied, how):
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tied, **how)
+    assert kept_compressed(ours)
+    assert same(ours, transformers.AutoModelForCausalLM.from_pretrained(tied / "dense"))
+
+
+def test_device_map(tied):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tied / "net", device_map="cpu")
+    assert kept_compressed(ours)
+    assert same(ours, transformers.AutoModelForCausalLM.from_pretrained(tied / "dense"))
 
 
 def test_damage_is_named_before_anything_is_loaded(tied, tmp_path):

@@ -44,7 +44,7 @@ except ImportError as error:
         "This plug-in needs transformers 5, which is not installed.", cure="Install it: pip install 'netweight[llm]'."
     ) from error
 
-__all__ = ["NetweightConfig", "NetweightQuantizer"]
+__all__ = ["NetweightConfig", "NetweightQuantizer", "save_pretrained"]
 
 _METHOD = "netweight"
 _VERSION = 1
@@ -246,6 +246,19 @@ class NetweightQuantizer(HfQuantizer):
             del model.config.transformers_weights
         model.save_pretrained = MethodType(save_pretrained, model)
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Refuse transformers' own way of saving, which cannot write compressed weights; adapters it saves itself.
+
+        Raises:
+            UsageError: The model was pickled, and so came to lack its own `save_pretrained`.
+        """
+        if not getattr(model, "_hf_peft_config_loaded", False):
+            raise UsageError(
+                "transformers' own save_pretrained cannot write compressed weights.",
+                cure="Call netweight.integrations.transformers.save_pretrained(model, FOLDER).",
+            )
+        return super().get_state_dict_and_metadata(model)
 
     def is_serializable(self) -> bool:
         """Whether the model can be saved."""
