@@ -258,7 +258,7 @@ class NetweightQuantizer(HfQuantizer):
                 "transformers' own save_pretrained cannot write compressed weights.",
                 cure="Call netweight.integrations.transformers.save_pretrained(model, FOLDER).",
             )
-        return super().get_state_dict_and_metadata(model)
+        return None, {}
 
     def is_serializable(self) -> bool:
         """Whether the model can be saved."""
