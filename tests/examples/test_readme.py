@@ -42,6 +42,8 @@ def test_the_commands_work_in_their_order(model):
 
 def test_the_python_works(model):
     for code in blocks("python"):
+        if "transformers import" in code:
+            pytest.importorskip("transformers", reason="transformers is not installed")
         exec(compile(code, str(README), "exec"), {})
 
 

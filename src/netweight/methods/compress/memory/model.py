@@ -20,7 +20,7 @@ from netweight.methods.compress.memory.hooks import forget_hooks, keep_hooks
 from netweight.methods.compress.memory.tensor import CompressedTensor
 from netweight.store.writing import Level
 
-__all__ = ["Compression", "compress_", "decompress_", "dense_state_dict", "memory_footprint", "place"]
+__all__ = ["Compression", "choose", "compress_", "decompress_", "dense_state_dict", "memory_footprint", "place"]
 
 Patterns = Select | str | Iterable[str] | None
 _ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
@@ -91,8 +91,10 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
                 yield name, module, attribute, parameter
 
 
-def _plan(model: nn.Module, include: Patterns, exclude: Patterns) -> tuple[list[_Weight], dict[str, str]]:
-    """What to compress, and what to leave for which reason.
+def _plan(
+    model: nn.Module, include: Patterns, exclude: Patterns, *, loaded: bool = True
+) -> tuple[list[_Weight], dict[str, str]]:
+    """What to compress, and what to leave for which reason; `loaded` says whether weights hold their values yet.
 
     Raises:
         AlreadyCompressed: A chosen weight is compressed.
@@ -124,7 +126,7 @@ def _plan(model: nn.Module, include: Patterns, exclude: Patterns) -> tuple[list[
             reasons[id(parameter)] = f"{type(module).__name__} is not a layer that can run compressed"
             if name in matched:
                 refused.append(f"{full} of {type(module).__name__}")
-        elif parameter.is_meta or parameter.layout != torch.strided:
+        elif (loaded and parameter.is_meta) or parameter.layout != torch.strided:
             refused.append(f"{full}, which holds no plain values ({parameter.device}, {parameter.layout})")
     if refused:
         raise Unsupported(
@@ -192,6 +194,26 @@ def compress_(
         before, after = before + dense.nbytes, after + box.payload.nbytes
         del dense
     return Compression(tuple(names), left, before, after)
+
+
+def choose(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
+    """Choose the weights that `compress_` would take, before they are loaded; for integrations that load them.
+
+    Args:
+        model: Any module; its parameters may be on the meta device.
+        include: See `compress_`.
+        exclude: See `compress_`.
+
+    Returns:
+        For each weight, under each of its names, the `chunk_log2` to encode it with (see `netweight.codec.encode`).
+
+    Raises:
+        AlreadyCompressed: A chosen weight is compressed already.
+        Unsupported: A layer asked for by name cannot run compressed.
+        NameNotFound: A pattern matches no module.
+    """
+    weights, _ = _plan(model, include, exclude, loaded=False)
+    return {full: weight.chunk_log2 for weight in weights for _, _, full in weight.holders}
 
 
 def place(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
