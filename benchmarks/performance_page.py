@@ -50,8 +50,8 @@ HOW = """
   million weights drawn from N(0, 0.02²) as BF16; and one million of these, which stay in a core's cache. Whole models
   come from memory, whose speed no code changes: the rows of memcpy tell it. netweight compresses tensor by tensor, as
   it does in files, small tensors included; peers get all tensors joined, which favors them.
-- **Rounds**: in every round every contender runs once, in an order drawn anew. A speed is the median over the rounds, a
-  ratio of speeds the median of the ratios within rounds, with its 95 % bootstrap interval.
+- **Rounds**: in every round every contender is measured once, in an order drawn anew. A speed is the median over the
+  rounds, a ratio of speeds the median of the ratios within rounds, with its 95 % bootstrap interval.
 - **Clock**: with one thread the CPU time of the process, all its threads included, since other programs on the machine
   disturb it least; with two threads the time that passes. GB/s are 10⁹ plain bytes per second.
 - **Warm**: netweight, blosc2 and memcpy write into memory that is there; for peers that allocate what they return the

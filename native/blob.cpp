@@ -13,7 +13,6 @@
 #include "digest.h"
 #include "plane.h"
 
-
 namespace netweight {
 namespace {
 

@@ -5,7 +5,6 @@
 #include "merge.h"
 
 #include <algorithm>
-#include <bit>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif

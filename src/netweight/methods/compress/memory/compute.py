@@ -26,8 +26,9 @@ class _Products(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def keep(ctx: Any, x: torch.Tensor, weight: torch.Tensor, payload: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Save what the needed gradients ask for, and nothing else."""
+        x, weight, payload = inputs[:3]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
         ctx.shape, ctx.dtype = weight.shape, weight.dtype
@@ -49,10 +50,6 @@ class _Linear(_Products):
         return F.linear(x, _dense(payload, weight, compute), bias)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Products.keep(ctx, *inputs[:3])
-
-    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
@@ -68,10 +65,6 @@ class _Addmm(_Products):
     @staticmethod
     def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype) -> torch.Tensor:
         return torch.addmm(bias, x, _dense(payload, weight, compute))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Products.keep(ctx, *inputs[:3])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
