@@ -19,10 +19,11 @@ from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, Number
+from netweight.evidence.report import Table
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
-MODULES = ("netweight.reproduce.neuzip",)
+MODULES = ("netweight.reproduce.neuzip", "netweight.reproduce.neuzip_inference")
 """Modules that register tables."""
 
 Scale: TypeAlias = Literal["small", "paper"]
@@ -78,6 +79,7 @@ class Measured:
         labels: Measured row or column name → name of the published one it is to be laid beside, where they differ.
         findings: What the numbers say, with intervals and targets where there are any.
         figures: Pictures.
+        tables: Further tables of the report, for what reads better side by side.
         notes: Lines for below the table.
         inputs: Name of each input → its digest.
     """
@@ -88,6 +90,7 @@ class Measured:
     labels: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
 

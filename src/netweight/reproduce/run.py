@@ -204,7 +204,7 @@ def write_report(result: Reproduction, *, command: str | None = None) -> Path:
     report.section(
         title_of(result.id),
         measured.findings,
-        tables=[_comparison_table(result)],
+        tables=[*measured.tables, _comparison_table(result)],
         figures=measured.figures,
         intro="\n\n".join(numbers.notes) if numbers else "",
         question=f"Does what {numbers.table if numbers else 'the figure'} shows hold here?",
@@ -277,6 +277,7 @@ def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[
         "labels": dict(measured.labels),
         "findings": [finding.to_json() for finding in measured.findings],
         "figures": [asdict(figure) for figure in measured.figures],
+        "tables": [asdict(own) for own in measured.tables],
         "notes": measured.notes,
         "inputs": dict(measured.inputs),
     }
@@ -300,11 +301,18 @@ def _load(file: Path, options: Mapping[str, Any]) -> Measured:
             labels=data["labels"],
             findings=findings,
             figures=tuple(Figure(**figure) for figure in data["figures"]),
+            tables=tuple(_table(own) for own in data.get("tables", ())),
             notes=tuple(data["notes"]),
             inputs=data["inputs"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unsupported(f"{file} is not the result of a run of this version: {error!r}.", cure=cure) from error
+
+
+def _table(data: dict[str, Any]) -> Table:
+    columns = [ReportColumn(**column) if isinstance(column, dict) else column for column in data["columns"]]
+    rows = cast("list[list[Any]]", decode_json(data["rows"]))
+    return Table(data["title"], tuple(columns), tuple(tuple(row) for row in rows), tuple(data["notes"]))
 
 
 def _numbers(values: list[Any]) -> tuple[Number | None, ...]:

@@ -6,14 +6,13 @@ one place that needs transformers.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.errors import MissingExtra
+from netweight.zoo.quiet import silent_bars
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +67,7 @@ def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
         ) from error
     import torch
 
-    with _silent_bars(), torch.inference_mode():
+    with silent_bars(), torch.inference_mode():
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
         encoder = transformers.AutoModel.from_pretrained(model, local_files_only=True, dtype="auto").eval()
         tokens = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
@@ -76,17 +75,3 @@ def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
         mask = tokens["attention_mask"].unsqueeze(-1).float()
         mean = (states * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(mean, dim=1)
-
-
-@contextmanager
-def _silent_bars() -> Iterator[None]:
-    """Keep transformers from drawing its own progress bars for a model that loads in a moment."""
-    logging = importlib.import_module("transformers.utils.logging")
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -1,0 +1,311 @@
+"""NeuZip's tables 3(a), 3(b) and 4 and figure 3: what lossless and lossy weights cost in perplexity, bytes and speed.
+
+All of them are views of the same measurements, which are kept in `OUT/neuzip-inference/` beside the tables' own
+folders: table 4 and figure 3 take what table 3(a) has measured there, and measure what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.progress import Progress
+from netweight.evidence.report import Column as ReportColumn
+from netweight.evidence.report import Table
+from netweight.reproduce.inference_ways import BITS, BLOCKS, ways
+from netweight.reproduce.published import Published, published
+from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+
+if TYPE_CHECKING:
+    from netweight.reproduce.inference_rows import Outcome
+    from netweight.reproduce.inference_subjects import Opened
+
+__all__ = ["figure3", "table3_decoder", "table3_encdec", "table4"]
+
+_NEEDS = ("evidence", "llm", "data:text")
+_PAPER = ("one of the paper's models: --model FOLDER", "memory for it twice")
+_GIB, _MB = 1 << 30, 10**6
+
+
+@table("neuzip-table3-decoder", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
+def table3_decoder(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+    """Perplexity, memory and speed of a decoder under lossless and lossy compression and under quantizers.
+
+    Args:
+        scale: "small" measures `model`, or a stand-in that it trains first; "paper" needs `model`.
+        out: The table's folder; measurements and the stand-in are kept beside it.
+        model: A folder of a causal language model with its tokenizer.
+
+    Raises:
+        UsageError: No model was named at paper scale, or the folder is no such model.
+        MissingExtra: A text is not there.
+    """
+    opened, outcomes = _measure("decoder", scale, out, model, afresh=(out / "result.json").exists())
+    return _table3("neuzip-table3-decoder", "per word", opened, outcomes)
+
+
+@table("neuzip-table3-encdec", needs=_NEEDS, paper_needs=(*_PAPER, "text/wmt14-de-en.src and .ref"), stand_in=True)
+def table3_encdec(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+    """The same of an encoder-decoder.
+
+    Args:
+        scale: "small" measures SQL from questions by `model`, or by a stand-in that it trains first; "paper" needs
+            `model` and measures translation.
+        out: The table's folder; measurements and the stand-in are kept beside it.
+        model: A folder of an encoder-decoder with its tokenizer.
+
+    Raises:
+        UsageError: No model was named at paper scale, or the folder is no such model.
+        MissingExtra: A text is not there.
+    """
+    opened, outcomes = _measure("encoder-decoder", scale, out, model, afresh=(out / "result.json").exists())
+    return _table3("neuzip-table3-encdec", "per token", opened, outcomes)
+
+
+@table("neuzip-table4", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
+def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+    """Perplexity and memory of a decoder at 0 and 1 mantissa bits, by the number of weights that share a normalizer.
+
+    Args:
+        scale: As for table 3(a).
+        out: The table's folder; measurements and the stand-in are kept beside it.
+        model: A folder of a causal language model with its tokenizer.
+
+    Raises:
+        UsageError: No model was named at paper scale, or the folder is no such model.
+        MissingExtra: A text is not there.
+    """
+    from netweight.reproduce.inference_findings import block_findings
+
+    opened, outcomes = _measure("decoder", scale, out, model)
+    by_way = _lossy(outcomes)
+    columns, name, unit = [], opened.subject.name, _memory_unit(opened)
+    for block in BLOCKS:
+        columns += [Column(f"{name}, block {block}: perplexity", "per word", "lower")]
+        columns += [Column(f"{name}, block {block}: memory", unit, "lower")]
+    rows = []
+    for fidelity, how in (("corrected", ""), ("reference", ", as the reference code")):
+        for bits in BITS:
+            cells: list[float] = []
+            for block in BLOCKS:
+                outcome = by_way[bits, block, fidelity]
+                cells += [outcome.perplexity(_text(opened)).estimate, _memory(opened, outcome.held)]
+            rows.append(Row(f"NeuZip {bits}-bit{how}", tuple(cells)))
+    unknown = "The paper does not name the model of this table; its memory suggests some 70 billion weights."
+    return Measured(
+        columns=tuple(columns),
+        rows=tuple(rows),
+        differs=(*opened.differs, unknown),
+        findings=block_findings(by_way, _text(opened)),
+        tables=(_block_table(opened, by_way),),
+        notes=("Measured with table 3(a), in the same results folder.",),
+        inputs=opened.inputs,
+    )
+
+
+@table("neuzip-fig3", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
+def figure3(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+    """Perplexity against memory, all ways of table 3(a) in one picture, beside the paper's.
+
+    Args:
+        scale: As for table 3(a).
+        out: The figure's folder; measurements and the stand-in are kept beside it.
+        model: A folder of a causal language model with its tokenizer.
+
+    Raises:
+        UsageError: No model was named at paper scale, or the folder is no such model.
+        MissingExtra: A text is not there.
+    """
+    from netweight.reproduce.inference_figure import front, trade_off
+    from netweight.reproduce.inference_findings import equal_memory_findings
+
+    opened, outcomes = _measure("decoder", scale, out, model)
+    found = [outcome for outcome in outcomes if not outcome.missing]
+    text, unit = _text(opened), _memory_unit(opened)
+    points = [(outcome, _memory(opened, outcome.held), outcome.perplexity(text).estimate) for outcome in found]
+    on_front = front([(memory, value) for _, memory, value in points])
+    columns = (Column("memory", unit, "lower"), Column("perplexity", "per word", "lower"), Column("on the front"))
+    rows = [
+        Row(outcome.way.name, (memory, value, number in on_front))
+        for number, (outcome, memory, value) in enumerate(points)
+    ]
+    picture = trade_off(
+        [(outcome.way, memory, value) for outcome, memory, value in points],
+        name=opened.published or opened.subject.name,
+        unit=unit,
+        paper=published("neuzip-table3-decoder"),
+    )
+    return Measured(
+        columns=columns,
+        rows=tuple(rows),
+        differs=opened.differs,
+        findings=equal_memory_findings(found, text),
+        figures=(picture,),
+        notes=("Measured with table 3(a), in the same results folder.", *_missing(outcomes)),
+        inputs=opened.inputs,
+    )
+
+
+def _measure(
+    kind: str, scale: Scale, out: Path, model: str | None, *, afresh: bool = False
+) -> tuple[Opened, list[Outcome]]:
+    """Open the model and measure all ways; `afresh` forgets what is kept, but for the trained stand-in."""
+    from netweight.reproduce import inference_subjects as subjects
+    from netweight.reproduce.inference_rows import measure
+
+    folder = out.parent / "neuzip-inference"
+    ledger = folder / f"{kind}-{scale}.jsonl"
+    if afresh:
+        ledger.unlink(missing_ok=True)
+    opening: Callable[..., Opened] = subjects.open_decoder if kind == "decoder" else subjects.open_encoder_decoder
+    progress = Progress()
+    opened = opening(scale, model, folder, progress)
+    extent = subjects.EXTENTS[scale]
+    chosen = ways(sweep=extent.sweep, extras=extent.extras)
+    return opened, measure(opened.subject, chosen, ledger, rounds=extent.rounds, progress=progress)
+
+
+def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome]) -> Measured:
+    from netweight.reproduce.inference_findings import findings
+
+    name, texts = opened.subject.name, opened.subject.texts
+    columns = (
+        Column(f"{name} perplexity", unit, "lower"),
+        Column(f"{name} memory", _memory_unit(opened), "lower"),
+        Column(f"{name} speed", "iterations/s", "higher"),
+        *(Column(f"{name} perplexity, {text.name}", unit, "lower") for text in texts[1:]),
+        Column(f"{name} converted layers", _memory_unit(opened), "lower"),
+        Column(f"{name} bits per converted weight", "bits", "lower"),
+    )
+    rows = tuple(Row(outcome.way.name, _cells(opened, outcome)) for outcome in outcomes if not outcome.missing)
+    same = opened.published
+    labels = {f"{name} {what}": f"{same} {what}" for what in ("perplexity", "memory", "speed")} if same else {}
+    numbers = published(table_id)
+    return Measured(
+        columns=columns,
+        rows=rows,
+        differs=opened.differs,
+        labels=labels,
+        findings=findings(opened, outcomes),
+        tables=(_ratio_table(opened, outcomes, numbers),) if numbers else (),
+        notes=(
+            "All ways convert the same layers, the linear ones but the output layer, unless they say otherwise.",
+            "NeuZip's lossy rows share a normalizer in blocks of 512 unless they say otherwise.",
+            *_missing(outcomes),
+        ),
+        inputs=opened.inputs,
+    )
+
+
+def _cells(opened: Opened, outcome: Outcome) -> tuple[float, ...]:
+    first, *others = (outcome.perplexity(text.name).estimate for text in opened.subject.texts)
+    held, layers = _memory(opened, outcome.held), _memory(opened, outcome.layers)
+    return (first, held, outcome.iterations(), *others, layers, outcome.bits)
+
+
+def _ratio_table(opened: Opened, outcomes: Sequence[Outcome], numbers: Published) -> Table:
+    """What can be laid side by side although the models differ: ratios to the uncompressed model."""
+    papers = _published_ratios(numbers)
+    models = list(dict.fromkeys(model for model, _, _ in papers))
+    name, vanilla, text = opened.subject.name, outcomes[0], _text(opened)
+    columns: list[ReportColumn | str] = ["way"]
+    for what, better in (("perplexity", "lower"), ("memory", "lower"), ("speed", "higher")):
+        columns += [ReportColumn(f"{what}, {model}", "× vanilla") for model in models]
+        columns += [ReportColumn(f"{what}, {name}", "× vanilla", better)]  # type: ignore[arg-type]
+        columns += [f"95 % of {what}"] if what != "memory" else []
+    columns += [ReportColumn("converted layers", "× vanilla", "lower")]
+    rows = []
+    for outcome in outcomes:
+        cells: list[Any] = [outcome.way.name]
+        measured = _own_ratios(outcome, vanilla, text)
+        for what in ("perplexity", "memory", "speed"):
+            cells += [papers.get((model, outcome.way.name, what)) for model in models]
+            cells += measured[what]
+        rows.append((*cells, None if outcome.missing else outcome.layers / vanilla.layers))
+    notes = [f"Published: {', '.join(models)} on GPUs. Measured: {name}; it is another model, so only ratios compare."]
+    if opened.published:
+        notes = []
+    return Table("Ratios to the uncompressed model, published beside measured", columns, rows, notes)
+
+
+def _own_ratios(outcome: Outcome, vanilla: Outcome, text: str) -> Mapping[str, list[Any]]:
+    if outcome.missing:
+        return {"perplexity": [None, ""], "memory": [None], "speed": [None, ""]}
+    if outcome is vanilla:
+        return {"perplexity": [1.0, ""], "memory": [1.0], "speed": [1.0, ""]}
+    worse, faster = outcome.against(vanilla, text), outcome.speed()
+    return {
+        "perplexity": [worse.estimate, f"{worse.low:.4f}–{worse.high:.4f}"],
+        "memory": [outcome.held / vanilla.held],
+        "speed": [faster.estimate, f"{faster.low:.2f}–{faster.high:.2f}"],
+    }
+
+
+def _published_ratios(numbers: Published) -> dict[tuple[str, str, str], float]:
+    """Model, row, quantity → ratio to the row "Vanilla", for models whose uncompressed run the paper has."""
+    by_row = {row.name: dict(zip([c.name for c in numbers.columns], row.values, strict=True)) for row in numbers.rows}
+    found = {}
+    for column in numbers.columns:
+        model, what = column.name.rsplit(" ", 1)
+        base = by_row["Vanilla"][column.name]
+        for row, values in by_row.items():
+            value = values[column.name]
+            if base is not None and value is not None:
+                found[model, row, what] = value / base
+    return found
+
+
+def _block_table(opened: Opened, by_way: Mapping[tuple[int, int | None, str], Outcome]) -> Table:
+    """Perplexity and memory by block size as ratios to those at 512, published beside measured."""
+    numbers = published("neuzip-table4")
+    columns: list[ReportColumn | str] = ["way"]
+    for block in BLOCKS[:-1]:
+        columns += [ReportColumn(f"perplexity, block {block}", "× block 512"), ReportColumn("memory", "× block 512")]
+    rows: list[Sequence[Any]] = []
+    for row in numbers.rows if numbers else ():
+        *cells, last, base = row.values
+        pairs = zip(cells[::2], cells[1::2], strict=True)
+        rows.append((f"{row.name}, published", *_over(pairs, last, base)))
+    text = _text(opened)
+    for fidelity in ("corrected", "reference"):
+        for bits in BITS:
+            whole = by_way[bits, BLOCKS[-1], fidelity]
+            own: list[Any] = [f"NeuZip {bits}-bit, {fidelity}, measured"]
+            for block in BLOCKS[:-1]:
+                outcome = by_way[bits, block, fidelity]
+                own += [outcome.against(whole, text).estimate, outcome.held / whole.held]
+            rows.append(own)
+    return Table("By block size, as ratios to blocks of 512", columns, rows)
+
+
+def _over(pairs: Iterable[tuple[Any, Any]], last: Any, base: Any) -> list[float | None]:
+    cells: list[float | None] = []
+    for value, memory in pairs:
+        cells += [value / last if value is not None else None, memory / base if memory is not None else None]
+    return cells
+
+
+def _lossy(outcomes: Sequence[Outcome]) -> dict[tuple[int, int | None, str], Outcome]:
+    """Lossy ways over the usual layers, by bits, block and fidelity."""
+    return {
+        (outcome.way.bits, outcome.way.block, outcome.way.fidelity): outcome
+        for outcome in outcomes
+        if outcome.way.bits is not None and not outcome.way.whole
+    }
+
+
+def _missing(outcomes: Sequence[Outcome]) -> list[str]:
+    return [f"{outcome.way.name} was not measured: {outcome.missing}." for outcome in outcomes if outcome.missing]
+
+
+def _text(opened: Opened) -> str:
+    return opened.subject.texts[0].name
+
+
+def _memory_unit(opened: Opened) -> str:
+    return "GiB" if opened.published else "MB"
+
+
+def _memory(opened: Opened, count: int) -> float:
+    return count / (_GIB if opened.published else _MB)
