@@ -1,7 +1,8 @@
 """A tensor's bytes and back: lossless compression of weights, bit for bit, as docs/format.md specifies.
 
 `encode` and `decode` take and return tensors; `encode_raw` and `decode_raw` work on plain buffers with a dtype name,
-for element types that torch lacks and for programs that should not import torch. `info` reads a blob's header only.
+for element types that torch lacks and for programs that should not import torch. `encode_lossy` rounds before it
+encodes, by no more than `relative_bound` says. `info` reads a blob's header only.
 """
 
 from netweight.codec.api import (
@@ -14,10 +15,12 @@ from netweight.codec.api import (
     decode_raw,
     decode_rows,
     encode,
+    encode_lossy,
     encode_raw,
     info,
     trim_pool,
 )
+from netweight.codec.rounding import relative_bound
 
 __all__ = [
     "LEVELS",
@@ -29,7 +32,9 @@ __all__ = [
     "decode_raw",
     "decode_rows",
     "encode",
+    "encode_lossy",
     "encode_raw",
     "info",
+    "relative_bound",
     "trim_pool",
 ]
