@@ -18,13 +18,16 @@ from netweight.codec.api import (
     encode_lossy,
     encode_raw,
     info,
+    is_lossy,
     trim_pool,
 )
-from netweight.codec.rounding import relative_bound
+from netweight.codec.rounding import ROUNDABLE, Precision, relative_bound
 
 __all__ = [
     "LEVELS",
+    "ROUNDABLE",
     "BlobInfo",
+    "Precision",
     "active_path",
     "available_paths",
     "decode",
@@ -35,6 +38,7 @@ __all__ = [
     "encode_lossy",
     "encode_raw",
     "info",
+    "is_lossy",
     "relative_bound",
     "trim_pool",
 ]

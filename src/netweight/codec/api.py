@@ -11,7 +11,7 @@ import numpy as np
 
 from netweight.codec import backend, lossy
 from netweight.codec.dtypes import dtype_name, torch_dtype
-from netweight.codec.rounding import checked_rounding
+from netweight.codec.rounding import Precision
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def encode_raw(
     level: str = "default",
     threads: int = 1,
     chunk_log2: int | None = None,
+    precision: Precision | None = None,
     path: str = "auto",
 ) -> bytes:
     """Compresses a plain buffer.
@@ -111,6 +112,7 @@ def encode_raw(
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
         chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
             more).
+        precision: How much of each number to keep, see `encode_lossy`; None keeps everything.
         path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
 
     Returns:
@@ -118,14 +120,21 @@ def encode_raw(
 
     Raises:
         UsageError: The buffer does not fit dtype and shape, or an option is out of its range.
-        Unsupported: The codec has no such element type.
+        Unsupported: The codec has no such element type, or it cannot be rounded.
     """
     number = _checked_level(level, chunk_log2)
     dims = [int(d) for d in shape]
     if len(dims) > 64 or min(dims, default=0) < 0:
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
+    rounding = None if precision is None else precision.rounding(dtype)
+    threads, log2 = _checked_threads(threads), chunk_log2 or 0
     with _in_our_words("a tensor of type %s and shape %s", dtype, dims):
-        return backend.encode(_bytes_of(buffer), dtype, dims, number, chunk_log2 or 0, _checked_threads(threads), path)
+        source = _bytes_of(buffer)
+        if rounding is not None:
+            rounded = lossy.encode(source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path)
+            if rounded is not None:
+                return rounded
+        return backend.encode(source, dtype, dims, number, log2, threads, path)
 
 
 def encode(
@@ -196,22 +205,10 @@ def encode_lossy(
     Source: NeuZip (arXiv 2410.20650), lossy compression for inference.
     """
     data, name, shape = _parts(tensor)
-    rounding = checked_rounding(name, mantissa_bits, block_size, fidelity)
-    number = _checked_level(level, chunk_log2)
-    if rounding is not None and len(data):
-        with _in_our_words("a tensor of type %s and shape %s", name, tuple(shape)):
-            blob = lossy.encode(
-                data,
-                shape,
-                rounding,
-                level=number,
-                chunk_log2=chunk_log2 or 0,
-                threads=_checked_threads(threads),
-                path=path,
-            )
-        if blob is not None:
-            return blob
-    return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+    precision = Precision(mantissa_bits, block_size, fidelity)
+    return encode_raw(
+        data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, precision=precision, path=path
+    )
 
 
 def info(blob: Blob) -> BlobInfo:
@@ -231,6 +228,11 @@ def info(blob: Blob) -> BlobInfo:
         dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(source)
     hexadecimal = f"xxh3-128:{digest.hex()}"
     return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], hexadecimal, 1, chunk_log2, tuple(starts))
+
+
+def is_lossy(blob: Blob) -> bool:
+    """Whether a blob is one of those that `encode_lossy` makes when it rounds; only its first bytes are looked at."""
+    return lossy.recognizes(_bytes_of(blob))
 
 
 def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:

@@ -20,7 +20,7 @@ import xxhash
 from netweight.codec import backend
 from netweight.codec.element_types import ELEMENT_TYPES
 from netweight.codec.reference import FIXED_HEADER, Reader, read_varint, tensor_bytes
-from netweight.codec.rounding import FIDELITIES, Bytes, Rounding, checked_rounding
+from netweight.codec.rounding import FIDELITIES, Bytes, Precision, Rounding
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 __all__ = ["LossyHeader", "decode", "decode_numbers", "encode", "read_header", "recognizes"]
@@ -76,7 +76,7 @@ def recognizes(blob: Any) -> bool:
 
 
 def encode(
-    data: Bytes,
+    buffer: Any,
     shape: Sequence[int],
     rounding: Rounding,
     *,
@@ -88,7 +88,7 @@ def encode(
     """Round a tensor and encode it.
 
     Args:
-        data: The tensor's bytes.
+        buffer: The tensor's bytes; anything with the buffer protocol.
         shape: Its shape.
         rounding: How to round.
         level: The codec's level, by number.
@@ -97,10 +97,17 @@ def encode(
         path: The code path.
 
     Returns:
-        The blob; None if too many weights would have to be kept exactly.
+        The blob; None if there is nothing to round, or too many weights would have to be kept exactly.
+
+    Raises:
+        ValueError: The buffer's size does not fit dtype and shape.
     """
-    number = rounding.element.number_bytes
-    count = len(data) // number
+    number, nbytes = rounding.element.number_bytes, tensor_bytes(rounding.element, tuple(shape))
+    if memoryview(buffer).nbytes != nbytes:
+        raise ValueError("the buffer's size does not fit dtype and shape")
+    if not nbytes:
+        return None
+    data, count = np.frombuffer(buffer, np.uint8), nbytes // number
     words = np.empty(count, np.uint16)
     normalizers: list[Bytes] = []
     escapes: list[npt.NDArray[np.int64]] = []
@@ -263,7 +270,7 @@ def _places(gaps: Bytes, count: int) -> npt.NDArray[np.int64]:
 
 def _rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding:
     try:
-        rounding = checked_rounding(dtype, mantissa_bits, block_size, fidelity)
+        rounding = Precision(mantissa_bits, block_size, fidelity).rounding(dtype)
     except (Unsupported, UsageError) as error:
         raise _corrupt("the header states an impossible rounding") from error
     if rounding is None:

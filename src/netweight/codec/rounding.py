@@ -18,16 +18,25 @@ import numpy.typing as npt
 from netweight.codec.element_types import ELEMENT_TYPES, ElementType
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
-__all__ = ["FIDELITIES", "LOSSLESS_BITS", "Rounded", "Rounding", "checked_rounding", "relative_bound"]
+__all__ = [
+    "FIDELITIES",
+    "ROUNDABLE",
+    "Precision",
+    "Rounded",
+    "Rounding",
+    "relative_bound",
+    "round_weights",
+    "weights_of",
+]
 
 FIDELITIES = ("corrected", "reference")
-LOSSLESS_BITS = 7  # bf16's own: nothing is rounded then, in any dtype
+LOSSLESS_BITS = 7  # bf16's own: with so many nothing is rounded, in any dtype
+ROUNDABLE = {e.name: e for e in ELEMENT_TYPES if e.name in ("BF16", "F16", "F32")}
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
-_ROUNDABLE = {e.name: e for e in ELEMENT_TYPES if e.name in ("BF16", "F16", "F32")}
 _INFINITE = 0x7F800000  # bits of a float32
 _LEAST_NORMAL = 0x00800000
 
@@ -66,34 +75,56 @@ class Rounding:
         return (1 + rounding) * (1 + own) ** times - 1
 
 
-def checked_rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding | None:
-    """Check settings for a dtype.
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How much of weights to keep, for weights of any dtype.
 
-    Returns:
-        How to round; None if nothing is to be rounded: all mantissa bits are kept.
+    Attributes:
+        mantissa_bits: Bits of the mantissa, 0 to 6; 7 keeps everything.
+        block_size: Weights that share a normalizer, at least 1; None for no normalizers.
+        fidelity: "corrected" or "reference".
 
     Raises:
-        UsageError: A setting is out of its range.
-        Unsupported: Weights of this dtype cannot be rounded, or not with this fidelity.
+        UsageError: A value is out of its range.
     """
-    if type(mantissa_bits) is not int or not 0 <= mantissa_bits <= LOSSLESS_BITS:
-        raise UsageError(f"mantissa_bits is {mantissa_bits!r}.", cure="Choose 0 to 6, or 7 to change nothing.")
-    if block_size is not None and (type(block_size) is not int or not 1 <= block_size < 1 << 62):
-        raise UsageError(f"block_size is {block_size!r}.", cure="Choose 1 or more, or None for no normalizers.")
-    if fidelity not in FIDELITIES:
-        raise UsageError(f"There is no fidelity {fidelity!r}.", cure=f"Choose one of {', '.join(FIDELITIES)}.")
-    if mantissa_bits == LOSSLESS_BITS:
-        return None
-    if dtype not in _ROUNDABLE:
-        raise Unsupported(
-            f"Tensors of type {dtype} cannot be rounded to {mantissa_bits} mantissa bits.",
-            cure=f"Only {', '.join(_ROUNDABLE)} can; leave others lossless: mantissa_bits=7.",
-        )
-    if fidelity == "reference" and dtype != "BF16":
-        raise Unsupported(
-            f"The reference arithmetic is defined for BF16, not for {dtype}.", cure='Use fidelity="corrected".'
-        )
-    return Rounding(_ROUNDABLE[dtype], mantissa_bits, block_size, fidelity)
+
+    mantissa_bits: int = LOSSLESS_BITS
+    block_size: int | None = 512
+    fidelity: str = "corrected"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if type(self.mantissa_bits) is not int or not 0 <= self.mantissa_bits <= LOSSLESS_BITS:
+            raise UsageError(f"mantissa_bits is {self.mantissa_bits!r}.", cure="Choose 0 to 6, or 7 to round nothing.")
+        if self.block_size is not None and (type(self.block_size) is not int or not 1 <= self.block_size < 1 << 62):
+            raise UsageError(f"block_size is {self.block_size!r}.", cure="Choose 1 or more, or None for none.")
+        if self.fidelity not in FIDELITIES:
+            cure = f"Choose one of {', '.join(FIDELITIES)}."
+            raise UsageError(f"There is no fidelity {self.fidelity!r}.", cure=cure)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is rounded."""
+        return self.mantissa_bits == LOSSLESS_BITS
+
+    def rounding(self, dtype: str) -> Rounding | None:
+        """How to round weights of a dtype, given by safetensors' name; None to leave them as they are.
+
+        Raises:
+            Unsupported: Weights of this dtype cannot be rounded, or not with this fidelity.
+        """
+        if self.lossless:
+            return None
+        if dtype not in ROUNDABLE:
+            raise Unsupported(
+                f"Tensors of type {dtype} cannot be rounded to {self.mantissa_bits} mantissa bits.",
+                cure=f"Only {', '.join(ROUNDABLE)} can; leave others lossless: mantissa_bits=7.",
+            )
+        if self.fidelity == "reference" and dtype != "BF16":
+            raise Unsupported(
+                f"The reference arithmetic is defined for BF16, not for {dtype}.", cure='Use fidelity="corrected".'
+            )
+        return Rounding(ROUNDABLE[dtype], self.mantissa_bits, self.block_size, self.fidelity)
 
 
 def relative_bound(
@@ -121,7 +152,7 @@ def relative_bound(
         UsageError: A setting is out of its range.
         Unsupported: Weights of this dtype cannot be rounded.
     """
-    rounding = checked_rounding(dtype, mantissa_bits, 1 if normalized else None, fidelity)
+    rounding = Precision(mantissa_bits, 1 if normalized else None, fidelity).rounding(dtype)
     return 0.0 if rounding is None else float(rounding.bound)
 
 
