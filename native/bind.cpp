@@ -31,6 +31,7 @@ class Buffer {
 
 using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
 
+// An uninitialized array from the pool that decoded tensors come from.
 Bytes pooled_array(size_t size) {
   void* buffer = buffer_pool::acquire(size);
   nb::capsule owner(buffer, [](void* p) noexcept { buffer_pool::release(p); });
@@ -50,10 +51,8 @@ nb::tuple header_tuple(const BlobHeader& h) {
                         nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers);
 }
 
-nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
-                        const std::string& path) {
-  Buffer in(tensor, false);
-  const Dtype& dtype = dtype_by_name(dtype_name.c_str());
+nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
+                     const std::string& path) {
   const Kernels& kernels = kernels_by_name(path.c_str());
   if (tensor_bytes(dtype, shape) != in.size()) throw nb::value_error("the buffer's size does not fit dtype and shape");
   if (shape.size() > kMaxDims) throw nb::value_error("a tensor of more than 64 dimensions");
@@ -75,6 +74,48 @@ nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const 
   }
   if (_PyBytes_Resize(&out, static_cast<Py_ssize_t>(size)) != 0) nb::raise_python_error();
   return nb::steal(out);
+}
+
+nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
+                        const std::string& path) {
+  Buffer in(tensor, false);
+  return encode_as(dtype_by_name(dtype_name.c_str()), in, shape, level, chunk_log2, threads, path);
+}
+
+// Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.
+nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path) {
+  Buffer in(words, false);
+  Dtype dtype = dtype_by_name("U16");
+  dtype.exponent_bits = static_cast<u8>(15 - mantissa_bits);
+  dtype.mantissa_bits = static_cast<u8>(mantissa_bits);
+  return encode_as(dtype, in, {in.size() / 2}, level, chunk_log2, threads, path);
+}
+
+Rounding rounding_of(const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator) {
+  if (mantissa_bits < 0 || mantissa_bits > 6) throw nb::value_error("mantissa_bits must be 0 to 6");
+  const FloatType type = dtype == "BF16" ? FloatType::brain : dtype == "F16" ? FloatType::half : FloatType::single;
+  return {type, mantissa_bits, block, reference, numerator, denominator};
+}
+
+// Rounds weights into arrays of the caller's, of the sizes that they need: the largest relative change, and the places of
+// weights to be kept exactly.
+nb::tuple round_weights(nb::handle weights, const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator,
+                        nb::handle words, nb::handle normalizers, nb::handle values, const std::string& path) {
+  const Rounding rounding = rounding_of(dtype, mantissa_bits, block, reference, numerator, denominator);
+  Buffer in(weights, false), to_words(words, true), to_normalizers(normalizers, true), to_values(values, true);
+  const size_t count = in.size() / rounding.unit(), blocks = block == 0 ? 0 : static_cast<size_t>((count + block - 1) / block);
+  if (in.size() % rounding.unit() != 0 || to_words.size() != 2 * count || to_normalizers.size() != blocks || to_values.size() != in.size())
+    throw nb::value_error("the arrays do not fit the weights");
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  std::vector<u64> escapes;
+  double worst;
+  {
+    nb::gil_scoped_release release;
+    worst = kernels.round_weights(in.data(), count, rounding, reinterpret_cast<u16*>(to_words.data()), to_normalizers.data(), to_values.data(), escapes);
+  }
+  nb::list places;
+  for (u64 place : escapes) places.append(place);
+  return nb::make_tuple(worst, places);
 }
 
 void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, std::span<u8> out, int threads, bool check, const Kernels& kernels) {
@@ -125,6 +166,20 @@ Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const st
   return out;
 }
 
+// Weights [first, last) of a lossy blob's words to memory of the caller's.
+void decode_words_to_address(nb::handle words, nb::handle normalizers, const std::string& dtype, int mantissa_bits, u64 block, bool reference, u64 first,
+                             u64 last, uintptr_t address, size_t nbytes, int threads, const std::string& path) {
+  const Rounding rounding = rounding_of(dtype, mantissa_bits, block, reference, 0, 1);
+  Buffer in(words, false), factors(normalizers, false);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  const BlobHeader h = read_header(in.bytes());
+  if (h.dtype->unit_bytes != 2 || first > last || last > h.numbers || (last - first) * rounding.unit() != nbytes)
+    throw nb::value_error("the range or the output does not fit the words");
+  if (block != 0 && h.numbers != 0 && factors.size() != (h.numbers - 1) / block + 1) throw nb::value_error("the normalizers do not fit the words");
+  nb::gil_scoped_release release;
+  decode_words(in.bytes(), h, first, last, factors.bytes(), rounding, threads, kernels, reinterpret_cast<u8*>(address));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -139,6 +194,13 @@ NB_MODULE(_native, m) {
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
         nb::arg("path"));
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
+  m.def("encode_words", &encode_words, nb::arg("words"), nb::arg("mantissa_bits"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
+        nb::arg("path"));
+  m.def("round_weights", &round_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"), nb::arg("reference"),
+        nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
+  m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
+        nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
+  m.def("pooled_array", &pooled_array, nb::arg("size"));
   m.def("paths", [] {
     nb::list names;
     for (const Kernels* k : usable_kernels()) names.append(k->name);

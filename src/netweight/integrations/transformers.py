@@ -4,9 +4,10 @@
 
 After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
 weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
-tensor after another. Either way the model computes what the dense one does, bit for bit, and `save_pretrained` writes
-a compressed folder. Compressed are the weights that `netweight.compress_` compresses; others, such as norms and the
-merged experts of a mixture, are decoded while loading. Needs transformers 5.
+tensor after another. Either way the model computes what the dense one does, bit for bit, unless the configuration says
+to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
+`netweight.compress_` compresses; others, such as norms and the merged experts of a mixture, are decoded while loading.
+Needs transformers 5.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from netweight import codec
+from netweight.codec import Precision
 from netweight.codec.dtypes import torch_dtype
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
@@ -62,12 +64,15 @@ class NetweightConfig(QuantizationConfigMixin):
             None takes all that `netweight.compress_` knows.
         exclude: Patterns of modules to leave dense.
         level: The codec's level, also for later changes of a weight and for `save_pretrained`.
+        mantissa_bits: Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
+        block_size: Weights that share a normalizer when rounded; None for no normalizers.
+        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
         version: Version of the compressed folder; written by `netweight compress`.
         weights: Its weights file or index; written by `netweight compress`.
         quant_method: Always `"netweight"`.
 
     Raises:
-        UsageError: There is no such level.
+        UsageError: There is no such level, or a setting of rounding is out of its range.
         Unsupported: A newer release wrote the folder.
     """
 
@@ -79,6 +84,9 @@ class NetweightConfig(QuantizationConfigMixin):
         version: int = _VERSION,
         weights: str | None = None,
         quant_method: str = _METHOD,
+        mantissa_bits: int = 7,
+        block_size: int | None = 512,
+        fidelity: str = "corrected",
     ) -> None:
         if level not in get_args(Level):
             raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
@@ -93,6 +101,15 @@ class NetweightConfig(QuantizationConfigMixin):
         self.exclude = _listed(exclude)
         self.level = level
         self.weights = weights
+        Precision(mantissa_bits, block_size, fidelity)  # checks them
+        self.mantissa_bits = mantissa_bits
+        self.block_size = block_size
+        self.fidelity = fidelity
+
+    @property
+    def precision(self) -> Precision:
+        """How much of weights to keep."""
+        return Precision(self.mantissa_bits, self.block_size, self.fidelity)
 
 
 @register_quantizer(_METHOD)
@@ -326,8 +343,16 @@ def save_pretrained(
             type(self).save_pretrained(self, plain, state_dict=dense_state_dict(self), **kwargs)
         finally:
             self.hf_quantizer, self.config.quantization_config = quantizer, config
-        compress_folder(plain, compressed, level=config.level)
+        compress_folder(plain, compressed, level=config.level, ready=_rounded(self))
         _move_into(compressed, target)
+
+
+def _rounded(model: nn.Module) -> dict[str, memoryview]:
+    """The blobs of a model's rounded weights, by the digests of what they decode to."""
+    weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
+    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
+    blobs = [box.blob for box in boxes if box.lossy]
+    return {codec.info(blob).digest: blob for blob in blobs}
 
 
 def _move_into(folder: Path, target: Path) -> None:
@@ -437,7 +462,10 @@ class _Compress(ConversionOps):
 
 
 def _compressed(quantizer: NetweightQuantizer, name: str, dense: torch.Tensor) -> torch.Tensor:
-    box = Box.of(dense, level=quantizer.quantization_config.level, chunk_log2=quantizer._chosen[name])
+    config = quantizer.quantization_config
+    # What was rounded before it was stored is not rounded again.
+    precision = None if quantizer.pre_quantized else config.precision
+    box = Box.of(dense, level=config.level, chunk_log2=quantizer._chosen[name], precision=precision)
     if box.payload.nbytes >= dense.nbytes:
         return dense
     return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())

@@ -22,6 +22,7 @@ __all__ = ["MANIFEST", "FileEntry", "Kind", "Manifest"]
 MANIFEST = "netweight.json"
 Kind = Literal["compressed", "rewritten", "carried"]
 _FORMAT, _VERSION = "netweight-folder", 1
+_ROUNDED = 2  # version of manifests of rounded weights, which older releases cannot read
 
 
 @final
@@ -41,6 +42,9 @@ class FileEntry:
         original: The original content of a rewritten file, deflated, as base64; else None.
         tensors: Number of tensors of compressed weights; else 0.
         payload: Bytes of all compressed tensors; else 0.
+        rounded: How many tensors are rounded. `digest` is then that of the file that comes back.
+        bound: How much rounding may have changed a weight at most, relative to it.
+        worst_change: How much it did change one at most.
     """
 
     path: str
@@ -53,6 +57,9 @@ class FileEntry:
     original: str | None = None
     tensors: int = 0
     payload: int = 0
+    rounded: int = 0
+    bound: float = 0.0
+    worst_change: float = 0.0
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
@@ -102,7 +109,7 @@ class Manifest:
         """Write the manifest."""
         fields = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _ROUNDED if any(file.rounded for file in self.files) else _VERSION,
             "level": self.level,
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
@@ -129,9 +136,9 @@ class Manifest:
             fields = json.loads(path.read_bytes())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
-            if fields["version"] != _VERSION:
+            if fields["version"] not in (_VERSION, _ROUNDED):
                 raise Unsupported(
-                    f"{path} is of version {fields['version']!r}; this release reads version {_VERSION}.",
+                    f"{path} is of version {fields['version']!r}; this release reads up to version {_ROUNDED}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             files = tuple(_entry(entry) for entry in fields["files"])
@@ -160,8 +167,11 @@ class Manifest:
 def _entry(fields: dict[str, Any]) -> FileEntry:
     entry = FileEntry(**{"stored_nbytes": 0, "nbytes": 0, **fields})
     texts = (entry.path, entry.stored, entry.digest)
-    numbers = (entry.nbytes, entry.stored_nbytes, entry.tensors, entry.payload)
+    numbers = (entry.nbytes, entry.stored_nbytes, entry.tensors, entry.payload, entry.rounded)
+    changes = (entry.bound, entry.worst_change)
     if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("an entry is malformed")
+    if not all(type(change) in (int, float) and change >= 0 for change in changes):
         raise ValueError("an entry is malformed")
     if entry.kind not in get_args(Kind):
         raise ValueError(f"a file is of unknown kind {entry.kind!r}")
