@@ -18,8 +18,7 @@ from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, en
 from netweight.reproduce.inference_rows import Subject, Text
 from netweight.reproduce.registry import Scale
 from netweight.zoo import decoder, encoder_decoder
-from netweight.zoo.decoder import DecoderRecipe
-from netweight.zoo.encoder_decoder import LONGEST, EncoderDecoderRecipe, batches
+from netweight.zoo.encoder_decoder import LONGEST, batches
 from netweight.zoo.model_folder import language_model
 from netweight.zoo.texts import Pair, count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 
@@ -51,7 +50,6 @@ class Extent:
         beside: The same for the text that stands beside it; 0 leaves that out.
         batch: Windows (or pairs) per forward pass, and per iteration of the speed.
         rounds: Rounds of timing.
-        sweep: Whether all block sizes are measured.
         extras: Whether ways that the paper does not have are measured.
     """
 
@@ -60,13 +58,12 @@ class Extent:
     beside: int
     batch: int
     rounds: int
-    sweep: bool
     extras: bool
 
 
 EXTENTS: dict[Scale, Extent] = {
-    "small": Extent(window=256, windows=512, beside=128, batch=8, rounds=7, sweep=True, extras=True),
-    "paper": Extent(window=1024, windows=None, beside=0, batch=1, rounds=5, sweep=True, extras=False),
+    "small": Extent(window=256, windows=512, beside=128, batch=8, rounds=7, extras=True),
+    "paper": Extent(window=1024, windows=None, beside=0, batch=1, rounds=5, extras=False),
 }
 
 
@@ -107,7 +104,7 @@ def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progre
     path = _named(model, scale, "decoder")
     if path is None:
         path = folder / "decoder"
-        training = decoder.trained(wikitext2("valid"), path, _decoder_recipe(), progress=progress)
+        training = decoder.trained(wikitext2("valid"), path, decoder.SMALL, progress=progress)
     opened, tokenizer = language_model(path, "decoder")
     size = min(extent.window, int(getattr(opened.config, "max_position_embeddings", extent.window)))
     texts = [_windows("WikiText-2", wikitext2("test"), tokenizer, size, extent.windows, extent.batch)]
@@ -147,7 +144,7 @@ def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress
     pairs = wmt14_german_english() if scale == "paper" else wikisql("test")
     if path is None:
         path = folder / "encoder-decoder"
-        recipe = _encoder_decoder_recipe()
+        recipe = encoder_decoder.SMALL
         training = encoder_decoder.trained(wikisql("train"), wikisql("dev"), path, recipe, progress=progress)
     opened, tokenizer = language_model(path, "encoder-decoder")
     chosen = _spaced(pairs, extent.windows)
@@ -169,14 +166,6 @@ def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress
     subject = Subject(name, opened, [text], iterate, about)
     differs = _encoder_decoder_differs(scale, training, len(chosen), len(pairs))
     return Opened(subject, differs, training, _digests(path) if model else {}, _same(_ENCODER_DECODERS, shape))
-
-
-def _decoder_recipe() -> DecoderRecipe:
-    return decoder.SMALL
-
-
-def _encoder_decoder_recipe() -> EncoderDecoderRecipe:
-    return encoder_decoder.SMALL
 
 
 def _named(model: str | None, scale: Scale, kind: str) -> Path | None:
@@ -240,6 +229,7 @@ def _decoder_differs(scale: Scale, training: dict[str, Any], size: int, counts: 
             f"Windows of {size} tokens, {counts[0]} of them evenly spaced over WikiText-2's test split{beside}; "
             "the paper takes all windows of 1,024."
         )
+    found.append("WikiText-2 is the version that writes rare words as <unk>; the paper's code takes the raw one.")
     found.append("Measured on a CPU by wall time; the paper's speeds are a GPU's.")
     return tuple(found)
 
@@ -248,8 +238,8 @@ def _encoder_decoder_differs(scale: Scale, training: dict[str, Any], taken: int,
     found = []
     if training:
         found.append(
-            f"The model is a stand-in of {training['weights'] / 1e6:.1f} million weights in the shape of T5, trained "
-            "here; the paper measures T5 of 1B, 3B and 11B."
+            f"The model is a stand-in of {training['weights'] / 1e6:.1f} million weights in the shape of T5, "
+            "trained here; the paper measures T5 of 1B, 3B and 11B."
         )
         found.append(_trained_how(training, "per token"))
     if scale == "small":
@@ -273,6 +263,6 @@ def _trained_how(training: dict[str, Any], unit: str) -> str:
         else "held-out loss was still at its best then"
     )
     return (
-        f"Trained for {fit['steps']} steps, best at {fit['best_step']} ({rose}); held-out perplexity {model:.4g} {unit}, "
-        f"against {frequencies:.4g} by token frequencies alone."
+        f"Trained for {fit['steps']} steps, best at {fit['best_step']} ({rose}); "
+        f"held-out perplexity {model:.4g} {unit}, against {frequencies:.4g} by token frequencies alone."
     )

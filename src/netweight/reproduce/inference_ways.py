@@ -48,11 +48,10 @@ class Way:
 VANILLA = Way("Vanilla")
 
 
-def ways(*, sweep: bool, extras: bool) -> tuple[Way, ...]:
+def ways(*, extras: bool) -> tuple[Way, ...]:
     """Return the ways to measure, in the order of the paper's table 3 and then of its table 4.
 
     Args:
-        sweep: Whether to go through all block sizes.
         extras: Whether to add numbers of bits that the paper does not have, and whole models.
     """
     found = [VANILLA, *(Way(quantizer.name, quantizer=True) for quantizer in quantizers())]
@@ -63,7 +62,7 @@ def ways(*, sweep: bool, extras: bool) -> tuple[Way, ...]:
         found += [_lossy(bits, _BLOCK, "corrected") for bits in (2, 4, 5, 6)]
         found.append(Way("NeuZip 7-bit (lossless), embeddings too", bits=7, whole=True))
         found.append(Way("NeuZip 3-bit, embeddings too", bits=3, block=_BLOCK, whole=True))
-    blocks = [block for block in (None, *BLOCKS) if sweep and block != _BLOCK]
+    blocks = [block for block in (None, *BLOCKS) if block != _BLOCK]
     found += [
         _lossy(bits, block, fidelity) for fidelity in ("corrected", "reference") for bits in BITS for block in blocks
     ]
@@ -101,5 +100,11 @@ def apply(way: Way, model: nn.Module) -> float | None:
         return None
     import netweight
 
-    report = netweight.compress_(model, include=None if way.whole else layers)
-    return 0.0
+    report = netweight.compress_(
+        model,
+        include=None if way.whole else layers,
+        mantissa_bits=way.bits,
+        block_size=way.block,
+        fidelity=way.fidelity,
+    )
+    return float(report.worst_change)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from netweight.core.progress import Progress
 from netweight.evidence.report import Column as ReportColumn
@@ -162,7 +162,7 @@ def _measure(
     progress = Progress()
     opened = opening(scale, model, folder, progress)
     extent = subjects.EXTENTS[scale]
-    chosen = ways(sweep=extent.sweep, extras=extent.extras)
+    chosen = ways(extras=extent.extras)
     return opened, measure(opened.subject, chosen, ledger, rounds=extent.rounds, progress=progress)
 
 
@@ -188,7 +188,7 @@ def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome
         differs=opened.differs,
         labels=labels,
         findings=findings(opened, outcomes),
-        tables=(_ratio_table(opened, outcomes, numbers),) if numbers else (),
+        tables=_ratio_tables(opened, outcomes, numbers) if numbers else (),
         notes=(
             "All ways convert the same layers, the linear ones but the output layer, unless they say otherwise.",
             "NeuZip's lossy rows share a normalizer in blocks of 512 unless they say otherwise.",
@@ -204,42 +204,63 @@ def _cells(opened: Opened, outcome: Outcome) -> tuple[float, ...]:
     return (first, held, outcome.iterations(), *others, layers, outcome.bits)
 
 
-def _ratio_table(opened: Opened, outcomes: Sequence[Outcome], numbers: Published) -> Table:
+def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Published) -> tuple[Table, ...]:
     """What can be laid side by side although the models differ: ratios to the uncompressed model."""
     papers = _published_ratios(numbers)
     models = list(dict.fromkeys(model for model, _, _ in papers))
-    name, vanilla, text = opened.subject.name, outcomes[0], _text(opened)
-    columns: list[ReportColumn | str] = ["way"]
-    for what, better in (("perplexity", "lower"), ("memory", "lower"), ("speed", "higher")):
-        columns += [ReportColumn(f"{what}, {model}", "× vanilla") for model in models]
-        columns += [ReportColumn(f"{what}, {name}", "× vanilla", better)]  # type: ignore[arg-type]
-        columns += [f"95 % of {what}"] if what != "memory" else []
-    columns += [ReportColumn("converted layers", "× vanilla", "lower")]
-    rows = []
+    name, note = opened.subject.name, f"{', '.join(models)}: published, on GPUs. "
+    if not opened.published:
+        note += f"{opened.subject.name} is another model than these, so only ratios compare."
+    made = []
+    for what, better, kind in (
+        ("perplexity", "lower", _worse),
+        ("memory", "lower", _held),
+        ("speed", "higher", _faster),
+    ):
+        own, cells = kind(opened, outcomes)
+        columns: list[ReportColumn | str] = ["way", *(ReportColumn(model, "published") for model in models)]
+        columns += [ReportColumn(name, "measured", cast("Any", better)), *own]
+        rows = [
+            (outcome.way.name, *(papers.get((model, outcome.way.name, what)) for model in models), *measured)
+            for outcome, measured in zip(outcomes, cells, strict=True)
+        ]
+        title = f"{what.capitalize()} as a ratio to the uncompressed model's, published beside measured"
+        made.append(Table(title, tuple(columns), tuple(rows), (note,)))
+    return tuple(made)
+
+
+_Ratios = tuple[list["ReportColumn | str"], list[list[Any]]]
+
+
+def _worse(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
+    cells: list[list[Any]] = []
     for outcome in outcomes:
-        cells: list[Any] = [outcome.way.name]
-        measured = _own_ratios(outcome, vanilla, text)
-        for what in ("perplexity", "memory", "speed"):
-            cells += [papers.get((model, outcome.way.name, what)) for model in models]
-            cells += measured[what]
-        rows.append((*cells, None if outcome.missing else outcome.layers / vanilla.layers))
-    notes = [f"Published: {', '.join(models)} on GPUs. Measured: {name}; it is another model, so only ratios compare."]
-    if opened.published:
-        notes = []
-    return Table("Ratios to the uncompressed model, published beside measured", columns, rows, notes)
+        if outcome.missing or outcome is outcomes[0]:
+            cells.append([None if outcome.missing else 1.0, "", None if outcome.missing else outcome.bits])
+            continue
+        ratio = outcome.against(outcomes[0], _text(opened))
+        cells.append([ratio.estimate, f"{ratio.low:.4f}–{ratio.high:.4f}", outcome.bits])
+    return ["95 % interval", ReportColumn("per converted weight", "bits", "lower")], cells
 
 
-def _own_ratios(outcome: Outcome, vanilla: Outcome, text: str) -> Mapping[str, list[Any]]:
-    if outcome.missing:
-        return {"perplexity": [None, ""], "memory": [None], "speed": [None, ""]}
-    if outcome is vanilla:
-        return {"perplexity": [1.0, ""], "memory": [1.0], "speed": [1.0, ""]}
-    worse, faster = outcome.against(vanilla, text), outcome.speed()
-    return {
-        "perplexity": [worse.estimate, f"{worse.low:.4f}–{worse.high:.4f}"],
-        "memory": [outcome.held / vanilla.held],
-        "speed": [faster.estimate, f"{faster.low:.2f}–{faster.high:.2f}"],
-    }
+def _held(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
+    vanilla = outcomes[0]
+    cells = [
+        [None, None] if outcome.missing else [outcome.held / vanilla.held, outcome.layers / vanilla.layers]
+        for outcome in outcomes
+    ]
+    return [ReportColumn("converted layers alone", "measured", "lower")], cells
+
+
+def _faster(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
+    cells: list[list[Any]] = []
+    for outcome in outcomes:
+        if outcome.missing or outcome is outcomes[0]:
+            cells.append([None if outcome.missing else 1.0, ""])
+            continue
+        ratio = outcome.speed()
+        cells.append([ratio.estimate, f"{ratio.low:.2f}–{ratio.high:.2f}"])
+    return ["95 % interval"], cells
 
 
 def _published_ratios(numbers: Published) -> dict[tuple[str, str, str], float]:
@@ -276,7 +297,7 @@ def _block_table(opened: Opened, by_way: Mapping[tuple[int, int | None, str], Ou
                 outcome = by_way[bits, block, fidelity]
                 own += [outcome.against(whole, text).estimate, outcome.held / whole.held]
             rows.append(own)
-    return Table("By block size, as ratios to blocks of 512", columns, rows)
+    return Table("By block size, as ratios to blocks of 512", tuple(columns), tuple(tuple(row) for row in rows))
 
 
 def _over(pairs: Iterable[tuple[Any, Any]], last: Any, base: Any) -> list[float | None]:
