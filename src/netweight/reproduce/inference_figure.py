@@ -76,6 +76,8 @@ def trade_off(points: Sequence[tuple[Way, float, float]], *, name: str, unit: st
 
 
 def _draw(panel: Any, points: Sequence[Point]) -> None:
+    from matplotlib import ticker
+
     chosen = front([(x, y) for *_, x, y in points])
     line = sorted((points[number][2], points[number][3]) for number in chosen)
     panel.plot(*zip(*line, strict=True), color=series_color(5), linewidth=0.9, alpha=0.6, zorder=1)
@@ -85,13 +87,16 @@ def _draw(panel: Any, points: Sequence[Point]) -> None:
             xs, ys = zip(*own, strict=True)
             panel.scatter(xs, ys, s=size, color=series_color(color), marker=marker, label=kind, zorder=2)
     panel.set_yscale("log")
+    panel.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    panel.yaxis.set_minor_locator(ticker.NullLocator())
+    panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     panel.grid(axis="y")
-    panel.margins(x=0.14, y=0.1)
+    panel.margins(x=0.2, y=0.12)
     _write_labels(panel, [point for point in points if point[1]])
 
 
 def _write_labels(panel: Any, points: Sequence[Point]) -> None:
-    """Put each label at the first of eight places around its point where it covers no point and no other label."""
+    """Put each label at the first of twelve places around its point where it covers no point and no other label."""
     figure = panel.figure
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
@@ -103,7 +108,8 @@ def _write_labels(panel: Any, points: Sequence[Point]) -> None:
                 label, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=ha, va=va, zorder=3
             )
             box = text.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in boxes) and not any(box.contains(*place) for place in taken):
+            wide = box.padded(_RADIUS)
+            if not any(box.overlaps(other) for other in boxes) and not any(wide.contains(*place) for place in taken):
                 break
             text.remove()
         else:
@@ -111,15 +117,20 @@ def _write_labels(panel: Any, points: Sequence[Point]) -> None:
         boxes.append(box)
 
 
+_RADIUS = 3.5  # of a marker, in pixels
 _PLACES = [
-    (5, 0, "left", "center"),
-    (-5, 0, "right", "center"),
+    (6, 0, "left", "center"),
+    (-6, 0, "right", "center"),
     (0, 6, "center", "bottom"),
     (0, -6, "center", "top"),
-    (4, 5, "left", "bottom"),
-    (-4, 5, "right", "bottom"),
-    (4, -5, "left", "top"),
-    (-4, -5, "right", "top"),
+    (5, 5, "left", "bottom"),
+    (-5, 5, "right", "bottom"),
+    (5, -5, "left", "top"),
+    (-5, -5, "right", "top"),
+    (14, 12, "left", "bottom"),
+    (-14, 12, "right", "bottom"),
+    (14, -12, "left", "top"),
+    (-14, -12, "right", "top"),
 ]
 
 
