@@ -6,11 +6,16 @@ import pytest
 from netweight.errors import MissingExtra, NameNotFound, NetweightError, OutputExists, Unsupported, UsageError
 from netweight.evidence import Finding
 from netweight.evidence.figures import Figure
+from netweight.evidence.report import Column as ReportColumn
+from netweight.evidence.report import Table
 from netweight.reproduce import Column, Measured, Row, catalog, registry, run_table, table
 from netweight.reproduce.published import Published, published_ids
 from netweight.reproduce.run import compare
 
 FIGURE = Figure("svg", "<svg></svg>", "nothing")
+WIDE = Table(
+    "Ratios", ("way", ReportColumn("paper", "×")), (("ours", 1.5), ("none", None), ("broken", math.inf)), ("n",)
+)
 
 
 @pytest.fixture
@@ -31,6 +36,7 @@ def register(monkeypatch):
             labels={"ours": "HyperFL", "round time": "time per round"},
             findings=(Finding("slower", 2.0, better="lower", target=3.0, seeds=(1,)),),
             figures=(FIGURE,),
+            tables=(WIDE,),
             notes=("A note.",),
             inputs={"data": "xxh3-128:00"},
         )
@@ -176,7 +182,8 @@ def test_the_report_lays_both_side_by_side(tmp_path, register):
     result = run_table("hyperfl-table4", out=tmp_path, command="netweight reproduce hyperfl-table4 --seconds 1.5")
     data = json.loads((result.folder / "report.json").read_text())
     (section,) = data["sections"]
-    (shown,) = section["tables"]
+    wide, shown = section["tables"]
+    assert (wide["title"], wide["rows"][0]) == ("Ratios", ["ours", 1.5])
     assert [column["name"] for column in shown["columns"]][-3:] == ["published", "measured", "difference"]
     assert "Differs from the paper: Another machine." in shown["notes"]
     assert data["provenance"]["command"].endswith("--seconds 1.5")
