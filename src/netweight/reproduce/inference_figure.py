@@ -5,6 +5,7 @@ Points are kinds of ways; a line joins those that no other way beats in both. Us
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,9 @@ def trade_off(points: Sequence[tuple[Way, float, float]], *, name: str, unit: st
             found, names = panel.get_legend_handles_labels()
             handles.update(zip(names, found, strict=True))
         drawing.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, fontsize=8)
+        drawing.draw_without_rendering()  # so that places in pixels hold
+        for panel, (_, _, shown) in zip(axes, panels, strict=True):
+            _write_labels(panel, shown)
         best = [points[number][0].name for number in sorted(front([(x, y) for _, x, y in points]))]
         alt = f"Perplexity against memory of {name}. No other way beats these in both: {', '.join(best)}."
         return to_figure(drawing, alt=alt, caption="Perplexity against memory; the line joins what nothing else beats.")
@@ -92,24 +96,38 @@ def _draw(panel: Any, points: Sequence[Point]) -> None:
     panel.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     panel.grid(axis="y")
     panel.margins(x=0.2, y=0.12)
-    _write_labels(panel, [point for point in points if point[1]])
 
 
 def _write_labels(panel: Any, points: Sequence[Point]) -> None:
-    """Put each label at the first of twelve places around its point where it covers no point and no other label."""
-    figure = panel.figure
-    figure.draw_without_rendering()
-    renderer = figure.canvas.get_renderer()
+    """Put each label at the first of some places around its point where it covers no point, line or other label."""
+    from matplotlib.text import Text
+
+    renderer = panel.figure.canvas.get_renderer()
     taken = [panel.transData.transform((x, y)) for *_, x, y in points]
+    corners = [panel.transData.transform(place) for place in zip(*panel.lines[0].get_data(), strict=True)]
+    for left, right in itertools.pairwise(corners):
+        taken += [left + (right - left) * step / 40 for step in range(1, 40)]
     boxes: list[Any] = []
-    for _, label, x, y in sorted(points, key=lambda point: (point[3], point[2])):
+    for _, label, x, y in sorted(points, key=lambda point: (point[0] != "NeuZip", point[2])):
+        if not label:
+            continue
         for dx, dy, ha, va in _PLACES:
             text = panel.annotate(
-                label, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=ha, va=va, zorder=3
+                label,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                fontsize=7,
+                ha=ha,
+                va=va,
+                zorder=3,
+                arrowprops=_LEADER if max(abs(dx), abs(dy)) > 6 else None,
             )
-            box = text.get_window_extent(renderer)
-            wide = box.padded(_RADIUS)
-            if not any(box.overlaps(other) for other in boxes) and not any(wide.contains(*place) for place in taken):
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the leader, which begins at the point
+            point = panel.transData.transform((x, y))
+            leader = [point + (box.get_points().mean(0) - point) * step / 10 for step in range(10)]
+            if _is_free(box, leader, boxes, taken, panel.bbox):
                 break
             text.remove()
         else:
@@ -117,6 +135,14 @@ def _write_labels(panel: Any, points: Sequence[Point]) -> None:
         boxes.append(box)
 
 
+def _is_free(box: Any, leader: Sequence[Any], boxes: Sequence[Any], taken: Sequence[Any], panel: Any) -> bool:
+    """Whether a label at `box` lies within the panel and meets neither points nor labels, and its leader no label."""
+    within = all(panel.contains(*corner) for corner in box.corners())
+    crossed = any(other.overlaps(box) or any(other.contains(*at) for at in leader) for other in boxes)
+    return within and not crossed and not any(box.padded(_RADIUS).contains(*place) for place in taken)
+
+
+_LEADER = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3, "color": series_color(5)}
 _RADIUS = 3.5  # of a marker, in pixels
 _PLACES = [
     (6, 0, "left", "center"),
@@ -131,6 +157,9 @@ _PLACES = [
     (-14, 12, "right", "bottom"),
     (14, -12, "left", "top"),
     (-14, -12, "right", "top"),
+    (26, 30, "left", "bottom"),
+    (-8, 30, "right", "bottom"),
+    (-8, 44, "right", "bottom"),
 ]
 
 
