@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
     from netweight.core.progress import Progress
+    from netweight.evidence.finding import Finding
     from netweight.methods.compress.folder import Summary
     from netweight.methods.compress.inspection import TensorReport
 
@@ -166,7 +167,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
         value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
         among = f" of {finding.detail['among']}" if finding.detail.get("among") is not None else ""
-        among = _within(finding.value, finding.detail) if "bound" in finding.detail else among
+        among = _within(finding) if "bound" in finding.detail else among
         output.line(f"{word:7}{finding.name}: {value}{among}", fg=color)
         names = finding.detail.get("which", ())
         for name in names[:_SHOWN]:
@@ -291,10 +292,11 @@ def _changed(summary: Summary) -> str:
     return f"The largest change of a weight is {summary.worst_change:.4f} of itself, {change}."
 
 
-def _within(value: float, detail: Mapping[str, Any]) -> str:
+def _within(finding: Finding) -> str:
     """What is said after the largest change of rounded weights."""
+    detail = finding.detail
     how = "compared with the original" if detail["measured"] else "as recorded"
-    change = _beside_bound(value, detail["bound"])
+    change = _beside_bound(float(finding.value or 0), detail["bound"])
     return f" of a weight, {change} ({how}; {detail['rounded_tensors']} tensors are rounded)"
 
 
