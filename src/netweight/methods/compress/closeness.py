@@ -39,6 +39,7 @@ def largest_change(rounded: Any, original: Any, dtype: str) -> float:
 
 def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
     """Numbers as float64, which holds each of them and each difference of two that are close."""
-    if dtype == "BF16":
-        return (stored.astype("<u4") << 16).view("<f4").astype(np.float64)
-    return stored.view("<f4" if dtype == "F32" else "<f2").astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        if dtype == "BF16":
+            return (stored.astype("<u4") << 16).view("<f4").astype(np.float64)
+        return stored.view("<f4" if dtype == "F32" else "<f2").astype(np.float64)
