@@ -4,6 +4,7 @@ And lossy blobs taken apart and put together, to damage them on purpose.
 """
 
 import struct
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -108,7 +109,7 @@ def with_lossy_check(blob):
 
 def with_sections(blob, sections, **changes):
     """A lossy blob with other sections, and with other numbers in its header: `block` or `shape`."""
-    at, numbers = fields_of(blob)
+    _, numbers = fields_of(blob)
     dimensions = blob[7]
     shape = changes.get("shape", numbers[:dimensions])
     numbers = [*shape, changes.get("block", numbers[dimensions]), *map(len, sections)]
@@ -120,4 +121,4 @@ def sections_of(blob):
     """The four sections of a lossy blob: words, normalizers, gaps, kept weights."""
     at, numbers = fields_of(blob)
     ends = np.cumsum([at, *numbers[-4:]]).tolist()
-    return [blob[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return [blob[start:stop] for start, stop in pairwise(ends)]

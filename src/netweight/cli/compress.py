@@ -111,8 +111,8 @@ def compress(
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
     if summary.rounded:
         output.line(
-            f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to {mantissa_bits} mantissa bits. "
-            f"{_changed(summary)} The others are kept bit for bit.",
+            f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to "
+            f"{_counted(mantissa_bits, 'mantissa bit')}. {_changed(summary)} The others are kept bit for bit.",
             fg="yellow",
         )
     elif mantissa_bits < 7:
@@ -284,7 +284,11 @@ def _rounding_of(report: TensorReport) -> list[object]:
     if found is None:
         return ["all bits", "-", "-"]
     block = f", blocks of {found.block_size}" if found.block_size else ""
-    return [f"{found.mantissa_bits} bits{block}", f"{found.bound:.4f}", f"{found.worst_change:.4f}"]
+    return [_counted(found.mantissa_bits or 0, "bit") + block, f"{found.bound:.4f}", f"{found.worst_change:.4f}"]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _changed(summary: Summary) -> str:
