@@ -12,6 +12,9 @@ namespace {  // compiled with different instruction sets: never shared between t
 
 inline constexpr u32 kInfinite = 0x7f800000, kLeastNormal = 0x00800000, kMagnitude = 0x7fffffff;
 
+// All bits if it is so, else none. Loops without branches are vectorized.
+NETWEIGHT_INLINE u32 mask(bool so) { return -static_cast<u32>(so); }
+
 // Weights as float32, exactly, and back, half to even; what is narrowed is never NaN.
 struct Brain {
   using Stored = u16;
@@ -97,38 +100,52 @@ NETWEIGHT_INLINE u32 code_of(float quotient, const Rounding& r) {
   const int shift = 23 - r.mantissa_bits;
   const u32 m = std::bit_cast<u32>(quotient) & kMagnitude, half = 1u << (shift - 1);
   const u32 code = kReference ? (m + half) >> shift : (m + (half - 1) + (m >> shift & 1)) >> shift;
-  return m < kLeastNormal || code > r.largest_word() ? 0 : code;
+  return code & mask(m >= kLeastNormal) & mask(code <= r.largest_word());
 }
 
 inline constexpr size_t kTile = 256;  // weights looked at together
 
 // Rounds up to kTile weights of one block, marks those to be kept exactly, and returns the largest change of the others.
+// In passes of which each is simple enough to be vectorized.
 template <typename Type, bool kReference>
 inline double round_tile(const typename Type::Stored* __restrict in, size_t count, const Rounding& r, float factor, u16* __restrict words,
                          typename Type::Stored* __restrict values, u8* __restrict exact) {
+  u32 weights[kTile], rounded[kTile], word[kTile], sound[kTile];  // the first two: bits of float32
   double change[kTile];
+  const Rounding rounding = r;  // a copy, which nothing written here can change
   for (size_t i = 0; i < count; i++) {
     const float weight = Type::widened(in[i]);
-    const u32 bits = std::bit_cast<u32>(weight), m = bits & kMagnitude;
     float quotient = weight / factor;
-    if (kReference && r.block != 0) quotient = Type::widened(Type::narrowed(quotient));
-    const u32 code = m < kInfinite ? code_of<kReference>(quotient, r) : 0;
-    const u32 word = (bits >> 16 & 0x8000) | code;
-    const auto value = Type::narrowed(number_of(word, r.mantissa_bits) * factor);
-    const float rounded = Type::widened(value);
-    const double size = std::fabs(static_cast<double>(weight));
-    const double moved = std::fabs(static_cast<double>(rounded) - static_cast<double>(weight));
-    bool within = moved * r.denominator <= size * r.numerator;  // exact: less than 53 bits on both sides
-    if (kReference) within |= (std::bit_cast<u32>(rounded) & kMagnitude) == kInfinite;
-    const bool keep = (m < kInfinite) & within & ((code != 0) | (m == 0));
-    change[i] = keep && m != 0 ? moved / size : 0.0;
-    exact[i] = !keep;
-    words[i] = keep ? static_cast<u16>(word) : u16{0};
-    values[i] = keep ? value : in[i];
+    if (kReference && rounding.block != 0) quotient = Type::widened(Type::narrowed(quotient));
+    const u32 bits = std::bit_cast<u32>(weight), m = bits & kMagnitude, code = code_of<kReference>(quotient, rounding);
+    const u32 finite = mask(m < kInfinite);
+    weights[i] = bits;
+    word[i] = (bits >> 16 & 0x8000) | (code & finite);
+    sound[i] = finite & (mask(code != 0) | mask(m == 0));
+    rounded[i] = std::bit_cast<u32>(Type::widened(Type::narrowed(number_of(word[i], rounding.mantissa_bits) * factor)));
   }
-  double worst = 0;
-  for (size_t i = 0; i < count; i++) worst = change[i] > worst ? change[i] : worst;
-  return worst;
+  for (size_t i = 0; i < count; i++) {
+    // The difference is exact in float, since one number is less than twice the other where the bound is kept; and the
+    // products are in double.
+    const float weight = std::bit_cast<float>(weights[i]), difference = std::bit_cast<float>(rounded[i]) - weight;
+    const double size = std::fabs(weight), moved = std::fabs(difference);
+    const u32 infinite = mask(kReference) & mask((rounded[i] & kMagnitude) == kInfinite);
+    const u32 within = mask(moved * rounding.denominator <= size * rounding.numerator);
+    sound[i] &= within | infinite;
+    change[i] = sound[i] != 0 ? moved / (size > 0 ? size : 1) : 0.0;
+  }
+  std::int64_t worst = 0;  // numbers that are not negative are ordered as their bits are
+  for (size_t i = 0; i < count; i++) {
+    const auto bits = std::bit_cast<std::int64_t>(change[i]);
+    worst = bits > worst ? bits : worst;
+  }
+  for (size_t i = 0; i < count; i++) {
+    words[i] = static_cast<u16>(word[i] & sound[i]);
+    const auto value = Type::narrowed(std::bit_cast<float>(rounded[i]));
+    values[i] = static_cast<typename Type::Stored>((value & sound[i]) | (in[i] & ~sound[i]));
+    exact[i] = static_cast<u8>(~sound[i]);
+  }
+  return std::bit_cast<double>(worst);
 }
 
 template <typename Type>
@@ -136,7 +153,7 @@ inline u8 normalizer_of(const typename Type::Stored* in, size_t count) {
   u32 largest = 0;
   for (size_t i = 0; i < count; i++) {
     const u32 m = std::bit_cast<u32>(Type::widened(in[i])) & kMagnitude;
-    const u32 sound = m < kInfinite && m >= kLeastNormal ? m : 0;
+    const u32 sound = m & mask(m < kInfinite) & mask(m >= kLeastNormal);
     largest = sound > largest ? sound : largest;
   }
   return static_cast<u8>(largest >> 15);

@@ -27,7 +27,7 @@ __all__ = ["LossyHeader", "decode", "decode_numbers", "encode", "read_header", "
 
 MAGIC = b"NWL"
 VERSION = 1
-MOST_ESCAPES = 16  # of so many weights one at most is kept exactly; with more the tensor is not rounded at all
+MOST_ESCAPES = 16  # of so many weights at most one is kept exactly; else the tensor is not rounded at all
 _STEP = 1 << 20  # weights rounded at a time
 
 
@@ -203,7 +203,7 @@ def read_header(blob: Any) -> LossyHeader:
         _check_section(normalizers, "U8", -(-count // (rounding.block_size or 1)))
     if gaps is not None and kept is not None:
         size = _check_section(kept, element.name, None)
-        if not 1 <= size <= count:
+        if not 1 <= size * MOST_ESCAPES <= count:
             raise _corrupt("a section has the wrong size")
         _check_section(gaps, "U64", size)
     return LossyHeader(rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)

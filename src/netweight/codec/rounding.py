@@ -272,7 +272,8 @@ def _widened(data: Bytes, element: ElementType) -> Floats:
     if element.name == "BF16":
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
     if element.name == "F16":
-        return data.view("<f2").astype(np.float32)
+        with np.errstate(invalid="ignore"):  # signaling NaNs
+            return data.view("<f2").astype(np.float32)
     floats: Any = data.view("<f4")
     return floats  # type: ignore[no-any-return]
 

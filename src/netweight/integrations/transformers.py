@@ -24,7 +24,7 @@ from torch import nn
 
 from netweight import codec
 from netweight.codec import Precision
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec.dtypes import dtype_name, torch_dtype
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
@@ -187,6 +187,9 @@ class NetweightQuantizer(HfQuantizer):
         if self.pre_quantized:
             for file in checkpoint_files or ():
                 _check(Path(file))
+        else:
+            for name in {dtype_name(model.get_parameter(name).dtype) for name in self._chosen}:
+                config.precision.rounding(name)  # refuses dtypes that cannot be rounded, before anything is loaded
         return model
 
     # ---- while loading ----

@@ -139,9 +139,9 @@ def compress_folder(
     with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
         compression = _Compression(source, plan, config, ready, work, task)
         resumed = compression.run()
-        manifest = Manifest(
-            level, tuple(compression.done[item.path] for item in plan.items), plan.folders, plan.left_out
-        )
+        precision = None if config.precision.lossless else config.precision
+        files = tuple(compression.done[item.path] for item in plan.items)
+        manifest = Manifest(level, files, plan.folders, plan.left_out, precision)
         _write(work.tree / MANIFEST, manifest.to_json().encode())
         work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
     return _summary(source, target, manifest, resumed, plan.left_out, started)

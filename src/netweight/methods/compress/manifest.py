@@ -5,6 +5,8 @@
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
  "folders": ["empty"], "left_out": []}
+
+Where tensors are rounded, "version" is 2, their files' entries say by how much, and "rounding" says how.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self, final, get_args
 
+from netweight.codec import Precision
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.store.description import deflate_text, inflate_text
 
@@ -98,12 +101,14 @@ class Manifest:
         files: All files of the original folder.
         folders: Its empty folders.
         left_out: Its files that were left out on request.
+        precision: How tensors were rounded; None if none was, or if they had been rounded before.
     """
 
     level: str
     files: tuple[FileEntry, ...]
     folders: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    precision: Precision | None = None
 
     def to_json(self) -> str:
         """Write the manifest."""
@@ -114,6 +119,7 @@ class Manifest:
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
             "left_out": list(self.left_out),
+            **({} if self.precision is None else {"rounding": asdict(self.precision)}),
         }
         return json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
 
@@ -143,8 +149,9 @@ class Manifest:
                 )
             files = tuple(_entry(entry) for entry in fields["files"])
             folders, left_out = (tuple(map(str, fields[key])) for key in ("folders", "left_out"))
-            manifest = cls(str(fields["level"]), files, folders, left_out)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            precision = Precision(**fields["rounding"]) if "rounding" in fields else None
+            manifest = cls(str(fields["level"]), files, folders, left_out, precision)
+        except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
         for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
             if not _inside(name):

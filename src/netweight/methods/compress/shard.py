@@ -145,7 +145,8 @@ def restore_shard(
         raise UsageError(f"{source} is not compressed.", cure="Check the path.")
     head = plain_head(file)
     whole = xxhash.xxh3_128(head)
-    payload = 0
+    payload = rounded = 0
+    bound = worst = 0.0
     try:
         with whole_file(target, overwrite=overwrite) as output:
             output.write(head)
@@ -154,13 +155,18 @@ def restore_shard(
                 content = file.content(name, threads=threads, check=True)
                 output.write(content)
                 whole.update(content)
+                found = file.rounding(name)
+                if found is not None:
+                    rounded += 1
+                    bound, worst = max(bound, found.bound), max(worst, found.worst_change)
                 payload += file.info(name).stored_nbytes
                 file.release(name)
                 advance(file.info(name).nbytes)
     finally:
         file.close()
     digest = f"{ALGORITHM}:{whole.hexdigest()}"
-    return ShardResult(len(file.names()), target.stat().st_size, digest, source.stat().st_size, payload)
+    sizes = target.stat().st_size, digest, source.stat().st_size
+    return ShardResult(len(file.names()), *sizes, payload, rounded, bound, worst)
 
 
 def plain_size(source: Path) -> int:

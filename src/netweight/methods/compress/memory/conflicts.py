@@ -140,7 +140,7 @@ def refuse_rounded_weights(names: Sequence[str], parameters: Sequence[nn.Paramet
         if isinstance(parameter, CompressedTensor) and parameter.box.lossy
     ]
     if rounded:
-        others = f" and {len(rounded) - 1} others" if len(rounded) > 1 else ""
+        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         raise LossyWrite(
             f"{rounded[0]}{others} cannot be trained: each step would round the weight again.",
             cure="Call requires_grad_(False) on them and train adapters, or compress_ the model without mantissa_bits.",
