@@ -175,9 +175,10 @@ void decode_words_to_address(nb::handle words, nb::handle normalizers, const std
   const BlobHeader h = read_header(in.bytes());
   if (h.dtype->unit_bytes != 2 || first > last || last > h.numbers || (last - first) * rounding.unit() != nbytes)
     throw nb::value_error("the range or the output does not fit the words");
-  if (block != 0 && h.numbers != 0 && factors.size() != (h.numbers - 1) / block + 1) throw nb::value_error("the normalizers do not fit the words");
+  if (block != 0 && first < last && factors.size() != (last - 1) / block - first / block + 1)
+    throw nb::value_error("the normalizers do not fit the range");
   nb::gil_scoped_release release;
-  decode_words(in.bytes(), h, first, last, factors.bytes(), rounding, threads, kernels, reinterpret_cast<u8*>(address));
+  decode_words(in.bytes(), h, first, last, factors.data(), rounding, threads, kernels, reinterpret_cast<u8*>(address));
 }
 
 }  // namespace

@@ -342,9 +342,10 @@ void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
   });
 }
 
-void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, std::span<const u8> normalizers, const Rounding& rounding,
-                  int threads, const Kernels& kernels, u8* out) {
+void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const u8* normalizers, const Rounding& rounding, int threads,
+                  const Kernels& kernels, u8* out) {
   if (first >= last) return;
+  const u64 before = rounding.block == 0 ? 0 : first - first % rounding.block;  // the first weight whose normalizer is here
   const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
   BorrowedWorkers workers(static_cast<size_t>(std::max(threads, 1)));
   parallel_for(to - from, threads, [&](int worker, size_t item) {
@@ -355,8 +356,8 @@ void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
     Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
     decode_chunk(*h.dtype, in, blob.data() + blob.size(), count, kernels, mine.scratch, words);
     const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
-    const bool bad = kernels.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin), begin,
-                                          normalizers.data(), rounding, out + (begin - first) * rounding.unit());
+    const bool bad = kernels.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin),
+                                          begin - before, normalizers, rounding, out + (begin - first) * rounding.unit());
     if (bad) throw CorruptError("a word stands for no number");
   });
 }

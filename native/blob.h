@@ -38,9 +38,10 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
 // Decodes numbers [first, last) to `out`; only the chunks they touch are read.
 void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, int threads, const Kernels& kernels, u8* out);
 
-// Decodes words [first, last) of a blob of words to weights at `out`, chunk by chunk while they are in the cache.
-void decode_words(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, std::span<const u8> normalizers, const Rounding& rounding,
-                  int threads, const Kernels& kernels, u8* out);
+// Decodes words [first, last) of a blob of words to weights at `out`, chunk by chunk while they are in the cache. `normalizers`
+// are those of the blocks that these weights touch.
+void decode_words(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const u8* normalizers, const Rounding& rounding, int threads,
+                  const Kernels& kernels, u8* out);
 
 // Frees the working memory that threads left behind for the next calls.
 void trim_working_memory();

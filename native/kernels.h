@@ -142,7 +142,8 @@ struct Rounding {
   NETWEIGHT_INLINE u32 largest_word() const { return (255u << mantissa_bits) - (reference ? 0 : 1); }
 };
 
-// Weights from words, of which the first belongs to weight number `first`; true when a word cannot be.
+// Weights from words, of which the first belongs to weight number `first`, counted from the first normalizer's first weight;
+// true when a word cannot be.
 using DecodeWords = bool (*)(const u16* words, size_t count, u64 first, const u8* normalizers, const Rounding&, u8* out);
 
 // Rounds weights, of which the first begins a block: to words, normalizers, values. Returns the largest relative change and

@@ -167,3 +167,25 @@ def test_rows_and_places_are_checked():
     damaged[-5] ^= 255
     with pytest.raises(CorruptBlob):
         codec.decode(bytes(damaged), check=True)
+
+
+def test_flushing_subnormal_numbers_to_zero_changes_nothing():
+    """Some programs set this for speed, thread by thread; it would change every operation on small floats."""
+    generator = torch.Generator().manual_seed(8)
+    tensors = [
+        (torch.randn(3000, generator=generator) * 10.0 ** torch.randint(-44, 3, (3000,), generator=generator)).to(dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    tensors.append(torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16))
+    for tensor in tensors:
+        for path in PATHS:
+            results = []
+            for flush in (False, True):
+                if not torch.set_flush_denormal(flush):
+                    pytest.skip("this processor cannot flush subnormal numbers to zero")
+                try:
+                    blob = codec.encode_lossy(tensor, mantissa_bits=2, block_size=16, path=path)
+                    results.append((blob, codec.decode_raw(blob, path=path).tobytes()))
+                finally:
+                    torch.set_flush_denormal(False)
+            assert results[0] == results[1]

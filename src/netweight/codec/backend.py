@@ -182,14 +182,17 @@ def decode_words(
     path: str,
     out: np.ndarray[Any, np.dtype[np.uint8]] | None,
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Decode words `first` to `last` (exclusive) to weights: bytes in `out`, or in a new array."""
+    """Decode words `first` to `last` (exclusive) to weights: bytes in `out`, or in a new array.
+
+    `normalizers` are those of the blocks that these weights touch.
+    """
     nbytes = (last - first) * rounding.element.number_bytes
     if _in_python(path):
         from netweight.codec import reference
         from netweight.codec import rounding as python
 
         words = reference.decode_numbers(blob, first, last).view("<u2")
-        weights = python.weights_of(words, normalizers, first, rounding)
+        weights = python.weights_of(words, normalizers, first % (rounding.block_size or 1), rounding)
         if out is None:
             return weights
         out[:] = weights

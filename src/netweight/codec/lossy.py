@@ -243,10 +243,11 @@ def decode_numbers(header: LossyHeader, first: int, last: int, threads: int, pat
 
 
 def _decode(header: LossyHeader, first: int, last: int, threads: int, path: str, out: Bytes | None) -> Bytes:
-    rounding = header.rounding
+    rounding, block = header.rounding, header.rounding.block_size
     normalizers = None
-    if header.normalizers is not None:
-        normalizers = backend.decode(header.normalizers, 1, False, path)[0]
+    if header.normalizers is not None and block is not None:
+        blocks = (first // block, (last - 1) // block + 1) if first < last else (0, 0)
+        normalizers = backend.decode_numbers(header.normalizers, *blocks, 1, path)
     result = backend.decode_words(header.words, normalizers, rounding, first, last, threads, path, out)
     if header.gaps is not None and header.kept is not None:
         places = _places(backend.decode(header.gaps, 1, False, path)[0], header.count)

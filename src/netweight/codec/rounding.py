@@ -223,8 +223,8 @@ def weights_of(words: Words, normalizers: Bytes | None, first: int, rounding: Ro
 
     Args:
         words: The words.
-        normalizers: Of all blocks of the tensor.
-        first: Number of the first word's weight in the tensor.
+        normalizers: Of the blocks that they belong to.
+        first: The first word's place in its block.
         rounding: How they were rounded.
 
     Returns:

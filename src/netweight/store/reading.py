@@ -247,7 +247,7 @@ class Store:
         return self._place(name).info(name)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """Read a tensor, bit for bit as it was.
+        """Read a tensor, bit for bit as it was, or as it was rounded (see `rounding`).
 
         Args:
             name: Its original name.

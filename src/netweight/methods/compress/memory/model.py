@@ -175,7 +175,8 @@ def compress_(
     weight that would not get smaller stays dense. Parameters are replaced: make optimizers afterwards.
 
     With fewer than 7 `mantissa_bits` weights are rounded first, for inference and for adapters on a frozen base: the
-    report says by how much at most. Nothing can be written into rounded weights, since each write would round again.
+    report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A
+    conversion to another dtype keeps the rounded values as that dtype has them, compressed without a further loss.
 
     Args:
         model: Any module. Its own forward runs unchanged.
