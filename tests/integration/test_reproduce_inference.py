@@ -108,6 +108,7 @@ def test_the_stand_in_is_trained_once_and_named_as_such(tmp_path, own_texts):
     names = {row.name for row in table3.measured.rows}
     assert {"Vanilla", "NeuZip 0-bit", "NeuZip 0-bit, as the reference code, blocks of 32"} <= names
     assert "stand-in" in " ".join(table3.measured.differs)
+    assert not any("earlier run" in note for note in table3.measured.notes)
     assert "token frequencies" in " ".join(table3.measured.differs)
     assert all(column.name.startswith("stand-in ") for column in table3.measured.columns)
     published = {c.row: c.published for c in table3.comparisons if c.column == "Llama-3 8B perplexity"}
@@ -124,6 +125,7 @@ def test_the_stand_in_is_trained_once_and_named_as_such(tmp_path, own_texts):
     table4 = run_table("neuzip-table4", out=out)
     figure = run_table("neuzip-fig3", out=out)
     assert (ledger.read_bytes(), trained.stat().st_mtime_ns) == before
+    assert f"{len(table3.measured.rows)} of" in table4.measured.notes[-2]
     three = {row.name: row.values for row in table3.measured.rows}
     four = {row.name: row.values for row in table4.measured.rows}
     for bits in BITS:

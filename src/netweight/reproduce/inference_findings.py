@@ -87,6 +87,7 @@ def equal_memory_findings(found: Sequence[Outcome], text: str) -> tuple[Finding,
             continue
         best = min(fitting, key=lambda outcome: outcome.losses[text].mean)
         ratio = best.against(theirs, text)
+        detail |= {"chosen, on the same text, among": len(fitting)}
         detail |= {"way": best.way.name, "bits per weight": best.bits, "interval": ratio.method}
         made.append(
             Finding(name, ratio.estimate, ci95=ratio.ci95, n=ratio.n, better="lower", seeds=(SEED,), detail=detail)

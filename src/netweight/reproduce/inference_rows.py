@@ -82,6 +82,7 @@ class Outcome:
         seconds: Of an iteration, in rounds.
         vanilla_seconds: Of an iteration of the dense model, in the same rounds.
         tokens_per_word: By text.
+        earlier: Whether an earlier run measured it.
     """
 
     way: Way
@@ -94,6 +95,7 @@ class Outcome:
     seconds: tuple[float, ...] = ()
     vanilla_seconds: tuple[float, ...] = ()
     tokens_per_word: Mapping[str, float] = field(default_factory=dict)
+    earlier: bool = False
 
     @property
     def bits(self) -> float:
@@ -140,13 +142,14 @@ def measure(
     with Ledger(ledger) as kept:
         for number, way in enumerate(ways, start=1):
             digest = of_config({"subject": about, "way": way})
-            if digest not in kept.records:
+            earlier = digest in kept.records
+            if not earlier:
                 found = _measure(subject, way, rounds, progress, f"{number}/{len(ways)} {way.name}")
                 if found.missing:
                     outcomes.append(found)  # not kept: the next run may have the library
                     continue
                 kept.append({"digest": digest, **asdict(found)})
-            outcomes.append(_outcome(way, kept.records[digest]))
+            outcomes.append(_outcome(way, kept.records[digest], earlier=earlier))
     return outcomes
 
 
@@ -190,7 +193,7 @@ def _time(
     return samples["way"].wall, samples["vanilla"].wall
 
 
-def _outcome(way: Way, record: Mapping[str, Any]) -> Outcome:
+def _outcome(way: Way, record: Mapping[str, Any], *, earlier: bool) -> Outcome:
     return Outcome(
         way,
         held=record["held"],
@@ -204,4 +207,5 @@ def _outcome(way: Way, record: Mapping[str, Any]) -> Outcome:
         seconds=tuple(record["seconds"]),
         vanilla_seconds=tuple(record["vanilla_seconds"]),
         tokens_per_word=record["tokens_per_word"],
+        earlier=earlier,
     )

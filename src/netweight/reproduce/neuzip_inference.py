@@ -99,7 +99,7 @@ def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
         differs=(*opened.differs, unknown),
         findings=block_findings(by_way, _text(opened)),
         tables=(_block_table(opened, by_way),),
-        notes=("Measured with table 3(a), in the same results folder.",),
+        notes=("Measured with table 3(a), in the same results folder.", *_notes(outcomes)),
         inputs=opened.inputs,
     )
 
@@ -142,7 +142,7 @@ def figure3(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
         differs=opened.differs,
         findings=equal_memory_findings(found, text),
         figures=(picture,),
-        notes=("Measured with table 3(a), in the same results folder.", *_missing(outcomes)),
+        notes=("Measured with table 3(a), in the same results folder.", *_notes(outcomes)),
         inputs=opened.inputs,
     )
 
@@ -192,7 +192,9 @@ def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome
         notes=(
             "All ways convert the same layers, the linear ones but the output layer, unless they say otherwise.",
             "NeuZip's lossy rows share a normalizer in blocks of 512 unless they say otherwise.",
-            *_missing(outcomes),
+            "“As the reference code” is its arithmetic; the bytes are of netweight's own format in all rows.",
+            "Quant INT8, FP4 and NF4 are bitsandbytes; ^2 quantizes scales too, whose tables weigh most in small layers.",
+            *_notes(outcomes),
         ),
         inputs=opened.inputs,
     )
@@ -316,8 +318,11 @@ def _lossy(outcomes: Sequence[Outcome]) -> dict[tuple[int, int | None, str], Out
     }
 
 
-def _missing(outcomes: Sequence[Outcome]) -> list[str]:
-    return [f"{outcome.way.name} was not measured: {outcome.missing}." for outcome in outcomes if outcome.missing]
+def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+    """What was not measured and why, and what an earlier run had measured."""
+    notes = [f"{outcome.way.name} was not measured: {outcome.missing}." for outcome in outcomes if outcome.missing]
+    earlier = sum(outcome.earlier for outcome in outcomes)
+    return [*notes, f"{earlier} of {len(outcomes)} ways had been measured by an earlier run."] if earlier else notes
 
 
 def _text(opened: Opened) -> str:
