@@ -193,7 +193,7 @@ def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome
             "All ways convert the same layers, the linear ones but the output layer, unless they say otherwise.",
             "NeuZip's lossy rows share a normalizer in blocks of 512 unless they say otherwise.",
             "“As the reference code” is its arithmetic; the bytes are of netweight's own format in all rows.",
-            "Quant INT8, FP4 and NF4 are bitsandbytes; ^2 quantizes scales too, whose tables weigh most in small layers.",
+            "Quant INT8, FP4 and NF4 are bitsandbytes; ^2 quantizes scales too, by tables that small layers feel.",
             *_notes(outcomes),
         ),
         inputs=opened.inputs,
