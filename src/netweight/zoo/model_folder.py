@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ABOUT", "finished", "keep", "language_model"]
 
-
 ABOUT = "training.json"
 """File in a trained model's folder that says how it was trained and what came of it."""
 _ARTICLE = {"decoder": "a", "encoder-decoder": "an"}
