@@ -159,13 +159,19 @@ def _bitsandbytes(model: nn.Module, name: str, layers: set[str]) -> None:
             if name == "Quant INT8":
                 layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=_OUTLIER)
             else:
-                layer = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype)
+                layer = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_storage=weight.dtype)
         if name == "Quant INT8":
             layer.weight = bnb.nn.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
         else:
             kind, double = _BITSANDBYTES_4BIT[name]
             layer.weight = bnb.nn.Params4bit(
-                weight.data, requires_grad=False, quant_type=kind, compress_statistics=double, module=layer
+                weight.data,
+                requires_grad=False,
+                quant_type=kind,
+                compress_statistics=double,
+                # Bytes that call themselves bf16: T5 casts activations to the dtype of the weight that follows.
+                quant_storage=weight.dtype,
+                module=layer,
             )
         layer.bias = bias
         model.set_submodule(path, layer.to(weight.device))
