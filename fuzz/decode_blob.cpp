@@ -94,7 +94,7 @@ std::optional<std::vector<u8>> weights(std::span<const u8> blob, const BlobHeade
   for (size_t i = 0; i < normalizers.size(); i++) normalizers[i] = static_cast<u8>(37 * (r.block ? first / r.block + i : 0));
   std::vector<u8> out(static_cast<size_t>(last - first) * r.unit());
   try {
-    decode_words(blob, h, first, last, normalizers.data(), r, 2, kernels, out.data());
+    decode_words(blob, h, first, last, {r, normalizers.data()}, 2, kernels, out.data());
   } catch (const CorruptError&) {
     return std::nullopt;
   }
