@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders_under_test import flip_a_bit
 
 import netweight
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
@@ -142,17 +143,14 @@ def test_payloads_are_taken_as_they_are(case):
         assert set(taken) == kept_compressed(ours)
 
 
-def test_no_compressed_weight_is_decoded_while_loading(case, monkeypatch):
+def test_no_weight_is_encoded_anew_while_loading(case, monkeypatch):
     from netweight import codec
 
     kind, _, net = case
     if kind is transformers.MixtralForCausalLM:
-        pytest.skip("its experts are merged into one tensor, for which they must be decoded")
-    decoded, decode = [], codec.decode
-    monkeypatch.setattr(codec, "decode", lambda blob, **settings: decoded.append(blob) or decode(blob, **settings))
-    ours = kind.from_pretrained(net)
-    dense = {id(p) for p in ours.parameters() if not isinstance(p, netweight.CompressedTensor)}
-    assert len(decoded) == len(dense)
+        pytest.skip("its experts are merged into one tensor, for which they must be encoded anew")
+    monkeypatch.setattr(codec, "encode", None)
+    assert kept_compressed(kind.from_pretrained(net))
 
 
 def test_dense_folders_are_compressed_while_loading(case):
@@ -315,6 +313,14 @@ def test_damage_is_named_before_anything_is_loaded(tied, tmp_path):
     file.write_bytes(content)
     with pytest.raises(CorruptBlob, match=r"tensor '.*': "):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "net")
+
+
+def test_a_single_bit_of_damage_is_named(case, tmp_path):
+    kind, _, net = case
+    name = flip_a_bit(net, tmp_path / "net")
+    with pytest.raises(CorruptBlob, match=r"stored tensor '.*' is damaged") as caught:
+        kind.from_pretrained(tmp_path / "net")
+    assert name in str(caught.value) or kind is transformers.MixtralForCausalLM
 
 
 def test_what_cannot_be_is_refused(tied, tmp_path):

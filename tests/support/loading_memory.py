@@ -1,7 +1,7 @@
 """Load a model and print, as JSON in bytes, what it holds and what memory the loading took.
 
-Usage: loading_memory.py net|dense FOLDER. `peak` is the private memory at its highest above that before, sampled;
-`mapped` is how much more of files is mapped in the end than before.
+Usage: loading_memory.py net|dense FOLDER [diffusers], a Llama or a UNet. `peak` is the private memory at its highest
+above that before, sampled; `mapped` is how much more of files is mapped in the end than before.
 """
 
 import gc
@@ -31,18 +31,32 @@ def watch(found, stop):
         time.sleep(0.002)
 
 
-def main(how, folder):
+def library(name, folder):
+    """How a library loads, after what it imports late and keeps, which does not count."""
+    if name == "transformers":
+        transformers.AutoConfig.from_pretrained(folder)
+        kind = transformers.LlamaForCausalLM
+    else:
+        import diffusers
+
+        import netweight.integrations.diffusers  # noqa: F401
+
+        diffusers.logging.set_verbosity_error()
+        kind = diffusers.UNet2DConditionModel
+        kind.load_config(folder)
+    return lambda **settings: kind.from_pretrained(folder, dtype=torch.bfloat16, **settings)
+
+
+def main(how, folder, name="transformers"):
     torch.set_num_threads(1)
     settings = {} if how == "net" else {"quantization_config": NetweightConfig()}
-    # Once on a model without weights, so that what is imported late and kept does not count.
-    transformers.AutoConfig.from_pretrained(folder)
-    from transformers import LlamaForCausalLM
+    load = library(name, folder)
 
     gc.collect()
     private, mapped, found, stop = resident("RssAnon"), resident("RssFile"), [], threading.Event()
     watcher = threading.Thread(target=watch, args=(found, stop))
     watcher.start()
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **settings)
+    model = load(**settings)
     stop.set()
     watcher.join()
     gc.collect()
