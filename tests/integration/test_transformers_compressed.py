@@ -73,6 +73,15 @@ def mixtral():
     )
 
 
+def gpt_oss():
+    """Its experts' weights are transposed and have biases."""
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=320, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config)
+
+
 MODELS = {
     "llama": lambda: llama(False),
     "llama tied": lambda: llama(True),
@@ -80,6 +89,7 @@ MODELS = {
     "bert": bert,
     "t5": t5,
     "mixtral": mixtral,
+    "gpt-oss": gpt_oss,
 }
 
 
@@ -178,6 +188,39 @@ def test_saved_models_load_again_exactly(case, tmp_path, source):
     netweight.decompress_folder(tmp_path / "saved", tmp_path / "back")
     assert same(kind.from_pretrained(tmp_path / "back"), theirs)
     assert kept_compressed(kind.from_pretrained(tmp_path / "back")) == set()
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_merged_experts_run_and_train_compressed(make, how):
+    torch.manual_seed(0)
+    theirs = make().to(torch.bfloat16).eval()
+    theirs.set_experts_implementation(how)
+    ours = copy.deepcopy(theirs)
+    report = netweight.compress_(ours)
+    assert sum(".experts." in name for name in report.compressed) == 2
+    assert all("router" in name or "gate.weight" in name or "bias" in name for name in report.left_dense)
+    assert same(ours, theirs)
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    assert same(ours, theirs)
+
+
+def test_an_expert_is_decoded_alone(monkeypatch):
+    from netweight import codec
+
+    torch.manual_seed(0)
+    model = mixtral().eval()
+    model.set_experts_implementation("eager")
+    netweight.compress_(model, include="**.experts")
+    decoded, rows = [], codec.decode_rows
+    monkeypatch.setattr(codec, "decode_rows", lambda blob, a, b, **kw: decoded.append(b - a) or rows(blob, a, b, **kw))
+    monkeypatch.setattr(codec, "decode", None)
+    with torch.no_grad():
+        model(IDS[:1, :1])
+    assert decoded == [1, 1] * 2  # two of four experts, each with two weights
 
 
 @pytest.fixture(scope="module")

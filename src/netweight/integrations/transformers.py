@@ -5,8 +5,9 @@
 After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
 weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
 tensor after another. Either way the model computes what the dense one does, bit for bit, and `save_pretrained` writes
-a compressed folder. Compressed are the weights that `netweight.compress_` compresses; others, such as norms and the
-merged experts of a mixture, are decoded while loading. Needs transformers 5.
+a compressed folder. Compressed are the weights that `netweight.compress_` compresses; others, such as norms, are
+decoded while loading. Experts that transformers merges into one weight while it loads them are decoded for that, one
+layer at a time, and compressed again. Needs transformers 5.
 """
 
 from __future__ import annotations

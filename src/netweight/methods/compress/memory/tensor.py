@@ -14,9 +14,10 @@ from typing import Any, NoReturn, final
 import torch
 import torch.nn.functional as F
 
+from netweight import codec
 from netweight.errors import DenseOnly
 from netweight.methods.compress.memory import compute
-from netweight.methods.compress.memory.box import Box
+from netweight.methods.compress.memory.box import Box, blob_of, threads_for
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
 
@@ -93,7 +94,7 @@ class CompressedTensor(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """Decode: a dense tensor of the same shape and dtype, without history."""
-        return _cut(_whole(self.box), self.views)
+        return _read(self.box, self.views)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, not what it holds."""
@@ -212,6 +213,16 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
     return weight
 
 
+def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
+    """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
+    if views and views[0][0] is aten.select.int and views[0][1][0] == 0 and not torch.compiler.is_compiling():
+        row = views[0][1][1] % box.shape[0]
+        local = box.payload.cpu()
+        threads = threads_for(local.numel() // box.shape[0])
+        return _cut(codec.decode_rows(blob_of(local), row, row + 1, threads=threads)[0].to(box.payload.device), views[1:])
+    return _cut(_whole(box), views)
+
+
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
@@ -255,18 +266,20 @@ def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on decoded weights, and encode those that it wrote."""
     wholes: dict[int, torch.Tensor] = {}  # by box: two views of one weight must see each other's writes
     parts: dict[int, torch.Tensor] = {}
+    written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
 
     def dense(value: Any) -> Any:
         if not isinstance(value, CompressedTensor):
             return value
-        if id(value) not in parts:
+        if id(value) not in parts and not written:
+            parts[id(value)] = _read(value.box, value.views)
+        elif id(value) not in parts:
             if id(value.box) not in wholes:
                 wholes[id(value.box)] = _whole(value.box)
             parts[id(value)] = _cut(wholes[id(value.box)], value.views)
         return parts[id(value)]
 
     result = func(*_map(dense, args), **_map(dense, kwargs))
-    written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
     for box in {id(value.box): value.box for value in written}.values():
         box.write(wholes[id(box)])
     given = {id(parts[id(value)]): value for value in written}
