@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "blob.h"
 #include "buffer_pool.h"
+#include "job_queue.h"
 
 namespace nb = nanobind;
 using namespace netweight;
@@ -125,6 +127,61 @@ Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const st
   return out;
 }
 
+// A decoding on which another thread may work, too.
+class Decoding {
+ public:
+  explicit Decoding(nb::handle blob)
+      : in_(blob, false),
+        header_(read_header(in_.bytes())),
+        out_(pooled_array(static_cast<size_t>(header_.nbytes))),
+        decoder_(in_.bytes(), header_, 0, header_.numbers, kernels_by_name("auto"), out_.data()),
+        job_(std::make_shared<Job>([this] { decoder_.work(); })) {}
+  ~Decoding() { cancel(); }
+  Decoding(const Decoding&) = delete;
+  Decoding& operator=(const Decoding&) = delete;
+
+  const std::shared_ptr<Job>& job() const { return job_; }
+  nb::tuple result() {
+    {
+      nb::gil_scoped_release release;
+      job_->wait();
+    }
+    decoder_.check();
+    return nb::make_tuple(out_, header_.dtype->name, shape_tuple(header_));
+  }
+  void cancel() {
+    nb::gil_scoped_release release;
+    decoder_.stop();
+    job_->close();
+  }
+
+ private:
+  Buffer in_;
+  BlobHeader header_;
+  Bytes out_;
+  RangeDecoder decoder_;
+  std::shared_ptr<Job> job_;
+};
+
+class DecodeQueue {
+ public:
+  DecodeQueue() : queue_(std::make_unique<JobQueue>()) {}
+  ~DecodeQueue() { close(); }
+  std::unique_ptr<Decoding> add(nb::handle blob) {
+    if (!queue_) throw nb::value_error("the queue is closed");
+    auto decoding = std::make_unique<Decoding>(blob);
+    queue_->add(decoding->job());
+    return decoding;
+  }
+  void close() {
+    nb::gil_scoped_release release;
+    queue_.reset();
+  }
+
+ private:
+  std::unique_ptr<JobQueue> queue_;
+};
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -139,6 +196,11 @@ NB_MODULE(_native, m) {
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
         nb::arg("path"));
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
+  nb::class_<Decoding>(m, "Decoding").def("result", &Decoding::result).def("cancel", &Decoding::cancel);
+  nb::class_<DecodeQueue>(m, "DecodeQueue")
+      .def(nb::init<>())
+      .def("add", &DecodeQueue::add, nb::arg("blob"), nb::keep_alive<0, 2>())
+      .def("close", &DecodeQueue::close);
   m.def("paths", [] {
     nb::list names;
     for (const Kernels* k : usable_kernels()) names.append(k->name);

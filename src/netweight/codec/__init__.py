@@ -18,10 +18,13 @@ from netweight.codec.api import (
     info,
     trim_pool,
 )
+from netweight.codec.queue import DecodeQueue, Decoding
 
 __all__ = [
     "LEVELS",
     "BlobInfo",
+    "DecodeQueue",
+    "Decoding",
     "active_path",
     "available_paths",
     "decode",

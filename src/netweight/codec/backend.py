@@ -134,6 +134,11 @@ def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) ->
     return native.decode_numbers(blob, first, last, threads, path)
 
 
+def new_queue() -> Any:
+    """A thread of the native module that decodes what is added, or None without that module."""
+    return native.DecodeQueue() if native else None
+
+
 def trim_pool(keep: int) -> None:
     """Return idle output buffers to the system; there are none in Python."""
     if native:

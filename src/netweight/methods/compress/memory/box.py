@@ -20,7 +20,7 @@ from netweight.store.writing import Level
 __all__ = ["Box", "blob_of", "pack", "threads_for"]
 
 _LENGTH = 8  # bytes of the length at the payload's start
-_MANY = 1 << 22  # bytes of a weight from which several threads are worth their start
+_MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
 def threads_for(nbytes: int) -> int:
