@@ -156,8 +156,9 @@ def compress_(
     """Compress a model's weights in memory, in place; it computes the same numbers, bit for bit.
 
     Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
-    dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its layers is left out. A
-    weight that would not get smaller stays dense. Parameters are replaced: make optimizers afterwards.
+    dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
+    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: make optimizers
+    afterwards. Memory formats such as torch.channels_last stay.
 
     Args:
         model: Any module. Its own forward runs unchanged.
