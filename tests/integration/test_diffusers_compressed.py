@@ -395,12 +395,12 @@ def test_adapters_on_a_pipeline(pipelines, tmp_path):
 
 @pytest.fixture(scope="module")
 def middling(tmp_path_factory):
-    """A UNet of some 60 MB (bf16), dense and compressed, and its largest weight's bytes."""
+    """A UNet of some 70 MB (bf16), dense and compressed, and its largest weight's bytes."""
     torch.manual_seed(2)
     place = tmp_path_factory.mktemp("middling")
     model = diffusers.UNet2DConditionModel(
         sample_size=16,
-        block_out_channels=(320, 640),
+        block_out_channels=(192, 384),
         layers_per_block=1,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),

@@ -24,7 +24,7 @@ from torch import nn
 from netweight import codec
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.integrations import transformers as _transformers  # noqa: F401  for the parts that come from there
-from netweight.integrations.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, release, save_beside
+from netweight.integrations.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
 from netweight.methods.compress.loaders import DIFFUSERS_METHOD
 from netweight.methods.compress.memory.model import dense_state_dict, place
 from netweight.methods.compress.memory.tensor import CompressedTensor
@@ -187,7 +187,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
                 f"{len(lost)} stored weights were left out, such as {lost[0]}.",
                 cure="Do not pass ignore_mismatched_sizes or offload_state_dict with compressed folders.",
             )
-        release(model)
+        self._weights.release(model)
         self._model, self._names, self._taken = None, [], set()
         self.quantization_config.weights = None
         model.is_quantized = False  # else diffusers refuses conversions, which compressed weights can do

@@ -1,7 +1,7 @@
 """What the plug-ins for transformers and diffusers share: settings, and how stored bytes become a model's weights.
 
-`NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors, `check` looks at a file
-before it is used, `release` lets go of the checkpoint afterwards, and `save_beside` writes a compressed folder. Called
+`NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors and lets go of the
+checkpoint afterwards, `check` looks at a file before it is used, and `save_beside` writes a compressed folder. Called
 by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from netweight import codec
+from netweight.codec.dtypes import torch_dtype
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
@@ -35,7 +36,7 @@ except ImportError as error:
         cure="Install it: pip install 'netweight[llm]' or, for diffusers, 'netweight[diffusion]'.",
     ) from error
 
-__all__ = ["METHOD", "NetweightConfig", "Weights", "check", "refuse_disk", "release", "save_beside"]
+__all__ = ["METHOD", "NetweightConfig", "Weights", "check", "refuse_disk", "save_beside"]
 
 METHOD = "netweight"
 _VERSION = 1
@@ -108,6 +109,7 @@ class Weights:
     def __init__(self, config: NetweightConfig) -> None:
         self.config = config
         self._chunks: dict[str, int | None] = {}
+        self._room: torch.Tensor | None = None
 
     def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
         """Choose the weights to hold compressed; tied ones both or neither.
@@ -144,24 +146,29 @@ class Weights:
         Raises:
             CorruptBlob: The bytes are damaged: all are decoded once and compared with their digest.
         """
-        dense = self._decoded(name, stored)
-        if name not in self:
-            # Cloned, since the codec's own memory is for tensors that come and go.
-            return _cast(dense, dtype).clone().to(stored.device)
-        if dtype not in (None, dense.dtype) and dense.is_floating_point():
-            return self.compress(name, dense.to(dtype).to(stored.device))
         blob = _bytes(stored)
-        payload = pack(blob)
-        if payload.nbytes >= dense.nbytes:
-            return dense.clone().to(stored.device)
         info = codec.info(blob)
+        own = torch_dtype(info.dtype)
+        if name not in self:
+            return self.decode(name, stored, dtype)
+        dense = self._filled(name, blob, self._room_for(info.nbytes).view(own).view(info.shape))
+        if dtype not in (None, own) and own.is_floating_point:
+            return self.compress(name, dense.to(dtype).to(stored.device))
+        payload = pack(blob)
+        if payload.nbytes >= info.nbytes:
+            return dense.clone().to(stored.device)
         level: Any = info.level
-        box = Box(payload.to(stored.device), tuple(info.shape), dense.dtype, level, info.chunk_log2)
-        return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
+        box = Box(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
+        return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
-        return _cast(self._decoded(name, stored), dtype).clone().to(stored.device)
+        blob = _bytes(stored)
+        info = codec.info(blob)
+        dense = self._filled(name, blob, torch.empty(info.shape, dtype=torch_dtype(info.dtype)))
+        if dtype is not None and dense.is_floating_point():
+            dense = dense.to(dtype)
+        return dense.to(stored.device)
 
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
         """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
@@ -170,17 +177,38 @@ class Weights:
             return dense
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
 
-    def _decoded(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+    def release(self, model: nn.Module) -> None:
+        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
+        self._room = None
+        seen: set[int] = set()
+        for module in model.modules():
+            for attribute, parameter in module._parameters.items():
+                if isinstance(parameter, CompressedTensor):
+                    compressed: Any = parameter
+                    place(module, attribute, compressed)
+                elif parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    if parameter.device.type == "cpu":
+                        parameter.data = parameter.data.clone()  # it may lie in the mapped file
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "cpu":
+                    module._buffers[attribute] = buffer.clone()
+
+    def _room_for(self, nbytes: int) -> torch.Tensor:
+        """Memory to decode a weight into that is only looked at; the codec's own pool would hold some of each size."""
+        if self._room is None or self._room.numel() < nbytes:
+            self._room = None
+            self._room = torch.empty(nbytes, dtype=torch.uint8)
+        return self._room[:nbytes]
+
+    def _filled(self, name: str, blob: Any, out: torch.Tensor) -> torch.Tensor:
         try:
-            return codec.decode(_bytes(stored), threads=torch.get_num_threads(), check=True)
+            codec.decode_into(blob, out, threads=torch.get_num_threads(), check=True)
         except CorruptBlob as error:
             raise CorruptBlob(
                 f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
             ) from error
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        return out
 
 
 def _bytes(stored: torch.Tensor) -> Any:
@@ -228,23 +256,6 @@ def check(path: Path) -> None:
                 )
     finally:
         file.close()
-
-
-def release(model: nn.Module) -> None:
-    """Let go of the checkpoint's mapped memory once all weights are loaded, and put compressed ones in their place."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if isinstance(parameter, CompressedTensor):
-                compressed: Any = parameter
-                place(module, attribute, compressed)
-            elif parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                if parameter.device.type == "cpu":
-                    parameter.data = parameter.data.clone()  # it may lie in the mapped file
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "cpu":
-                module._buffers[attribute] = buffer.clone()
 
 
 def save_beside(

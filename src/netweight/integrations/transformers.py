@@ -23,7 +23,7 @@ import torch
 from netweight import codec
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, MissingExtra, UsageError
-from netweight.integrations.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, release, save_beside
+from netweight.integrations.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
 from netweight.methods.compress.memory.model import dense_state_dict
 from netweight.store.description import SUFFIX
 from netweight.store.reading import StoredFile, weight_map
@@ -165,7 +165,7 @@ class NetweightQuantizer(HfQuantizer):
         if self._damage is not None:
             raise self._damage
         self._loading = False
-        release(model)
+        self._weights.release(model)
         used = []
         for conversion in getattr(model, "_weight_conversions", None) or []:
             if isinstance(conversion, WeightConverter):
