@@ -225,6 +225,22 @@ def test_pickled_models_compute_the_same_and_are_saved_by_the_function(sharded, 
         type(ours).save_pretrained(ours, tmp_path / "refused")
 
 
+def test_modules_that_stay_in_fp32(tmp_path):
+    torch.manual_seed(2)
+    kind = diffusers.WanTransformer3DModel
+    kind(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=64, ffn_dim=32, num_layers=1, rope_max_seq_len=32,
+    ).to(BF16).save_pretrained(tmp_path / "dense")  # fmt: skip
+    netweight.compress_folder(tmp_path / "dense", tmp_path / "net")
+    ours, theirs = (kind.from_pretrained(tmp_path / folder, dtype=BF16) for folder in ("net", "dense"))
+    assert [p.dtype for p in ours.parameters()] == [p.dtype for p in theirs.parameters()]
+    assert {p.dtype for p in ours.parameters() if isinstance(p, netweight.CompressedTensor)} == {BF16, torch.float32}
+    with torch.no_grad():
+        results = [m(drawn(1, 4, 2, 8, 8), torch.tensor([3]), drawn(1, 12, 16)).sample for m in (ours, theirs)]
+    assert torch.equal(*results)
+
+
 def test_old_names_of_attention_get_their_new_ones(tmp_path):
     """As in the autoencoders of early Stable Diffusion releases."""
     from safetensors.torch import load_file, save_file
@@ -350,6 +366,8 @@ def test_a_whole_pipeline(pipelines, tmp_path):
     assert all(parts(ours).values())
     assert not any(parts(theirs).values())
     assert torch.equal(picture(ours), picture(theirs))
+    for alone in (diffusers.UNet2DConditionModel, diffusers.AutoModel):
+        assert same(alone.from_pretrained(str(pipelines / "net"), subfolder="unet", dtype=BF16), theirs.unet)
     ours.save_pretrained(tmp_path / "saved")
     again = pipeline_of(tmp_path / "saved")
     assert parts(again) == parts(ours)
