@@ -17,9 +17,9 @@ from netweight import codec
 from netweight.errors import UsageError
 from netweight.store.writing import Level
 
-__all__ = ["Box", "blob_of", "layout_of", "pack", "threads_for"]
+__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
 
-_LENGTH = 8  # bytes of the length at the payload's start
+LENGTH = 8  # bytes of the length at the payload's start
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
@@ -45,19 +45,19 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    used = _LENGTH + len(blob)
+    used = LENGTH + len(blob)
     size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
     payload = torch.zeros(size, dtype=torch.uint8)
     memory = _memory(payload)
-    memory[:_LENGTH] = numpy.frombuffer(len(blob).to_bytes(_LENGTH, "little"), numpy.uint8)
-    memory[_LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
+    memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
+    memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
     return payload
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
     memory = _memory(payload)
-    return memory[_LENGTH : _LENGTH + int.from_bytes(memory[:_LENGTH].tobytes(), "little")]
+    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
 
 
 def layout_of(
@@ -128,7 +128,7 @@ class Box:
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
-        used = _LENGTH + len(blob)
+        used = LENGTH + len(blob)
         if used <= self.payload.numel():
             self.payload.copy_(pack(blob, self.payload.numel()))
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
