@@ -26,6 +26,7 @@ __all__ = ["compress_activations", "compress_recomputed"]
 _SMALL = 1 << 16  # bytes below which a tensor is kept as it is: there are many of them, and nothing in them
 _PAYS = 0.75  # of a tensor's bytes: what saves less is not worth decoding, and its copy while it is used
 _SAMPLE = 4096  # numbers
+_PIECE = 1 << 19  # numbers that are encoded at a time
 _NEWEST = 1  # tensors that wait uncompressed: with the newest the backward pass begins
 _Pack = Callable[[Any], Any]
 
@@ -36,19 +37,30 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values: torch.Tensor | None = tensor.detach().as_strided((tensor.numel(),), (1,))
-        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._payloads: list[torch.Tensor] = []
+        self._count, self._dtype = tensor.numel(), tensor.dtype
 
     def compress(self) -> None:
         if self._values is None:
             return
-        blob = codec.encode(self._values, threads=threads_for(self._values.nbytes))
-        if len(blob) <= _PAYS * self._values.nbytes:
-            self._payload, self._values = pack(blob, LENGTH + len(blob)), None
+        most = _PAYS * self._values.nbytes
+        for piece in self._values.split(_PIECE):  # what the encoder needs beside them is as large as a piece
+            blob = codec.encode(piece, threads=threads_for(piece.nbytes))
+            self._payloads.append(pack(blob, LENGTH + len(blob)))
+            most -= len(blob)
+            if most < 0:
+                self._payloads.clear()
+                return
+        self._values = None
 
     def values(self) -> torch.Tensor:
         if self._values is not None:
             return self._values
-        return codec.decode(blob_of(self._payload), threads=threads_for(self._payload.nbytes))
+        # Not from the codec's pool, which keeps what is freed: these come in other sizes than weights.
+        values = torch.empty(self._count, dtype=self._dtype)
+        for payload, piece in zip(self._payloads, values.split(_PIECE), strict=True):
+            codec.decode_into(blob_of(payload), piece, threads=threads_for(piece.nbytes))
+        return values
 
 
 @final
