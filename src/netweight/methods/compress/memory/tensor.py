@@ -118,6 +118,10 @@ class CompressedTensor(torch.Tensor):
             self.views,
         )
 
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
+        return hashlib.sha256(repr(self.__tensor_flatten__()[1]).encode()).hexdigest()
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
         """Put a tensor together again from what `__tensor_flatten__` gave."""
