@@ -8,6 +8,7 @@ integrations.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
