@@ -245,3 +245,13 @@ def test_a_write_between_forward_and_backward_is_noticed_as_with_dense_weights()
         model[3].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_compiled_graphs_are_kept_by_what_they_depend_on():
+    """torch asks for this before it keeps a compiled graph on disk, and warns where it is missing."""
+    weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    one, other = (CompressedTensor.of(weight)._stable_hash_for_caching() for weight in weights)
+    assert one == other  # values are not compiled in
+    assert one != CompressedTensor.of(weights[0].bfloat16())._stable_hash_for_caching()
+    assert one != CompressedTensor.of(weights[0][:4])._stable_hash_for_caching()
+    assert one != CompressedTensor.of(weights[0])[1:]._stable_hash_for_caching()

@@ -8,6 +8,7 @@ integrations.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
@@ -117,6 +118,10 @@ class CompressedTensor(torch.Tensor):
             self.box.stride,
             self.views,
         )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
+        return hashlib.sha256(repr(self.__tensor_flatten__()[1]).encode()).hexdigest()
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
