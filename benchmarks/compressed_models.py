@@ -1,6 +1,6 @@
 """What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
 
-    python benchmarks/compressed_models.py [--layers N] [--batch N] [--length N] [--rounds N] [--tokens N]
+    python benchmarks/compressed_models.py [--layers N] [--batch N] [--length N] [--rounds N] [--tokens PROMPT+NEW …]
         [--parts memory training inference] [--output FILE]
 
 The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
@@ -9,6 +9,9 @@ N(0, 0.02), made by transformers; training uses non-reentrant activation checkpo
 plain       torch.optim.SGD on a dense model
 layerwise   LayerwiseOptimizer with SGD on a dense model, in the manner of LOMO
 compressed  LayerwiseOptimizer with SGD on a compressed model
+activations the same, with activations compressed, too (compress_activations, compress_recomputed)
+
+All of them take the loss in eight parts, each in a checkpoint, so that its fp32 logits are not the peak.
 
 peak, counted   Most bytes of tensors alive at once during one training step, counted by a dispatch mode that sees every
                 tensor as it is made, the compressed parameters' payloads included. Bytes objects of the encoder are not
@@ -16,9 +19,10 @@ peak, counted   Most bytes of tensors alive at once during one training step, co
 peak, sampled   RssAnon of a fresh process, sampled twice a millisecond during two steps after one step to warm up,
                 less what it was before the model was made: everything private to the process.
 speed           Both contenders in one process, one after another in every round; ratios of times within rounds, their
-                median and range. Tokens per second are those of `generate` with its cache.
+                median and range. Tokens per second are those of `generate` with its cache, prompt included.
 
-All with one torch thread. "decode ahead" lets a second thread decode the next layer.
+All with one torch thread, unless two are named. "decode ahead" lets a second thread, the codec's own, decode the next
+layers: the dense model has no use for that thread, a model with two torch threads has.
 """
 
 import argparse
@@ -29,59 +33,22 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
+from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
 
 PARTS = ("memory", "training", "inference")
-VARIANTS = ("plain", "layerwise", "compressed")
-
-
-class PeakOfTensors(TorchDispatchMode):
-    """Counts the bytes of all storages that are seen, from their first appearance until they are freed."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {}
-
-    def add(self, tensor):
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self.add(getattr(tensor, name))
-            return
-        if tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-
-        def freed(_):
-            self.now -= size
-            del self.seen[key]
-
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.seen[key] = weakref.ref(storage, freed)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the parameter's own dispatch comes first, so that what it allocates is seen
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return result
+VARIANTS = ("plain", "layerwise", "compressed", "activations")
+COMPRESSED = ("compressed", "activations")
 
 
 def make_model(arguments, compressed=False):
@@ -102,9 +69,21 @@ def make_model(arguments, compressed=False):
     return model, report
 
 
+def part_of_loss(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def loss_in_parts(logits, labels, vocab_size, **_):
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    pairs = zip(logits.view(-1, vocab_size).chunk(8), labels.chunk(8), strict=True)
+    return sum(checkpoint(part_of_loss, *pair, use_reentrant=False) for pair in pairs) / (labels != -100).sum()
+
+
 def make_training(variant, arguments):
-    model, _ = make_model(arguments, variant == "compressed")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model, _ = make_model(arguments, variant in COMPRESSED)
+    model.loss_function = loss_in_parts
+    context = {"context_fn": netweight.compress_recomputed} if variant == "activations" else {}
+    model.gradient_checkpointing_enable({"use_reentrant": False, **context})
     model.train()
     kind = torch.optim.SGD
     if variant == "plain":
@@ -114,18 +93,14 @@ def make_training(variant, arguments):
     ids = torch.randint(0, 4096, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(1))
 
     def step():
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with netweight.compress_activations() if variant == "activations" else nullcontext():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
     return model, step
-
-
-def private_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
 def one_peak(variant, arguments):
@@ -137,27 +112,12 @@ def one_peak(variant, arguments):
     before = private_bytes()
     model, step = make_training(variant, arguments)
     gc.collect()
-    counter = PeakOfTensors()
-    for tensor in (*model.parameters(), *model.buffers()):
-        counter.add(tensor)
-    with counter:
+    with TensorLedger(model) as ledger:
         loss = step()
-    gc.collect()
-    highest, running = private_bytes(), True
-
-    def sample():
-        nonlocal highest
-        while running:
-            highest = max(highest, private_bytes())
-            time.sleep(0.0005)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    step()
-    step()
-    running = False
-    thread.join()
-    print(json.dumps({"counted": counter.peak, "sampled": highest - before, "loss": loss}))
+    with PrivateMemory() as memory:
+        step()
+        step()
+    print(json.dumps({"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}))
 
 
 def peaks(arguments):
@@ -172,7 +132,7 @@ def peaks(arguments):
             raise SystemExit(answer.stderr)
         found[variant] = json.loads(answer.stdout.splitlines()[-1])
         print(variant, found[variant], file=sys.stderr, flush=True)
-    if found["layerwise"]["loss"] != found["compressed"]["loss"]:
+    if len({found[variant]["loss"] for variant in VARIANTS}) > 1:
         raise SystemExit("The compressed model computed another loss than the dense one.")
     return found
 
@@ -180,10 +140,13 @@ def peaks(arguments):
 def in_memory(found):
     by = {how: {variant: found[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
     return {
-        f"training peak, {how}": {
-            "bytes": values,
-            "against plain": at_most(values["compressed"] / values["plain"], 0.5),
-            "against layerwise": at_most(values["compressed"] / values["layerwise"], 0.75),
+        f"training peak, {how}": {"bytes": values}
+        | {
+            variant: {
+                "against plain": at_most(values[variant] / values["plain"], 0.5),
+                "against layerwise": at_most(values[variant] / values["layerwise"], 0.75),
+            }
+            for variant in COMPRESSED
         }
         for how, values in by.items()
     }
@@ -225,43 +188,60 @@ def at_most(value, target):
 
 
 def training_speed(arguments):
-    runs = {variant: make_training(variant, arguments)[1] for variant in ("layerwise", "compressed")}
+    runs = {variant: make_training(variant, arguments)[1] for variant in ("layerwise", *COMPRESSED)}
     times = compare(runs, arguments.rounds)
-    return {"seconds_per_step": times, "against layerwise": ratio(times, "compressed", "layerwise", 0.9)}
+    against = {variant: ratio(times, variant, "layerwise", 0.9) for variant in COMPRESSED}
+    return {"seconds_per_step": times, "against layerwise": against}
 
 
 def inference_speed(arguments):
     (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
     found = {"bytes held, against bf16": at_most(report.ratio, 0.665)}
-    for batch, target in ((1, 0.7), (32, 0.95)):
-        ids = torch.randint(0, 4096, (batch, 8), generator=torch.Generator().manual_seed(2))
-        options = {
-            "max_new_tokens": arguments.tokens,
-            "min_new_tokens": arguments.tokens,
-            "do_sample": False,
-            "pad_token_id": 0,
-            "attention_mask": torch.ones_like(ids),
-        }
-
-        def ahead(ids=ids, options=options):
-            with netweight.decode_ahead():
-                compressed.generate(ids, **options)
-
-        if not torch.equal(dense.generate(ids, **options), compressed.generate(ids, **options)):
-            raise SystemExit("The compressed model generated other tokens than the dense one.")
-        cases = {
-            "dense": lambda ids=ids, options=options: dense.generate(ids, **options),
-            "compressed": lambda ids=ids, options=options: compressed.generate(ids, **options),
-            "compressed, decode ahead": ahead,
-        }
-        times = compare(cases, arguments.rounds)
-        found[f"batch {batch}"] = {
-            "seconds": times,
-            "dense, tokens per second": round(batch * arguments.tokens / statistics.median(times["dense"]), 2),
-            "compressed": ratio(times, "compressed", "dense", target),
-            "compressed, decode ahead": ratio(times, "compressed, decode ahead", "dense"),
-        }
+    for prompt, new in arguments.tokens:
+        for batch, target in ((1, 0.7), (32, 0.95)):
+            name = f"batch {batch}, {new} tokens after {prompt}"
+            found[name] = generation_speed(dense, compressed, (batch, prompt), new, target, arguments.rounds)
     return found
+
+
+def generation_speed(dense, compressed, shape, new, target, rounds):
+    ids = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(2))
+    options = {
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+    def ahead():
+        with netweight.decode_ahead():
+            compressed.generate(ids, **options)
+
+    if not torch.equal(dense.generate(ids, **options), compressed.generate(ids, **options)):
+        raise SystemExit("The compressed model generated other tokens than the dense one.")
+    cases = {
+        "dense": lambda: dense.generate(ids, **options),
+        "compressed": lambda: compressed.generate(ids, **options),
+        "compressed, decode ahead": ahead,
+    }
+    times = compare(cases, rounds)
+    torch.set_num_threads(2)
+    on_two = compare({name: cases[name] for name in ("dense", "compressed")}, rounds)
+    torch.set_num_threads(1)
+    return {
+        "seconds": times,
+        "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
+        "compressed": ratio(times, "compressed", "dense", target),
+        "compressed, decode ahead": ratio(times, "compressed, decode ahead", "dense", target),
+        "seconds, two torch threads": on_two,
+        "compressed, two torch threads for both": ratio(on_two, "compressed", "dense", target),
+    }
+
+
+def prompt_and_new(text):
+    prompt, new = text.split("+")
+    return int(prompt), int(new)
 
 
 def main():
@@ -270,7 +250,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
     today = datetime.date.today().isoformat()

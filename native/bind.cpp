@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "blob.h"
 #include "buffer_pool.h"
+#include "job_queue.h"
 
 namespace nb = nanobind;
 using namespace netweight;
@@ -166,6 +168,13 @@ Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const st
   return out;
 }
 
+Words words_of(const BlobHeader& h, u64 first, u64 last, const Rounding& rounding, const Buffer& normalizers) {
+  if (h.dtype->unit_bytes != 2 || first > last || last > h.numbers) throw nb::value_error("the range does not fit the words");
+  if (rounding.block != 0 && first < last && normalizers.size() != (last - 1) / rounding.block - first / rounding.block + 1)
+    throw nb::value_error("the normalizers do not fit the range");
+  return {rounding, normalizers.data()};
+}
+
 // Weights [first, last) of a lossy blob's words to memory of the caller's.
 void decode_words_to_address(nb::handle words, nb::handle normalizers, const std::string& dtype, int mantissa_bits, u64 block, bool reference, u64 first,
                              u64 last, uintptr_t address, size_t nbytes, int threads, const std::string& path) {
@@ -173,13 +182,74 @@ void decode_words_to_address(nb::handle words, nb::handle normalizers, const std
   Buffer in(words, false), factors(normalizers, false);
   const Kernels& kernels = kernels_by_name(path.c_str());
   const BlobHeader h = read_header(in.bytes());
-  if (h.dtype->unit_bytes != 2 || first > last || last > h.numbers || (last - first) * rounding.unit() != nbytes)
-    throw nb::value_error("the range or the output does not fit the words");
-  if (block != 0 && first < last && factors.size() != (last - 1) / block - first / block + 1)
-    throw nb::value_error("the normalizers do not fit the range");
+  if ((last - first) * rounding.unit() != nbytes) throw nb::value_error("the output does not fit the range");
+  const Words found = words_of(h, first, last, rounding, factors);
   nb::gil_scoped_release release;
-  decode_words(in.bytes(), h, first, last, factors.data(), rounding, threads, kernels, reinterpret_cast<u8*>(address));
+  decode_words(in.bytes(), h, first, last, found, threads, kernels, reinterpret_cast<u8*>(address));
 }
+
+// A decoding on which another thread may work, too.
+class Decoding {
+ public:
+  explicit Decoding(nb::handle blob) : Decoding(blob, nb::bytes("", 0), std::nullopt) {}
+  // With a rounding the blob is that of words, and what comes out are weights.
+  Decoding(nb::handle blob, nb::handle normalizers, std::optional<Rounding> rounding)
+      : in_(blob, false),
+        normalizers_(normalizers, false),
+        header_(read_header(in_.bytes())),
+        words_(rounding ? std::optional(words_of(header_, 0, header_.numbers, *rounding, normalizers_)) : std::nullopt),
+        out_(pooled_array(static_cast<size_t>(rounding ? header_.numbers * rounding->unit() : header_.nbytes))),
+        decoder_(in_.bytes(), header_, 0, header_.numbers, kernels_by_name("auto"), out_.data(), words_),
+        job_(std::make_shared<Job>([this] { decoder_.work(); })) {}
+  ~Decoding() { cancel(); }
+  Decoding(const Decoding&) = delete;
+  Decoding& operator=(const Decoding&) = delete;
+
+  const std::shared_ptr<Job>& job() const { return job_; }
+  nb::tuple result() {
+    {
+      nb::gil_scoped_release release;
+      job_->wait();
+    }
+    decoder_.check();
+    return nb::make_tuple(out_, header_.dtype->name, shape_tuple(header_));
+  }
+  void cancel() {
+    nb::gil_scoped_release release;
+    decoder_.stop();
+    job_->close();
+  }
+
+ private:
+  Buffer in_, normalizers_;
+  BlobHeader header_;
+  std::optional<Words> words_;
+  Bytes out_;
+  RangeDecoder decoder_;
+  std::shared_ptr<Job> job_;
+};
+
+class DecodeQueue {
+ public:
+  DecodeQueue() : queue_(std::make_unique<JobQueue>()) {}
+  ~DecodeQueue() { close(); }
+  std::unique_ptr<Decoding> add(nb::handle blob) { return add(std::make_unique<Decoding>(blob)); }
+  std::unique_ptr<Decoding> add_words(nb::handle words, nb::handle normalizers, const std::string& dtype, int mantissa_bits, u64 block, bool reference) {
+    return add(std::make_unique<Decoding>(words, normalizers, rounding_of(dtype, mantissa_bits, block, reference, 0, 1)));
+  }
+  void close() {
+    nb::gil_scoped_release release;
+    queue_.reset();
+  }
+
+ private:
+  std::unique_ptr<Decoding> add(std::unique_ptr<Decoding> decoding) {
+    if (!queue_) throw nb::value_error("the queue is closed");
+    queue_->add(decoding->job());
+    return decoding;
+  }
+  std::unique_ptr<JobQueue> queue_;
+};
 
 }  // namespace
 
@@ -202,6 +272,13 @@ NB_MODULE(_native, m) {
   m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
         nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
   m.def("pooled_array", &pooled_array, nb::arg("size"));
+  nb::class_<Decoding>(m, "Decoding").def("result", &Decoding::result).def("cancel", &Decoding::cancel);
+  nb::class_<DecodeQueue>(m, "DecodeQueue")
+      .def(nb::init<>())
+      .def("add", [](DecodeQueue& queue, nb::handle blob) { return queue.add(blob); }, nb::arg("blob"), nb::keep_alive<0, 2>())
+      .def("add_words", &DecodeQueue::add_words, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
+           nb::arg("reference"), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
+      .def("close", &DecodeQueue::close);
   m.def("paths", [] {
     nb::list names;
     for (const Kernels* k : usable_kernels()) names.append(k->name);

@@ -7,13 +7,29 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "digest.h"
 #include "plane.h"
+#include "threads.h"
 
 namespace netweight {
+
+// What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
+struct Worker {
+  Scratch scratch;
+  std::unique_ptr<u8[]> memory;
+  size_t capacity = 0;
+
+  u8* chunk(size_t room) {
+    if (room > capacity) {
+      memory.reset(new u8[room]);
+      capacity = room;
+    }
+    return memory.get();
+  }
+};
+
 namespace {
 
 // ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -80,30 +96,9 @@ void parallel_for(size_t items, int threads, Work work) {
       next = items;
     }
   };
-  std::vector<std::thread> pool;
-  try {
-    for (int worker = 1; worker < threads; worker++) pool.emplace_back(loop, worker);
-  } catch (const std::system_error&) {  // the system grants no more threads: those there are do the work
-  }
-  loop(0);
-  for (std::thread& t : pool) t.join();
+  run_on_threads(threads, loop);
   if (failure) std::rethrow_exception(failure);
 }
-
-// What a thread needs to encode or decode. Kept from call to call, because its pages cost more to touch again than to hold.
-struct Worker {
-  Scratch scratch;
-  std::unique_ptr<u8[]> memory;
-  size_t capacity = 0;
-
-  u8* chunk(size_t room) {
-    if (room > capacity) {
-      memory.reset(new u8[room]);
-      capacity = room;
-    }
-    return memory.get();
-  }
-};
 
 class BorrowedWorkers {
  public:
@@ -319,47 +314,81 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   return static_cast<size_t>(end - out);
 }
 
-void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
-  if (first >= last) return;
-  const size_t unit = h.dtype->unit_bytes;
-  const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
-  const u8* readable_end = blob.data() + blob.size();
-  BorrowedWorkers workers(static_cast<size_t>(std::max(threads, 1)));
-  parallel_for(to - from, threads, [&](int worker, size_t item) {
-    const size_t c = from + item;
-    const u64 start = static_cast<u64>(c) << h.chunk_log2;
-    const size_t count = h.numbers_in_chunk(c);
-    Worker& mine = workers[static_cast<size_t>(worker)];
-    Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
-    if (start >= first && start + count <= last) {
-      decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, out + (start - first) * unit);
-      return;
-    }
-    u8* whole = mine.chunk(count * unit);
-    decode_chunk(*h.dtype, in, readable_end, count, kernels, mine.scratch, whole);
-    const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
-    std::memcpy(out + (begin - first) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
-  });
+RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out,
+                           std::optional<Words> words)
+    : blob_(blob),
+      header_(header),
+      first_(first),
+      last_(last),
+      kernels_(kernels),
+      out_(out),
+      words_(words),
+      end_(first < last ? static_cast<size_t>((last - 1) >> header.chunk_log2) + 1 : 0),
+      next_(first < last ? static_cast<size_t>(first >> header.chunk_log2) : 0) {}
+
+void RangeDecoder::work() noexcept {
+  try {
+    BorrowedWorkers workers(1);
+    for (size_t chunk; (chunk = next_++) < end_;) decode_item(chunk, workers[0]);
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(guard_);
+    if (!failure_) failure_ = std::current_exception();
+    stop();
+  }
 }
 
-void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const u8* normalizers, const Rounding& rounding, int threads,
-                  const Kernels& kernels, u8* out) {
-  if (first >= last) return;
-  const u64 before = rounding.block == 0 ? 0 : first - first % rounding.block;  // the first weight whose normalizer is here
-  const size_t from = static_cast<size_t>(first >> h.chunk_log2), to = static_cast<size_t>((last - 1) >> h.chunk_log2) + 1;
-  BorrowedWorkers workers(static_cast<size_t>(std::max(threads, 1)));
-  parallel_for(to - from, threads, [&](int worker, size_t item) {
-    const size_t c = from + item, count = h.numbers_in_chunk(c);
-    const u64 start = static_cast<u64>(c) << h.chunk_log2;
-    Worker& mine = workers[static_cast<size_t>(worker)];
-    u8* words = mine.chunk(count * sizeof(u16));
-    Reader in{blob.data() + h.chunk_start[c], blob.data() + h.chunk_start[c + 1]};
-    decode_chunk(*h.dtype, in, blob.data() + blob.size(), count, kernels, mine.scratch, words);
-    const u64 begin = std::max(first, start), end = std::min<u64>(last, start + count);
-    const bool bad = kernels.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin),
-                                          begin - before, normalizers, rounding, out + (begin - first) * rounding.unit());
-    if (bad) throw CorruptError("a word stands for no number");
-  });
+void RangeDecoder::check() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
+  if (words_) return decode_words_item(chunk, worker);
+  const size_t unit = header_.dtype->unit_bytes, count = header_.numbers_in_chunk(chunk);
+  const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
+  const u8* readable_end = blob_.data() + blob_.size();
+  Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
+  if (start >= first_ && start + count <= last_) {
+    decode_chunk(*header_.dtype, in, readable_end, count, kernels_, worker.scratch, out_ + (start - first_) * unit);
+    return;
+  }
+  u8* whole = worker.chunk(count * unit);
+  decode_chunk(*header_.dtype, in, readable_end, count, kernels_, worker.scratch, whole);
+  const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
+  std::memcpy(out_ + (begin - first_) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
+}
+
+void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {
+  const Rounding& r = words_->rounding;
+  const size_t count = header_.numbers_in_chunk(chunk);
+  const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
+  u8* words = worker.chunk(count * sizeof(u16));
+  Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
+  decode_chunk(*header_.dtype, in, blob_.data() + blob_.size(), count, kernels_, worker.scratch, words);
+  const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
+  const u64 before = r.block == 0 ? 0 : first_ - first_ % r.block;  // the first weight whose normalizer is here
+  const bool bad = kernels_.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin), begin - before,
+                                         words_->normalizers, r, out_ + (begin - first_) * r.unit());
+  if (bad) throw CorruptError("a word stands for no number");
+}
+
+namespace {
+
+void run(RangeDecoder& decoder, const BlobHeader& h, u64 first, u64 last, int threads) {
+  const u64 chunks = first < last ? ((last - 1) >> h.chunk_log2) - (first >> h.chunk_log2) + 1 : 0;
+  run_on_threads(static_cast<int>(std::min<u64>(static_cast<u64>(std::max(threads, 1)), chunks)), [&](int) { decoder.work(); });
+  decoder.check();
+}
+
+}  // namespace
+
+void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
+  RangeDecoder decoder(blob, h, first, last, kernels, out);
+  run(decoder, h, first, last, threads);
+}
+
+void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Words& words, int threads, const Kernels& kernels, u8* out) {
+  RangeDecoder decoder(blob, h, first, last, kernels, out, words);
+  run(decoder, h, first, last, threads);
 }
 
 void trim_working_memory() { BorrowedWorkers::forget_idle(); }

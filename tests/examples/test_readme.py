@@ -44,6 +44,9 @@ def test_the_python_works(model):
     for code in blocks("python"):
         if "transformers import" in code:
             pytest.importorskip("transformers", reason="transformers is not installed")
+        if "diffusers import" in code:
+            pytest.importorskip("diffusers", reason="diffusers is not installed")
+            pytest.importorskip("accelerate", reason="accelerate is not installed")
         exec(compile(code, str(README), "exec"), {})
 
 

@@ -1,24 +1,22 @@
 """transformers models loaded into compressed memory: what they compute, hold and save."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from folders_under_test import flip_a_bit
 
 import netweight
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from loading_memory import measured  # noqa: E402
+
 from netweight.integrations.transformers import NetweightConfig, save_pretrained  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def llama(tied):
@@ -72,6 +70,15 @@ def mixtral():
     )
 
 
+def gpt_oss():
+    """Its experts' weights are transposed and have biases."""
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, vocab_size=320, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config)
+
+
 MODELS = {
     "llama": lambda: llama(False),
     "llama tied": lambda: llama(True),
@@ -79,6 +86,7 @@ MODELS = {
     "bert": bert,
     "t5": t5,
     "mixtral": mixtral,
+    "gpt-oss": gpt_oss,
 }
 
 
@@ -142,17 +150,14 @@ def test_payloads_are_taken_as_they_are(case):
         assert set(taken) == kept_compressed(ours)
 
 
-def test_no_compressed_weight_is_decoded_while_loading(case, monkeypatch):
+def test_no_weight_is_encoded_anew_while_loading(case, monkeypatch):
     from netweight import codec
 
     kind, _, net = case
     if kind is transformers.MixtralForCausalLM:
-        pytest.skip("its experts are merged into one tensor, for which they must be decoded")
-    decoded, decode = [], codec.decode
-    monkeypatch.setattr(codec, "decode", lambda blob, **settings: decoded.append(blob) or decode(blob, **settings))
-    ours = kind.from_pretrained(net)
-    dense = {id(p) for p in ours.parameters() if not isinstance(p, netweight.CompressedTensor)}
-    assert len(decoded) == len(dense)
+        pytest.skip("its experts are merged into one tensor, for which they must be encoded anew")
+    monkeypatch.setattr(codec, "encode", None)
+    assert kept_compressed(kind.from_pretrained(net))
 
 
 def test_dense_folders_are_compressed_while_loading(case):
@@ -180,6 +185,39 @@ def test_saved_models_load_again_exactly(case, tmp_path, source):
     netweight.decompress_folder(tmp_path / "saved", tmp_path / "back")
     assert same(kind.from_pretrained(tmp_path / "back"), theirs)
     assert kept_compressed(kind.from_pretrained(tmp_path / "back")) == set()
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_merged_experts_run_and_train_compressed(make, how):
+    torch.manual_seed(0)
+    theirs = make().to(torch.bfloat16).eval()
+    theirs.set_experts_implementation(how)
+    ours = copy.deepcopy(theirs)
+    report = netweight.compress_(ours)
+    assert sum(".experts." in name for name in report.compressed) == 2
+    assert all("router" in name or "gate.weight" in name or "bias" in name for name in report.left_dense)
+    assert same(ours, theirs)
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    assert same(ours, theirs)
+
+
+def test_an_expert_is_decoded_alone(monkeypatch):
+    from netweight import codec
+
+    torch.manual_seed(0)
+    model = mixtral().eval()
+    model.set_experts_implementation("eager")
+    netweight.compress_(model, include="**.experts")
+    decoded, rows = [], codec.decode_rows
+    monkeypatch.setattr(codec, "decode_rows", lambda blob, a, b, **kw: decoded.append(b - a) or rows(blob, a, b, **kw))
+    monkeypatch.setattr(codec, "decode", None)
+    with torch.no_grad():
+        model(IDS[:1, :1])
+    assert decoded == [1, 1] * 2  # two of four experts, each with two weights
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +355,14 @@ def test_damage_is_named_before_anything_is_loaded(tied, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "net")
 
 
+def test_a_single_bit_of_damage_is_named(case, tmp_path):
+    kind, _, net = case
+    name = flip_a_bit(net, tmp_path / "net")
+    with pytest.raises(CorruptBlob, match=r"stored tensor '.*' is damaged") as caught:
+        kind.from_pretrained(tmp_path / "net")
+    assert name in str(caught.value) or kind is transformers.MixtralForCausalLM
+
+
 def test_what_cannot_be_is_refused(tied, tmp_path):
     with pytest.raises(UsageError, match="no level"):
         NetweightConfig(level="extreme")
@@ -355,11 +401,14 @@ def test_minilm(tmp_path):
 
     netweight.compress_folder(minilm.folder(), tmp_path / "net")
     # Its configuration names no dtype, so it must be found in the weights.
-    ours, theirs = (
-        transformers.AutoModel.from_pretrained(folder, dtype="auto") for folder in (tmp_path / "net", minilm.folder())
-    )
-    assert same(ours, theirs)
-    assert netweight.memory_footprint(ours) < 0.9 * netweight.memory_footprint(theirs)
+    load = transformers.AutoModel.from_pretrained
+    theirs = load(minilm.folder(), dtype="auto")
+    for ours in (
+        load(tmp_path / "net", dtype="auto"),
+        load(minilm.folder(), dtype="auto", quantization_config=NetweightConfig()),
+    ):
+        assert same(ours, theirs)
+        assert netweight.memory_footprint(ours) < 0.9 * netweight.memory_footprint(theirs)
 
 
 @pytest.fixture(scope="module")
@@ -383,19 +432,11 @@ def middling(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is measured by /proc/self/status")
-@pytest.mark.parametrize("how", ["net", "dense"])
-def test_private_memory(middling, how):
+def test_private_memory(middling):
     place, largest = middling
-    answer = subprocess.run(
-        [sys.executable, str(SUPPORT / "loading_memory.py"), how, str(place / how)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        check=False,
-        timeout=300,
-    )
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout.splitlines()[-1])
-    assert found["held"] < 0.7 * found["dense"]
-    assert found["peak"] < 1.1 * (found["held"] + largest) + 8e6, found
-    assert found["mapped"] < 0.25 * found["dense"], found
+    both = measured("transformers", place)
+    assert len(both) == 2
+    for found in both:
+        assert found["held"] < 0.7 * found["dense"]
+        assert found["peak"] < 1.1 * (found["held"] + largest) + 4e6, found
+        assert found["mapped"] == 0, found

@@ -1,6 +1,7 @@
 """Model folders as tests need them: written byte by byte, so that no library tidies them up first."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -99,3 +100,17 @@ def content(folder):
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+def flip_a_bit(folder, target):
+    """Copy a compressed folder and change one bit late in the payload of its largest tensor; return that one's name."""
+    shutil.copytree(folder, target)
+    file = max(target.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    data = 8 + int.from_bytes(content[:8], "little")
+    tensors = {name: about for name, about in json.loads(content[8:data]).items() if name != "__metadata__"}
+    name = max(tensors, key=lambda name: tensors[name]["data_offsets"][1] - tensors[name]["data_offsets"][0])
+    start, stop = tensors[name]["data_offsets"]
+    content[data + start + (stop - start) * 9 // 10] ^= 1
+    file.write_bytes(content)
+    return name.removesuffix(".net")

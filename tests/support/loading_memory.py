@@ -1,11 +1,14 @@
-"""Load a model and print, as JSON in bytes, what it holds and what memory the loading took.
+"""What memory loading a model takes: a program that prints it as JSON, in bytes, and a function that runs it.
 
-Usage: loading_memory.py net|dense FOLDER. `peak` is the private memory at its highest above that before, sampled;
-`mapped` is how much more of files is mapped in the end than before.
+Usage: loading_memory.py transformers|diffusers PLACE, a Llama or a UNet in PLACE/net, compressed, and in PLACE/dense,
+which is compressed while loading. `peak` is the private memory at its highest above that before, sampled; `mapped` is
+what is left in memory of the folder's mapped files.
 """
 
 import gc
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,13 +19,37 @@ import transformers
 import netweight
 from netweight.integrations.transformers import NetweightConfig
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+
+def measured(name, place):
+    """What `main` prints, for each folder, of a process of its own."""
+    answer = subprocess.run(
+        [sys.executable, __file__, name, str(place)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+        check=False,
+        timeout=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith('{"dense"')]
 
 
 def resident(kind):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(kind))
+
+
+def mapped_of(folder):
+    """Bytes of a folder's files that are mapped and in memory."""
+    total, of_folder = 0, False
+    with open("/proc/self/smaps") as mappings:
+        for line in mappings:
+            first, *rest = line.split(maxsplit=5)
+            if "-" in first:
+                of_folder = len(rest) == 5 and rest[4].startswith(folder)
+            elif of_folder and first == "Rss:":
+                total += int(rest[0]) * 1024
+    return total
 
 
 def watch(found, stop):
@@ -31,31 +58,51 @@ def watch(found, stop):
         time.sleep(0.002)
 
 
-def main(how, folder):
-    torch.set_num_threads(1)
-    settings = {} if how == "net" else {"quantization_config": NetweightConfig()}
-    # Once on a model without weights, so that what is imported late and kept does not count.
-    transformers.AutoConfig.from_pretrained(folder)
-    from transformers import LlamaForCausalLM
+def library(name, folder):
+    """A model's class, after its library has imported what it imports late and keeps, which does not count."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if name == "transformers":
+        transformers.AutoConfig.from_pretrained(folder)
+        return transformers.LlamaForCausalLM
+    import diffusers
 
+    import netweight.integrations.diffusers  # noqa: F401
+
+    diffusers.logging.set_verbosity_error()
+    diffusers.UNet2DConditionModel.load_config(folder)
+    return diffusers.UNet2DConditionModel
+
+
+def load(kind, folder, **settings):
     gc.collect()
-    private, mapped, found, stop = resident("RssAnon"), resident("RssFile"), [], threading.Event()
+    private, found, stop = resident("RssAnon"), [], threading.Event()
     watcher = threading.Thread(target=watch, args=(found, stop))
     watcher.start()
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **settings)
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings)
     stop.set()
     watcher.join()
     gc.collect()
-    print(
-        json.dumps(
-            {
-                "dense": 2 * sum(p.numel() for p in model.parameters()),
-                "held": netweight.memory_footprint(model),
-                "peak": max(found) - private,
-                "mapped": resident("RssFile") - mapped,
-            }
-        )
-    )
+    about = {
+        "dense": 2 * sum(p.numel() for p in model.parameters()),
+        "held": netweight.memory_footprint(model),
+        "peak": max(found) - private,
+        "mapped": mapped_of(folder),
+    }
+    print(json.dumps(about), flush=True)
 
 
-main(*sys.argv[1:])
+def main(name, place):
+    torch.set_num_threads(1)
+    kind = library(name, f"{place}/dense")
+    for folder, settings in (("net", {}), ("dense", {"quantization_config": NetweightConfig()})):
+        child = os.fork()  # each from the same start, imports done once
+        if not child:
+            load(kind, f"{place}/{folder}", **settings)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

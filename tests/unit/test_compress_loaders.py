@@ -75,7 +75,11 @@ def test_diffusers_and_peft_configs_refuse_by_name():
     assert is_diffusers_config(model)
     assert not is_diffusers_config(b"{}")
     marked = json.loads(mark_config("config.json", model, ["diffusion_pytorch_model.safetensors"]))
-    assert marked["quantization_config"]["quant_method"] == DIFFUSERS_METHOD
+    assert marked["quantization_config"] == {
+        "quant_method": DIFFUSERS_METHOD,
+        "version": 1,
+        "weights": "diffusion_pytorch_model.safetensors",
+    }
     adapter = json.loads(mark_config("adapter_config.json", b'{"peft_type": "LORA"}', ["adapter_model.safetensors"]))
     assert adapter["peft_type"] == PEFT_TYPE
 

@@ -1,6 +1,6 @@
 """Training layer by layer: what is refused, bad gradients, rounding, schedulers' view, closing."""
 
-import os
+import copy
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from models_under_test import Tied, differing, pair, same, stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from netweight import LayerwiseOptimizer, average_gradient
+from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.memory.rounding import round_stochastically
 
@@ -245,30 +245,11 @@ def test_stochastic_rounding():
     assert round_stochastically(-values, 7, "w", 0).unique().tolist() == [-1.0078125, -1.0]
 
 
-def _process(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(rank))
-    dense, model = pair(stack)
-    for m in (dense, model):
-        LayerwiseOptimizer(m, torch.optim.SGD, lr=0.1, reduce=average_gradient)
-        m(x).square().sum().backward()
-    assert not differing(dense, model)
-    both = [torch.empty(64, 64) for _ in range(2)]
-    torch.distributed.all_gather(both, model[0].weight.dense())
-    assert torch.equal(*both)
-    _, alone = pair(stack)
-    LayerwiseOptimizer(alone, torch.optim.SGD, lr=0.1)
-    before = weights(alone)
-    with pytest.raises(LayerwiseConflict, match="unreduced gradients"):
-        alone(x).sum().backward()
-    assert unchanged(alone, before)
-    with pytest.raises(LayerwiseConflict, match="DistributedDataParallel"):
-        LayerwiseOptimizer(nn.parallel.DistributedDataParallel(stack()), torch.optim.SGD, lr=0.1)
-    torch.distributed.destroy_process_group()
-
-
-def test_two_processes_train_alike_when_gradients_are_reduced_and_not_at_all_else(tmp_path):
-    environment = dict(os.environ)
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
-    assert dict(os.environ) == environment
+def test_copies_of_a_model_train_by_themselves():
+    _, model = pair(stack)
+    optimizer = LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1)
+    copied = copy.deepcopy(model)
+    copied(X).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert not differing(model, copied)
+    assert optimizer.steps == 0

@@ -1,6 +1,7 @@
 """Whole models that run compressed: equal to the last bit, with no decoded weight kept, and refusals before changes."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import netweight
 from netweight import CompressedTensor, codec
+from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
 from netweight.methods.compress.memory import ops
 
@@ -187,19 +189,34 @@ def test_compiled_layers_have_no_graph_break_and_are_not_compiled_each_step():
     assert not differing(dense, model)
 
 
-def test_decoding_ahead_changes_nothing_and_keeps_two_weights_at_most(monkeypatch):
+def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypatch):
     dense, model = pair(lambda: stack(6))
-    alive, most = [], [0]
-    decode_now = ops.decode_now
+    decoded, pending, most = [], [], [0]
+    decode, add, result = codec.decode, DecodeQueue.add, Decoding.result
 
-    def counted(payload):
-        weight = decode_now(payload)
-        alive[:] = [reference for reference in alive if not reference.expired()]
-        alive.append(StorageWeakRef(weight.untyped_storage()))
-        most[0] = max(most[0], len(alive))
+    def count():
+        decoded[:] = [reference for reference in decoded if not reference.expired()]
+        pending[:] = [reference for reference in pending if reference() is not None]
+        most[0] = max(most[0], len(decoded) + len(pending))
+
+    def counted(weight):
+        decoded.append(StorageWeakRef(weight.untyped_storage()))
+        count()
         return weight
 
-    monkeypatch.setattr(ops, "decode_now", counted)
+    def counted_add(queue, blob):
+        decoding = add(queue, blob)
+        pending.append(weakref.ref(decoding))
+        count()
+        return decoding
+
+    def counted_result(decoding):
+        pending[:] = [reference for reference in pending if reference() is not decoding]
+        return counted(result(decoding))
+
+    monkeypatch.setattr(codec, "decode", lambda *args, **kwargs: counted(decode(*args, **kwargs)))
+    monkeypatch.setattr(DecodeQueue, "add", counted_add)
+    monkeypatch.setattr(Decoding, "result", counted_result)
     x = torch.randn(4, 64, requires_grad=True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (dense, model)]
     with netweight.decode_ahead() as ahead:
@@ -208,9 +225,11 @@ def test_decoding_ahead_changes_nothing_and_keeps_two_weights_at_most(monkeypatc
             assert not differing(dense, model, lambda p: p.grad)
             [optimizer.step() for optimizer in optimizers]
     assert ahead.hits > 30
-    assert most[0] == 2
+    assert most[0] == 3
     assert not differing(dense, model)
-    assert all(reference.expired() for reference in alive)
+    count()
+    assert not decoded
+    assert not pending
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

@@ -50,6 +50,16 @@ def test_it_computes_what_the_rounded_model_computes(make, x, dtype):
     )
 
 
+def test_weights_decoded_ahead_are_the_same():
+    torch.manual_seed(4)
+    dense, model, _ = pair(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))))
+    x = torch.randn(3, 64).bfloat16()
+    with torch.no_grad(), netweight.decode_ahead() as ahead:
+        for _ in range(3):
+            assert torch.equal(dense(x), model(x))
+    assert ahead.hits > 6
+
+
 def test_the_report_and_the_bytes_are_true():
     torch.manual_seed(0)
     original = layers().bfloat16()

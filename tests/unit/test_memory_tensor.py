@@ -4,6 +4,7 @@ import copy
 import io
 
 import pytest
+import safetensors.torch
 import torch
 from models_under_test import Tied, bits, pair, same, stack
 from torch import nn
@@ -100,6 +101,21 @@ def test_what_needs_dense_memory_is_refused_by_name(use):
     _, compressed = two()
     with pytest.raises(DenseOnly, match=r"no dense memory for .*dense\(\)"):
         use(compressed.detach())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_safetensors_is_told_what_to_do(tmp_path):
+    file = tmp_path / "model.safetensors"
+    for make in (Tied, stack):
+        dense, model = pair(make)
+        with pytest.raises(DenseOnly, match=r"save_checkpoint.*dense_state_dict"):
+            safetensors.torch.save_file(model.state_dict(), file)
+        with pytest.raises(DenseOnly, match=r"save_checkpoint.*dense_state_dict"):
+            safetensors.torch.save_model(model, str(file))
+        assert not file.exists()
+    safetensors.torch.save_file(netweight.dense_state_dict(model), file)
+    loaded = safetensors.torch.load_file(file)
+    assert all(same(loaded[name], value) for name, value in dense.state_dict().items())
 
 
 def test_data_of_another_shape_or_dtype_is_refused():
@@ -229,3 +245,13 @@ def test_a_write_between_forward_and_backward_is_noticed_as_with_dense_weights()
         model[3].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_compiled_graphs_are_kept_by_what_they_depend_on():
+    """torch asks for this before it keeps a compiled graph on disk, and warns where it is missing."""
+    weights = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    one, other = (CompressedTensor.of(weight)._stable_hash_for_caching() for weight in weights)
+    assert one == other  # values are not compiled in
+    assert one != CompressedTensor.of(weights[0].bfloat16())._stable_hash_for_caching()
+    assert one != CompressedTensor.of(weights[0][:4])._stable_hash_for_caching()
+    assert one != CompressedTensor.of(weights[0])[1:]._stable_hash_for_caching()

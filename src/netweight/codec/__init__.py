@@ -21,12 +21,15 @@ from netweight.codec.api import (
     is_lossy,
     trim_pool,
 )
+from netweight.codec.queue import DecodeQueue, Decoding
 from netweight.codec.rounding import ROUNDABLE, Precision, relative_bound
 
 __all__ = [
     "LEVELS",
     "ROUNDABLE",
     "BlobInfo",
+    "DecodeQueue",
+    "Decoding",
     "Precision",
     "active_path",
     "available_paths",

@@ -206,6 +206,24 @@ def decode_words(
     return out
 
 
+def new_queue() -> Any:
+    """A thread of the native module that decodes what is added, or None without that module."""
+    return native.DecodeQueue() if native else None
+
+
+def queue_words(
+    queue: Any,
+    blob: np.ndarray[Any, np.dtype[np.uint8]],
+    normalizers: np.ndarray[Any, np.dtype[np.uint8]] | None,
+    rounding: Rounding,
+) -> Any:
+    """Add the words of a whole lossy blob to a queue of `new_queue`; the result are weights."""
+    return queue.add_words(
+        blob, b"" if normalizers is None else normalizers, rounding.element.name, rounding.mantissa_bits,
+        rounding.block_size or 0, rounding.fidelity == "reference",
+    )  # fmt: skip
+
+
 def trim_pool(keep: int) -> None:
     """Return idle output buffers to the system; there are none in Python."""
     if native:

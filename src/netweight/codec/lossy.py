@@ -23,7 +23,16 @@ from netweight.codec.reference import FIXED_HEADER, Reader, read_varint, tensor_
 from netweight.codec.rounding import FIDELITIES, Bytes, Precision, Rounding
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
-__all__ = ["LossyHeader", "decode", "decode_numbers", "encode", "read_header", "recognizes"]
+__all__ = [
+    "LossyHeader",
+    "decode",
+    "decode_numbers",
+    "encode",
+    "normalizers_of",
+    "put_kept",
+    "read_header",
+    "recognizes",
+]
 
 MAGIC = b"NWL"
 VERSION = 1
@@ -243,19 +252,38 @@ def decode_numbers(header: LossyHeader, first: int, last: int, threads: int, pat
 
 
 def _decode(header: LossyHeader, first: int, last: int, threads: int, path: str, out: Bytes | None) -> Bytes:
-    rounding, block = header.rounding, header.rounding.block_size
-    normalizers = None
-    if header.normalizers is not None and block is not None:
-        blocks = (first // block, (last - 1) // block + 1) if first < last else (0, 0)
-        normalizers = backend.decode_numbers(header.normalizers, *blocks, 1, path)
-    result = backend.decode_words(header.words, normalizers, rounding, first, last, threads, path, out)
-    if header.gaps is not None and header.kept is not None:
-        places = _places(backend.decode(header.gaps, 1, False, path)[0], header.count)
-        number = rounding.element.number_bytes
-        kept = backend.decode(header.kept, 1, False, path)[0].reshape(-1, number)
-        inside = (places >= first) & (places < last)
-        result.reshape(-1, number)[places[inside] - first] = kept[inside]
+    normalizers = normalizers_of(header, first, last, path)
+    result = backend.decode_words(header.words, normalizers, header.rounding, first, last, threads, path, out)
+    put_kept(header, first, last, path, result)
     return result
+
+
+def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Bytes | None:
+    """The normalizers of the blocks that weights `first` to `last` (exclusive) touch; None without.
+
+    Raises:
+        CorruptBlob: The blob is damaged.
+    """
+    block = header.rounding.block_size
+    if header.normalizers is None or block is None:
+        return None
+    blocks = (first // block, (last - 1) // block + 1) if first < last else (0, 0)
+    return backend.decode_numbers(header.normalizers, *blocks, 1, path)
+
+
+def put_kept(header: LossyHeader, first: int, last: int, path: str, weights: Bytes) -> None:
+    """Put the weights that are kept exactly in their places among weights `first` to `last` (exclusive).
+
+    Raises:
+        CorruptBlob: The blob is damaged.
+    """
+    if header.gaps is None or header.kept is None:
+        return
+    places = _places(backend.decode(header.gaps, 1, False, path)[0], header.count)
+    number = header.rounding.element.number_bytes
+    kept = backend.decode(header.kept, 1, False, path)[0].reshape(-1, number)
+    inside = (places >= first) & (places < last)
+    weights.reshape(-1, number)[places[inside] - first] = kept[inside]
 
 
 def _places(gaps: Bytes, count: int) -> npt.NDArray[np.int64]:

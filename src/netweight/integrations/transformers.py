@@ -6,41 +6,33 @@ After that `from_pretrained` loads a folder made by `netweight compress`: the co
 weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
 tensor after another. Either way the model computes what the dense one does, bit for bit, unless the configuration says
 to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
-`netweight.compress_` compresses; others, such as norms and the merged experts of a mixture, are decoded while loading.
-Needs transformers 5.
+`netweight.compress_` compresses; others, such as norms, are decoded while loading. Experts that transformers merges
+into one weight while it loads them are decoded for that, one layer at a time, and compressed again: if they had been
+rounded they keep these values, and the place that others take. Needs transformers 5.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
-from typing import Any, final, get_args
+from typing import Any, final
 
 import torch
-from torch import nn
 
 from netweight import codec
-from netweight.codec import Precision
-from netweight.codec.dtypes import dtype_name, torch_dtype
-from netweight.core.names import Select
-from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.manifest import MANIFEST
-from netweight.methods.compress.memory.box import Box, pack
-from netweight.methods.compress.memory.model import choose, dense_state_dict, place
-from netweight.methods.compress.memory.tensor import CompressedTensor
+from netweight.codec.dtypes import torch_dtype
+from netweight.errors import CorruptBlob, MissingExtra, UsageError
+from netweight.integrations.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
+from netweight.methods.compress.memory.model import dense_state_dict
 from netweight.store.description import SUFFIX
 from netweight.store.reading import StoredFile, weight_map
-from netweight.store.writing import Level
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise MissingExtra(
         "This plug-in needs transformers 5, which is not installed.", cure="Install it: pip install 'netweight[llm]'."
@@ -48,71 +40,10 @@ except ImportError as error:
 
 __all__ = ["NetweightConfig", "NetweightQuantizer", "save_pretrained"]
 
-_METHOD = "netweight"
-_VERSION = 1
+register_quantization_config(METHOD)(NetweightConfig)
 
 
-@register_quantization_config(_METHOD)
-@final
-class NetweightConfig(QuantizationConfigMixin):
-    """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`.
-
-    A folder that is compressed already needs none: it loads with its own, and transformers warns if it ignores another.
-
-    Args:
-        include: Patterns of modules to compress (see `netweight.Select`); a module stands for everything below it.
-            None takes all that `netweight.compress_` knows.
-        exclude: Patterns of modules to leave dense.
-        level: The codec's level, also for later changes of a weight and for `save_pretrained`.
-        mantissa_bits: Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
-        block_size: Weights that share a normalizer when rounded; None for no normalizers.
-        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
-        version: Version of the compressed folder; written by `netweight compress`.
-        weights: Its weights file or index; written by `netweight compress`.
-        quant_method: Always `"netweight"`.
-
-    Raises:
-        UsageError: There is no such level, or a setting of rounding is out of its range.
-        Unsupported: A newer release wrote the folder.
-    """
-
-    def __init__(
-        self,
-        include: Select | str | Iterable[str] | None = None,
-        exclude: Select | str | Iterable[str] | None = None,
-        level: Level = "default",
-        version: int = _VERSION,
-        weights: str | None = None,
-        quant_method: str = _METHOD,
-        mantissa_bits: int = 7,
-        block_size: int | None = 512,
-        fidelity: str = "corrected",
-    ) -> None:
-        if level not in get_args(Level):
-            raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
-        if version != _VERSION:
-            raise Unsupported(
-                f"The compressed folder is of version {version!r}; this release reads version {_VERSION}.",
-                cure="Upgrade netweight: pip install --upgrade netweight.",
-            )
-        self.quant_method = quant_method  # type: ignore[assignment]
-        self.version = version
-        self.include = _listed(include)
-        self.exclude = _listed(exclude)
-        self.level = level
-        self.weights = weights
-        Precision(mantissa_bits, block_size, fidelity)  # checks them
-        self.mantissa_bits = mantissa_bits
-        self.block_size = block_size
-        self.fidelity = fidelity
-
-    @property
-    def precision(self) -> Precision:
-        """How much of weights to keep."""
-        return Precision(self.mantissa_bits, self.block_size, self.fidelity)
-
-
-@register_quantizer(_METHOD)
+@register_quantizer(METHOD)
 @final
 class NetweightQuantizer(HfQuantizer):
     """What transformers calls while it loads a model; not for direct use.
@@ -129,10 +60,11 @@ class NetweightQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # A configuration that names no weights came from a model compressed in memory: its folder is dense.
         self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
-        self._chosen: dict[str, int | None] = {}
+        self._weights = Weights(quantization_config, stored=self.pre_quantized)
         self._misfits: set[str] = set()
         self._loading = True
         self._dtype: torch.dtype | None = None
+        self._damage: CorruptBlob | None = None
 
     # ---- before loading ----
 
@@ -142,10 +74,7 @@ class NetweightQuantizer(HfQuantizer):
         Raises:
             Unsupported: Weights would be offloaded to disk.
         """
-        if isinstance(device_map, Mapping) and "disk" in device_map.values():
-            raise Unsupported(
-                "Compressed weights cannot be offloaded to disk.", cure='Leave "disk" out of the device map.'
-            )
+        refuse_disk(device_map)
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Put the name of the weights back where `netweight compress` wrote a sentence for loaders without netweight.
@@ -177,32 +106,25 @@ class NetweightQuantizer(HfQuantizer):
     ) -> Any:
         """Choose the weights to hold compressed, and check the compressed files before anything is read from them."""
         self._dtype = dtype
-        config = self.quantization_config
-        self._chosen = choose(model, include=config.include, exclude=config.exclude)
-        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        for target, source in tied.items():
-            if target not in self._chosen or source not in self._chosen:
-                self._chosen.pop(target, None)
-                self._chosen.pop(source, None)
+        self._weights.choose(model, tied=dict(getattr(model, "all_tied_weights_keys", None) or {}))
         if self.pre_quantized:
             for file in checkpoint_files or ():
-                _check(Path(file))
+                check(Path(file))
         else:
-            for name in {dtype_name(model.get_parameter(name).dtype) for name in self._chosen}:
-                config.precision.rounding(name)  # refuses dtypes that cannot be rounded, before anything is loaded
+            self._weights.refuse_unroundable(model)
         return model
 
     # ---- while loading ----
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a dense tensor is compressed as it arrives."""
-        if self.pre_quantized or param_name not in self._chosen or param_name in self._misfits:
+        if self.pre_quantized or param_name not in self._weights or param_name in self._misfits:
             return False
         return bool(self._dtype is None or model.get_parameter(param_name).dtype == self._dtype)
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes to expect per number: for what is compressed a little more than it usually takes."""
-        return param.element_size() * (0.75 if param_name in self._chosen else 1.0)
+        return param.element_size() * (0.75 if param_name in self._weights else 1.0)
 
     def get_quantize_ops(self) -> Any:
         """The operation that compresses a dense tensor."""
@@ -233,26 +155,20 @@ class NetweightQuantizer(HfQuantizer):
             else conversion
             for conversion in weight_conversions
         ]
-        return [_OriginalName(_METHOD, _METHOD), *changed, _Everything(_METHOD, _METHOD, [_Take(self)])]
+        return [_OriginalName(METHOD, METHOD), *changed, _Everything(METHOD, METHOD, [_Take(self)])]
 
     # ---- after loading ----
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Let go of the checkpoint's memory, and leave nothing of the loading behind."""
+        """Let go of the checkpoint's memory, and leave nothing of the loading behind.
+
+        Raises:
+            CorruptBlob: A tensor was damaged.
+        """
+        if self._damage is not None:
+            raise self._damage
         self._loading = False
-        seen: set[int] = set()
-        for module in model.modules():
-            for attribute, parameter in module._parameters.items():
-                compressed = isinstance(parameter, CompressedTensor)
-                if compressed:
-                    place(module, attribute, parameter)
-                elif parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    if parameter.device.type == "cpu":
-                        parameter.data = parameter.data.clone()  # it may lie in the mapped file
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "cpu":
-                    module._buffers[attribute] = buffer.clone()
+        self._weights.release(model)
         used = []
         for conversion in getattr(model, "_weight_conversions", None) or []:
             if isinstance(conversion, WeightConverter):
@@ -301,6 +217,8 @@ def save_pretrained(
     is_main_process: bool = True,
     state_dict: Any = None,
     push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
     **kwargs: Any,
 ) -> None:
     """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models.
@@ -317,60 +235,35 @@ def save_pretrained(
         is_main_process: Whether this process writes; the others do nothing.
         state_dict: Not used: what is saved is the model.
         push_to_hub: Not supported here.
-        kwargs: Whatever else transformers takes, e.g. `max_shard_size` (of the dense shards) or `variant`.
+        max_shard_size: Of the dense shards, before they are compressed.
+        variant: Put into the names of the weights.
+        kwargs: Whatever else transformers takes.
 
     Raises:
         Unsupported: `push_to_hub` was asked for.
         UsageError: The target is a file.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
-        type(self).save_pretrained(self, save_directory, is_main_process, None, push_to_hub, **kwargs)
-        return
-    if push_to_hub:
-        raise Unsupported(
-            "A compressed model cannot be saved and pushed in one step.",
-            cure="Save it to a folder, then: hf upload NAME FOLDER.",
+        type(self).save_pretrained(
+            self, save_directory, is_main_process, None, push_to_hub, max_shard_size, variant, **kwargs
         )
-    target = Path(save_directory)
-    if target.is_file():
-        raise UsageError(f"{target} is a file.", cure="Name a folder.")
+        return
     if not is_main_process:
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
-        plain, compressed = Path(beside) / "plain", Path(beside) / "net"
+
+    kwargs |= {"max_shard_size": max_shard_size, "variant": variant}
+
+    def write(folder: Path) -> None:
         quantizer, config = self.hf_quantizer, self.config.quantization_config
         self.hf_quantizer = None
         del self.config.quantization_config
         try:
-            type(self).save_pretrained(self, plain, state_dict=dense_state_dict(self), **kwargs)
+            type(self).save_pretrained(self, folder, state_dict=dense_state_dict(self), **kwargs)
         finally:
             self.hf_quantizer, self.config.quantization_config = quantizer, config
-        compress_folder(plain, compressed, level=config.level, ready=_rounded(self))
-        _move_into(compressed, target)
 
-
-def _rounded(model: nn.Module) -> dict[str, memoryview]:
-    """The blobs of a model's rounded weights, by the digests of what they decode to."""
-    weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
-    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
-    blobs = [box.blob for box in boxes if box.lossy]
-    return {codec.info(blob).digest: blob for blob in blobs}
-
-
-def _move_into(folder: Path, target: Path) -> None:
-    """Put a compressed folder's files into a folder that may hold others, the configuration last."""
-    if not target.exists():
-        os.replace(folder, target)
-        return
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
-    if (target / MANIFEST).is_file():
-        for old in target.glob("*.net.safetensors*"):
-            old.unlink()
-    for file in files:
-        place_of = target / file.relative_to(folder)
-        place_of.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, place_of)
+    level = self.config.quantization_config.level
+    save_beside(self, save_directory, write, replaced="*.net.safetensors*", level=level, push_to_hub=push_to_hub)
 
 
 # ---- what transformers' loader runs on names and tensors -------------------------------------------------------------
@@ -391,7 +284,7 @@ class _Everything(WeightConverter):
     __slots__ = ()
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        return source_key, _METHOD
+        return source_key, METHOD
 
 
 class _Take(ConversionOps):
@@ -407,36 +300,24 @@ class _Take(ConversionOps):
         return _Take(self.quantizer, dense=self.dense)
 
     def convert(self, input_dict: dict[str, Any], *args: Any, full_layer_name: str = "", **kwargs: Any) -> Any:
+        weights = self.quantizer._weights
         if self.dense:
-            return {key: [self._decoded(blob) for blob in _several(blobs)] for key, blobs in input_dict.items()}
+            return {
+                key: [self._tried(weights.decode, key, blob) for blob in _several(blobs)]
+                for key, blobs in input_dict.items()
+            }
         (blobs,) = input_dict.values()
         (blob,) = _several(blobs)
-        return {full_layer_name: self._parameter(blob, full_layer_name)}
+        return {full_layer_name: self._tried(weights.take, full_layer_name, blob)}
 
-    def _parameter(self, stored: torch.Tensor, name: str) -> torch.Tensor:
-        if name not in self.quantizer._chosen:
-            return self._decoded(stored)
-        blob = _bytes(stored)
-        info = codec.info(blob)
-        dtype = torch_dtype(info.dtype)
-        if self._cast(dtype) != dtype:
-            return _compressed(self.quantizer, name, self._decoded(stored))
-        payload = pack(blob)
-        if payload.nbytes >= info.nbytes:
-            return self._decoded(stored)
-        level: Any = info.level
-        box = Box(payload.to(stored.device), tuple(info.shape), dtype, level, info.chunk_log2)
-        return nn.Parameter(CompressedTensor(box), requires_grad=dtype.is_floating_point)
-
-    def _decoded(self, stored: torch.Tensor) -> torch.Tensor:
-        # Cloned, since the codec's own memory is for tensors that come and go.
-        tensor = codec.decode(_bytes(stored), threads=torch.get_num_threads(), check=True)
-        dtype = self._cast(tensor.dtype)
-        return (tensor.clone() if dtype == tensor.dtype else tensor.to(dtype)).to(stored.device)
-
-    def _cast(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a stored tensor of some dtype gets in the model."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+    def _tried(self, make: Callable[..., torch.Tensor], name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Keep damage for the end: transformers would log it, and raise an error that names nothing."""
+        try:
+            return make(name, stored, self.dtype)
+        except CorruptBlob as error:
+            self.quantizer._damage = self.quantizer._damage or error
+            about = codec.info(stored.cpu())
+            return torch.zeros(about.shape, dtype=torch_dtype(about.dtype), device=stored.device)
 
 
 class _Compress(ConversionOps):
@@ -454,34 +335,18 @@ class _Compress(ConversionOps):
         result = {}
         for key, tensors in input_dict.items():
             tensor = _several(tensors)[0]
-            if key not in self.quantizer._chosen:
+            if key not in self.quantizer._weights:
                 result[key] = tensor
             elif tensor.shape != model.get_parameter(key).shape:
                 self.quantizer._misfits.add(key)  # transformers then treats it as it treats any other
                 result[key] = tensor
             else:
-                result[key] = _compressed(self.quantizer, key, tensor)
+                result[key] = self.quantizer._weights.compress(key, tensor)
         return result
-
-
-def _compressed(quantizer: NetweightQuantizer, name: str, dense: torch.Tensor) -> torch.Tensor:
-    config = quantizer.quantization_config
-    # What was rounded before it was stored is not rounded again.
-    precision = None if quantizer.pre_quantized else config.precision
-    box = Box.of(dense, level=config.level, chunk_log2=quantizer._chosen[name], precision=precision)
-    if box.payload.nbytes >= dense.nbytes:
-        return dense
-    return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
 
 
 def _several(tensors: Any) -> list[Any]:
     return tensors if isinstance(tensors, list) else [tensors]
-
-
-def _bytes(stored: torch.Tensor) -> Any:
-    """A stored tensor's bytes, without a copy if they are on the CPU."""
-    content: Any = stored.cpu().numpy()
-    return memoryview(content)
 
 
 def _first_dtype(folder: Path, weights: str) -> torch.dtype | None:
@@ -497,38 +362,3 @@ def _first_dtype(folder: Path, weights: str) -> torch.dtype | None:
     finally:
         file.close()
     return next((torch_dtype(name) for name in dtypes if name in ("BF16", "F16", "F32", "F64")), None)
-
-
-def _check(path: Path) -> None:
-    """Compare what a compressed file says of its tensors with what their bytes say, without decoding any.
-
-    Raises:
-        CorruptBlob: They differ, or the file is damaged.
-        UsageError: The file is not compressed.
-    """
-    file = StoredFile(path)
-    try:
-        if file.description is None:
-            raise UsageError(
-                f"{path} is not compressed, though its folder's config.json says so.",
-                cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
-            )
-        for name in file.names():
-            told = file.info(name)
-            try:
-                found = codec.info(file.raw(name))
-            except CorruptBlob as error:
-                raise CorruptBlob(
-                    f"{path}, tensor {name!r}: {error.reason}", cure="Fetch or compress it again."
-                ) from error
-            if (found.dtype, tuple(found.shape), found.digest) != (told.dtype, told.shape, told.digest):
-                raise CorruptBlob(
-                    f"{path}, tensor {name!r}: its bytes are those of another tensor.",
-                    cure="Fetch or compress it again.",
-                )
-    finally:
-        file.close()
-
-
-def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
-    return None if patterns is None else list(Select.of(patterns).patterns)

@@ -11,7 +11,8 @@ compressed folder, three things are changed, each of which alone stops a loader 
    transformers (`config.json`): an unknown `quant_method` makes it warn only; but it refuses a `transformers_weights`
    that is no file name, and shows it. So that entry holds the sentence to be read. `quantization_config.weights` holds
    the real name, which a registered quantizer puts back in `update_attn_implementation`, before files are looked for.
-   diffusers (`config.json` with `_class_name`): refuses an unknown `quant_method` and shows it.
+   diffusers (`config.json` with `_class_name`): refuses an unknown `quant_method` and shows it. The sentence in it is
+   what a quantizer is registered under; it must stay as it is, so that folders stay readable.
    peft (`adapter_config.json`): refuses an unknown `peft_type` and shows it.
 3. **The weights' own metadata** hold what transformers up to 4.57 and diffusers' LoRA loader refuse and show (see
    `store/description.py`).
@@ -103,7 +104,8 @@ def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | No
     if name == ADAPTER_CONFIG:
         config["peft_type"] = PEFT_TYPE
     elif "_class_name" in config:
-        config["quantization_config"] = {"quant_method": DIFFUSERS_METHOD, "version": 1}
+        main = _main_weights(config, list(weights))
+        config["quantization_config"] = {"quant_method": DIFFUSERS_METHOD, "version": 1, "weights": main}
     else:
         main = stored_name(_main_weights(config, list(weights)), diffusers=False)
         config["quantization_config"] = {"quant_method": "netweight", "version": 1, "weights": main}

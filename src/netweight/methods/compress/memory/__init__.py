@@ -2,5 +2,6 @@
 
 `box.py` holds one weight's bytes, `ops.py` decodes them, `ahead.py` decodes the next layer while one computes,
 `tensor.py` is the parameter that stands for the weight, `compute.py` how layers calculate with it, `model.py` turns
-whole models over, `layerwise.py` trains them and `checkpoint.py` saves them. After NeuZip (arXiv 2410.20650).
+whole models over, `layerwise.py` trains them, `activations.py` keeps their activations compressed, `checkpoint.py`
+saves them. After NeuZip (arXiv 2410.20650).
 """

@@ -18,10 +18,10 @@ from netweight.codec import Precision
 from netweight.errors import LossyWrite, UsageError
 from netweight.store.writing import Level
 
-__all__ = ["Box", "blob_of", "pack", "threads_for"]
+__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
 
-_LENGTH = 8  # bytes of the length at the payload's start
-_MANY = 1 << 22  # bytes of a weight from which several threads are worth their start
+LENGTH = 8  # bytes of the length at the payload's start
+_MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
 def threads_for(nbytes: int) -> int:
@@ -46,19 +46,27 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    used = _LENGTH + len(blob)
+    used = LENGTH + len(blob)
     size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
     payload = torch.zeros(size, dtype=torch.uint8)
     memory = _memory(payload)
-    memory[:_LENGTH] = numpy.frombuffer(len(blob).to_bytes(_LENGTH, "little"), numpy.uint8)
-    memory[_LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
+    memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
+    memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
     return payload
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
     """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
     memory = _memory(payload)
-    return memory[_LENGTH : _LENGTH + int.from_bytes(memory[:_LENGTH].tobytes(), "little")]
+    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
+
+
+def layout_of(
+    weight: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
+) -> tuple[int, ...] | None:
+    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor."""
+    copy = torch.empty_like(weight, device="meta", memory_format=memory_format)
+    return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
 
 
 @final
@@ -71,6 +79,8 @@ class Box:
         dtype: Its dtype.
         level: The codec's level for every encoding of it.
         chunk_log2: Binary logarithm of the numbers per chunk; None for the codec's own choice.
+        stride: Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous.
+            Kernels differ by layout, in their last bits, too.
     """
 
     def __init__(
@@ -80,12 +90,14 @@ class Box:
         dtype: torch.dtype,
         level: Level = "default",
         chunk_log2: int | None = None,
+        stride: tuple[int, ...] | None = None,
     ) -> None:
         self.payload = payload
         self.shape = shape
         self.dtype = dtype
         self.level = level
         self.chunk_log2 = chunk_log2
+        self.stride = stride
 
     @classmethod
     def of(
@@ -108,11 +120,12 @@ class Box:
             Unsupported: Weights of this dtype cannot be rounded.
         """
         blob = _encode(weight, level, chunk_log2, precision or Precision())
-        return cls(pack(blob).to(weight.device), tuple(weight.shape), weight.dtype, level, chunk_log2)
+        payload = pack(blob).to(weight.device)
+        return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
 
     def like(self, payload: torch.Tensor) -> Box:
         """A box of its own with the same weight's description and another payload."""
-        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2)
+        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride)
 
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here.
@@ -133,7 +146,7 @@ class Box:
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
-        used = _LENGTH + len(blob)
+        used = LENGTH + len(blob)
         if used <= self.payload.numel():
             self.payload.copy_(pack(blob, self.payload.numel()))
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
@@ -149,7 +162,7 @@ class Box:
     @property
     def lossy(self) -> bool:
         """Whether the weight was rounded."""
-        return codec.is_lossy(self.payload[_LENGTH : _LENGTH + 3].cpu())
+        return codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu())
 
     @property
     def blob(self) -> memoryview:

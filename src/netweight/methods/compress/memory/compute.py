@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from netweight.methods.compress.memory.ops import decode, decode_backward, gather_rows
+from netweight.methods.compress.memory.ops import decode_backward, gather_rows, read
 
 __all__ = ["addmm", "conv", "embedding", "linear"]
 
@@ -35,8 +35,7 @@ class _Products(Function):
 
 
 def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    dense: torch.Tensor = decode(payload, weight.shape, weight.dtype)
-    return dense.to(compute)
+    return read(payload, weight.shape, weight.dtype).to(compute)
 
 
 def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -137,6 +136,8 @@ def _autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 def _apply(function: Any, x: Any, weight: Any, bias: Any, *geometry: Any) -> Any:
     compute = _autocast(x, weight, bias)
     if compute is None:
+        if not torch.is_grad_enabled():
+            return function.forward(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
         return function.apply(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
     with torch.autocast(x.device.type, enabled=False):
         bias = bias.to(compute) if bias is not None else None

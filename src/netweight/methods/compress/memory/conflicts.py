@@ -28,20 +28,24 @@ __all__ = [
 def average_gradient(gradient: torch.Tensor) -> None:
     """Average a gradient over all processes of the default group, in place: `LayerwiseOptimizer(..., reduce=this)`.
 
+    It is scaled first and then summed, as `DistributedDataParallel` does: two processes train to the same bits as with
+    that. With more, the order of a sum may depend on how gradients are put together.
+
     Args:
         gradient: A dense gradient; every process must train the same parameters in the same order.
     """
+    gradient.mul_(1.0 / torch.distributed.get_world_size())
     torch.distributed.all_reduce(gradient)
-    gradient.div_(torch.distributed.get_world_size())
 
 
 def refuse_wrapped_model(model: nn.Module) -> None:
-    """Refuse a model whose wrapper reduces gradients itself, after the hooks have run.
+    """Refuse a model whose wrapper reduces gradients itself; called before and within its first forward pass.
 
     Raises:
-        LayerwiseConflict: It is wrapped in `DistributedDataParallel`.
+        LayerwiseConflict: It is wrapped in `DistributedDataParallel`, or runs within one.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    around = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if isinstance(model, nn.parallel.DistributedDataParallel) or around is not None:
         raise LayerwiseConflict(
             "DistributedDataParallel reduces gradients after they would have been used up.",
             cure="Leave the model unwrapped, start it equal everywhere, and pass reduce=average_gradient.",

@@ -135,7 +135,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
-        self._watch = model.register_forward_hook(self._forward_done)
+        self._watch = model.register_forward_hook(_Watch(self))
         self._handles.append(self._watch)
 
     # ---- what torch's schedulers and other libraries look at ----
@@ -236,7 +236,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     # ---- during the forward and the backward pass ----
 
     def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Look at the graph of the first forward pass that has one."""
+        """Look at the graph of the first forward pass that has one, and at what runs it."""
+        refuse_wrapped_model(model)
         if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
             self._watch.remove()
 
@@ -373,6 +374,21 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if self._stochastic and parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+@final
+class _Watch:
+    """Shows an optimizer the model's first forward passes. A copy of the model is of no concern to it."""
+
+    def __init__(self, optimizer: LayerwiseOptimizer | None) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer._forward_done(model, inputs, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return _Watch(None)
 
 
 @final

@@ -70,8 +70,13 @@ class _Weight:
     chunk_log2: int | None = None
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The kind of layer if `compress_` knows it, else None."""
+def _kind(module: nn.Module, attribute: str, parameter: torch.Tensor) -> str | None:
+    """The kind of layer if `compress_` knows it and this is its weight, else None."""
+    # transformers' merged experts, all of a layer in one weight, marked so that their computation can be exchanged.
+    if parameter.dim() == 3 and hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
+        return "experts"
+    if attribute != "weight":
+        return None
     for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d):
         if isinstance(module, kind):
             return kind.__name__
@@ -124,8 +129,7 @@ def _plan(
         full = f"{name}.{attribute}" if name else attribute
         weight = weights.setdefault(id(parameter), _Weight(parameter, []))
         weight.holders.append((module, attribute, full))
-        kind = _kind(module)
-        known = kind is not None and attribute == "weight"
+        kind = _kind(module, attribute, parameter)
         if kind == "Embedding":
             weight.chunk_log2 = _ROW_CHUNKS
         if include is not None and name not in included:
@@ -134,7 +138,7 @@ def _plan(
             reasons[id(parameter)] = "excluded"
         elif isinstance(parameter, CompressedTensor):
             twice.append(full)
-        elif not known:
+        elif kind is None:
             reasons[id(parameter)] = f"{type(module).__name__} is not a layer that can run compressed"
             if name in matched:
                 refused.append(f"{full} of {type(module).__name__}")
@@ -170,9 +174,10 @@ def compress_(
 ) -> Compression:
     """Compress a model's weights in memory, in place; unless told to round, it computes the same numbers, bit for bit.
 
-    Weights of Linear, Embedding, Conv1d, Conv2d and transformers' Conv1D are compressed, of any dtype; biases and norms
-    stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its layers is left out. A
-    weight that would not get smaller stays dense. Parameters are replaced: make optimizers afterwards.
+    Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
+    dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
+    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: make optimizers
+    afterwards. Memory formats such as torch.channels_last stay.
 
     With fewer than 7 `mantissa_bits` weights are rounded first, for inference and for adapters on a frozen base: the
     report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A

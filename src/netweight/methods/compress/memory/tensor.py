@@ -8,15 +8,18 @@ integrations.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 import torch
 import torch.nn.functional as F
 
-from netweight.errors import DenseOnly
+from netweight import codec
+from netweight.errors import DenseOnly, Unsupported
 from netweight.methods.compress.memory import compute
-from netweight.methods.compress.memory.box import Box
+from netweight.methods.compress.memory.box import Box, blob_of, layout_of, threads_for
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
 
@@ -26,6 +29,8 @@ aten = torch.ops.aten
 _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DEVICE = torch.Tensor.device.__get__
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
     getattr(aten, name).default
@@ -39,6 +44,7 @@ _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
     torch.Tensor.__array__: "numpy.asarray",
     torch.Tensor.data_ptr: "data_ptr()",
+    torch.Tensor.storage: "storage(), which safetensors asks for, too",
     torch.Tensor.__dlpack__: "__dlpack__()",
 }
 
@@ -66,7 +72,7 @@ class CompressedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, box: Box, views: tuple[_View, ...] = (), stand_in: torch.Tensor | None = None) -> CompressedTensor:
         """Make the tensor without memory of its own."""
-        like = torch.empty(box.shape, dtype=box.dtype, device="meta") if stand_in is None else stand_in
+        like = _meta(box) if stand_in is None else stand_in
         tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
@@ -93,7 +99,7 @@ class CompressedTensor(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """Decode: a dense tensor of the same shape and dtype, without history."""
-        return _cut(_whole(self.box), self.views)
+        return _read(self.box, self.views)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, not what it holds."""
@@ -104,13 +110,24 @@ class CompressedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Name the inner tensor and describe the rest, for the compiler."""
-        return ["payload"], (self.box.shape, self.box.dtype, self.box.level, self.box.chunk_log2, self.views)
+        return ["payload"], (
+            self.box.shape,
+            self.box.dtype,
+            self.box.level,
+            self.box.chunk_log2,
+            self.box.stride,
+            self.views,
+        )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
+        return hashlib.sha256(repr(self.__tensor_flatten__()[1]).encode()).hexdigest()
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
         """Put a tensor together again from what `__tensor_flatten__` gave."""
-        shape, dtype, level, chunk_log2, views = description
-        box = Box(inner["payload"], shape, dtype, level, chunk_log2)
+        shape, dtype, level, chunk_log2, layout, views = description
+        box = Box(inner["payload"], shape, dtype, level, chunk_log2, layout)
         stand_in = torch.empty_strided(size, stride, dtype=dtype, device="meta") if views else None
         return CompressedTensor(box, views, stand_in)
 
@@ -141,20 +158,22 @@ class CompressedTensor(torch.Tensor):
         kwargs = kwargs or {}
         result = None
         if func is F.linear:
-            if _is_whole(args, kwargs, 1):
+            if _is_plain(args, kwargs, 1):
                 result = compute.linear(*args, **kwargs)
         elif func is F.embedding:
-            if _is_whole(args, kwargs, 1):
+            if _is_plain(args, kwargs, 1):
                 result = compute.embedding(*args, **kwargs)
         elif func is F.conv2d or func is F.conv1d:
-            if _is_whole(args, kwargs, 1):
+            if _is_plain(args, kwargs, 1):
                 result = compute.conv(2 if func is F.conv2d else 1, *args, **kwargs)
         elif func is torch.addmm:
-            if len(args) == 3 and not kwargs and _is_whole(args, kwargs, 2):
+            if len(args) == 3 and not kwargs and _is_plain(args, kwargs, 2):
                 result = compute.addmm(*args)
         elif not torch.compiler.is_compiling():
             if func == _SET_DATA:
                 return _set_data(*args)
+            if func == _GET_DEVICE:
+                _refuse_sharding(sys._getframe(1).f_globals.get("__name__", ""))
             if func is torch.Tensor.share_memory_:
                 args[0].payload.share_memory_()
                 return args[0]
@@ -184,7 +203,7 @@ class CompressedTensor(torch.Tensor):
                 return _view(func, first, args[1:], kwargs)
             if not first.views:
                 if func is aten.clone.default:
-                    return cls(first.box.like(first.payload.clone()))
+                    return cls(_laid_out(first.box.like(first.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
                     return _to_copy(first, **kwargs)
                 if func is aten.copy_.default:
@@ -201,7 +220,21 @@ class CompressedTensor(torch.Tensor):
 
 def _whole(box: Box) -> torch.Tensor:
     weight: torch.Tensor = decode(box.payload, box.shape, box.dtype)
-    return weight
+    return weight if box.stride is None else torch.empty_like(_meta(box), device=weight.device).copy_(weight)
+
+
+def _meta(box: Box) -> torch.Tensor:
+    """A tensor on the meta device as the box's weight is."""
+    if box.stride is None:
+        return torch.empty(box.shape, dtype=box.dtype, device="meta")
+    return torch.empty_strided(box.shape, box.stride, dtype=box.dtype, device="meta")
+
+
+def _laid_out(box: Box, memory_format: torch.memory_format | None = None, **_: Any) -> Box:
+    """A box whose weight is decoded into another memory format."""
+    if memory_format not in (None, torch.preserve_format):
+        box.stride = layout_of(_meta(box), memory_format)
+    return box
 
 
 def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
@@ -210,6 +243,19 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
         if which is not None:
             weight = weight[which]  # one of several that the operator gave
     return weight
+
+
+def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
+    """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
+    row_of = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and box.stride is None
+    if row_of and not torch.compiler.is_compiling():
+        row = views[0][1][1] % box.shape[0]
+        local = box.payload.cpu()
+        threads = threads_for(local.numel() // box.shape[0])
+        return _cut(
+            codec.decode_rows(blob_of(local), row, row + 1, threads=threads)[0].to(box.payload.device), views[1:]
+        )
+    return _cut(_whole(box), views)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,8 +280,9 @@ def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     if dtype == tensor.dtype:
         payload = box.payload.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
-        return CompressedTensor(box.like(payload))
-    return CompressedTensor(Box.of(tensor.dense().to(device, dtype), level=box.level, chunk_log2=box.chunk_log2))
+        return CompressedTensor(_laid_out(box.like(payload), **kwargs))
+    dense = tensor.dense().to(device, dtype)
+    return CompressedTensor(_laid_out(Box.of(dense, level=box.level, chunk_log2=box.chunk_log2), **kwargs))
 
 
 def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
@@ -255,18 +302,20 @@ def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on decoded weights, and encode those that it wrote."""
     wholes: dict[int, torch.Tensor] = {}  # by box: two views of one weight must see each other's writes
     parts: dict[int, torch.Tensor] = {}
+    written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
 
     def dense(value: Any) -> Any:
         if not isinstance(value, CompressedTensor):
             return value
-        if id(value) not in parts:
+        if id(value) not in parts and not written:
+            parts[id(value)] = _read(value.box, value.views)
+        elif id(value) not in parts:
             if id(value.box) not in wholes:
                 wholes[id(value.box)] = _whole(value.box)
             parts[id(value)] = _cut(wholes[id(value.box)], value.views)
         return parts[id(value)]
 
     result = func(*_map(dense, args), **_map(dense, kwargs))
-    written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
     for box in {id(value.box): value.box for value in written}.values():
         box.write(wholes[id(box)])
     given = {id(parts[id(value)]): value for value in written}
@@ -292,9 +341,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 # ---- what has no operator --------------------------------------------------------------------------------------------
 
 
-def _is_whole(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
+    """Whether a layer's function is called with a whole, contiguous weight, and not mapped or differentiated forward.
+
+    Function transforms (`torch.func.vmap`, `jvp`, ...) have rules for torch's own functions, and their operators decode
+    one by one; so they do for weights in another layout. Results are the dense weight's then, too.
+    """
     weight = args[place] if len(args) > place else kwargs.get("weight")
-    return isinstance(weight, CompressedTensor) and not weight.views
+    if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
+        return False
+    return torch.compiler.is_compiling() or (
+        torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
+    )
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -314,10 +372,21 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         _copy_whole(tensor, value.detach())
 
 
+def _refuse_sharding(caller: str) -> None:
+    """Stop code that takes weights apart: it would keep decoded pieces without a word. It asks for the device first."""
+    if caller.startswith(_SHARDING):
+        raise Unsupported(
+            "FSDP and DTensor cannot shard compressed weights yet. Nothing was sharded.",
+            cure="Call netweight.decompress_(model) first; or keep whole replicas, compressed, by "
+            "DistributedDataParallel or LayerwiseOptimizer(..., reduce=average_gradient).",
+        )
+
+
 def _no_memory(what: str) -> NoReturn:
     raise DenseOnly(
         f"A compressed weight has no dense memory for {what}.",
-        cure="Use `weight.dense()` for a decoded copy, or netweight.decompress_(model) for good.",
+        cure="Use `weight.dense()` for a decoded copy; to save, netweight.save_checkpoint, or safetensors with "
+        "netweight.dense_state_dict(model); or netweight.decompress_(model) for good.",
     )
 
 
