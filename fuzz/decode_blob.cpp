@@ -1,6 +1,7 @@
 // libFuzzer target: bytes that claim to be a blob, through every set of kernels this processor has. They must be refused, or
 // decode to the same bytes everywhere; a part of a tensor must equal that part of the whole; and what was decoded must be
-// encoded to the same blob everywhere, which gives it back. Sanitizers watch the memory.
+// encoded to the same blob everywhere, which gives it back. Elements of two bytes are also taken for the words of a lossy blob,
+// and decoded bytes for weights to be rounded: with the same results everywhere. Sanitizers watch the memory.
 //
 // The first input byte says how: bit 0 makes index and header check fit first, so that planes are reached; bits 1 and up
 // choose a part. The rest is the blob, copied to a buffer of its size so that reading on is noticed.
@@ -81,6 +82,56 @@ std::vector<u8> encoded(const BlobHeader& h, std::span<const u8> tensor, int thr
   return {out.get(), out.get() + size};
 }
 
+// Some way to round, chosen by the first input byte.
+Rounding some_rounding(u8 choice) {
+  constexpr u64 kBlocks[] = {0, 1, 7, 64};
+  return {static_cast<FloatType>(choice % 3), choice % 7, kBlocks[choice / 3 % 4], choice % 3 == 0 && choice > 127, 1, 3};
+}
+
+// Weights [first, last) from words, or nothing when they are refused.
+std::optional<std::vector<u8>> weights(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Rounding& r, const Kernels& kernels) {
+  std::vector<u8> normalizers(r.block && first < last ? (last - 1) / r.block - first / r.block + 1 : 0);
+  for (size_t i = 0; i < normalizers.size(); i++) normalizers[i] = static_cast<u8>(37 * (r.block ? first / r.block + i : 0));
+  std::vector<u8> out(static_cast<size_t>(last - first) * r.unit());
+  try {
+    decode_words(blob, h, first, last, {r, normalizers.data()}, 2, kernels, out.data());
+  } catch (const CorruptError&) {
+    return std::nullopt;
+  }
+  return out;
+}
+
+void check_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Rounding& r) {
+  const auto whole = weights(blob, h, 0, h.numbers, r, portable_kernels());
+  for (const Kernels* kernels : usable_kernels()) {
+    if (weights(blob, h, 0, h.numbers, r, *kernels) != whole) fail("kernels make different weights of words", *kernels);
+    const auto part = weights(blob, h, first, last, r, *kernels);
+    if (whole && (!part || !std::equal(part->begin(), part->end(), whole->data() + first * r.unit()))) fail("some weights differ from the whole", *kernels);
+  }
+}
+
+struct RoundedWeights {
+  std::vector<u16> words;
+  std::vector<u8> normalizers, values;
+  std::vector<u64> escapes;
+  double worst;
+  bool operator==(const RoundedWeights&) const = default;
+};
+
+RoundedWeights rounded(std::span<const u8> bytes, const Rounding& r, const Kernels& kernels) {
+  const size_t count = bytes.size() / r.unit();
+  RoundedWeights found{std::vector<u16>(count), std::vector<u8>(r.block ? (count + r.block - 1) / r.block : 0), std::vector<u8>(count * r.unit()), {}, 0};
+  found.worst = kernels.round_weights(bytes.data(), count, r, found.words.data(), found.normalizers.data(), found.values.data(), found.escapes);
+  return found;
+}
+
+void check_rounding(std::span<const u8> bytes, const Rounding& r) {
+  const RoundedWeights expected = rounded(bytes, r, portable_kernels());
+  if (expected.worst != expected.worst) fail("a change is no number", portable_kernels());
+  for (const Kernels* kernels : usable_kernels())
+    if (rounded(bytes, r, *kernels) != expected) fail("kernels round differently", *kernels);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
@@ -109,7 +160,10 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
     const u8* from = whole->data() + first * h.dtype->unit_bytes;
     if (!std::equal(part->begin(), part->end(), from)) fail("a part differs from the whole", *kernels);
   }
+  const Rounding rounding = some_rounding(data[0]);
+  if (h.dtype->unit_bytes == 2) check_words(blob, h, first, last, rounding);
   if (!whole || h.nbytes > kLargestEncoded) return 0;
+  check_rounding(*whole, rounding);
   const std::vector<u8> again = encoded(h, *whole, 1, portable_kernels());
   for (const Kernels* kernels : usable_kernels()) {
     if (encoded(h, *whole, 1 + data[0] % 3, *kernels) != again) fail("kernels encode differently", *kernels);

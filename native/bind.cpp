@@ -33,6 +33,7 @@ class Buffer {
 
 using Bytes = nb::ndarray<nb::numpy, u8, nb::ndim<1>>;
 
+// An uninitialized array from the pool that decoded tensors come from.
 Bytes pooled_array(size_t size) {
   void* buffer = buffer_pool::acquire(size);
   nb::capsule owner(buffer, [](void* p) noexcept { buffer_pool::release(p); });
@@ -52,10 +53,8 @@ nb::tuple header_tuple(const BlobHeader& h) {
                         nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers);
 }
 
-nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
-                        const std::string& path) {
-  Buffer in(tensor, false);
-  const Dtype& dtype = dtype_by_name(dtype_name.c_str());
+nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
+                     const std::string& path) {
   const Kernels& kernels = kernels_by_name(path.c_str());
   if (tensor_bytes(dtype, shape) != in.size()) throw nb::value_error("the buffer's size does not fit dtype and shape");
   if (shape.size() > kMaxDims) throw nb::value_error("a tensor of more than 64 dimensions");
@@ -77,6 +76,48 @@ nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const 
   }
   if (_PyBytes_Resize(&out, static_cast<Py_ssize_t>(size)) != 0) nb::raise_python_error();
   return nb::steal(out);
+}
+
+nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
+                        const std::string& path) {
+  Buffer in(tensor, false);
+  return encode_as(dtype_by_name(dtype_name.c_str()), in, shape, level, chunk_log2, threads, path);
+}
+
+// Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.
+nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path) {
+  Buffer in(words, false);
+  Dtype dtype = dtype_by_name("U16");
+  dtype.exponent_bits = static_cast<u8>(15 - mantissa_bits);
+  dtype.mantissa_bits = static_cast<u8>(mantissa_bits);
+  return encode_as(dtype, in, {in.size() / 2}, level, chunk_log2, threads, path);
+}
+
+Rounding rounding_of(const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator) {
+  if (mantissa_bits < 0 || mantissa_bits > 6) throw nb::value_error("mantissa_bits must be 0 to 6");
+  const FloatType type = dtype == "BF16" ? FloatType::brain : dtype == "F16" ? FloatType::half : FloatType::single;
+  return {type, mantissa_bits, block, reference, numerator, denominator};
+}
+
+// Rounds weights into arrays of the caller's, of the sizes that they need: the largest relative change, and the places of
+// weights to be kept exactly.
+nb::tuple round_weights(nb::handle weights, const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator,
+                        nb::handle words, nb::handle normalizers, nb::handle values, const std::string& path) {
+  const Rounding rounding = rounding_of(dtype, mantissa_bits, block, reference, numerator, denominator);
+  Buffer in(weights, false), to_words(words, true), to_normalizers(normalizers, true), to_values(values, true);
+  const size_t count = in.size() / rounding.unit(), blocks = block == 0 ? 0 : static_cast<size_t>((count + block - 1) / block);
+  if (in.size() % rounding.unit() != 0 || to_words.size() != 2 * count || to_normalizers.size() != blocks || to_values.size() != in.size())
+    throw nb::value_error("the arrays do not fit the weights");
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  std::vector<u64> escapes;
+  double worst;
+  {
+    nb::gil_scoped_release release;
+    worst = kernels.round_weights(in.data(), count, rounding, reinterpret_cast<u16*>(to_words.data()), to_normalizers.data(), to_values.data(), escapes);
+  }
+  nb::list places;
+  for (u64 place : escapes) places.append(place);
+  return nb::make_tuple(worst, places);
 }
 
 void decode_to(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, std::span<u8> out, int threads, bool check, const Kernels& kernels) {
@@ -127,14 +168,38 @@ Bytes decode_numbers(nb::handle blob, u64 first, u64 last, int threads, const st
   return out;
 }
 
+Words words_of(const BlobHeader& h, u64 first, u64 last, const Rounding& rounding, const Buffer& normalizers) {
+  if (h.dtype->unit_bytes != 2 || first > last || last > h.numbers) throw nb::value_error("the range does not fit the words");
+  if (rounding.block != 0 && first < last && normalizers.size() != (last - 1) / rounding.block - first / rounding.block + 1)
+    throw nb::value_error("the normalizers do not fit the range");
+  return {rounding, normalizers.data()};
+}
+
+// Weights [first, last) of a lossy blob's words to memory of the caller's.
+void decode_words_to_address(nb::handle words, nb::handle normalizers, const std::string& dtype, int mantissa_bits, u64 block, bool reference, u64 first,
+                             u64 last, uintptr_t address, size_t nbytes, int threads, const std::string& path) {
+  const Rounding rounding = rounding_of(dtype, mantissa_bits, block, reference, 0, 1);
+  Buffer in(words, false), factors(normalizers, false);
+  const Kernels& kernels = kernels_by_name(path.c_str());
+  const BlobHeader h = read_header(in.bytes());
+  if ((last - first) * rounding.unit() != nbytes) throw nb::value_error("the output does not fit the range");
+  const Words found = words_of(h, first, last, rounding, factors);
+  nb::gil_scoped_release release;
+  decode_words(in.bytes(), h, first, last, found, threads, kernels, reinterpret_cast<u8*>(address));
+}
+
 // A decoding on which another thread may work, too.
 class Decoding {
  public:
-  explicit Decoding(nb::handle blob)
+  explicit Decoding(nb::handle blob) : Decoding(blob, nb::bytes("", 0), std::nullopt) {}
+  // With a rounding the blob is that of words, and what comes out are weights.
+  Decoding(nb::handle blob, nb::handle normalizers, std::optional<Rounding> rounding)
       : in_(blob, false),
+        normalizers_(normalizers, false),
         header_(read_header(in_.bytes())),
-        out_(pooled_array(static_cast<size_t>(header_.nbytes))),
-        decoder_(in_.bytes(), header_, 0, header_.numbers, kernels_by_name("auto"), out_.data()),
+        words_(rounding ? std::optional(words_of(header_, 0, header_.numbers, *rounding, normalizers_)) : std::nullopt),
+        out_(pooled_array(static_cast<size_t>(rounding ? header_.numbers * rounding->unit() : header_.nbytes))),
+        decoder_(in_.bytes(), header_, 0, header_.numbers, kernels_by_name("auto"), out_.data(), words_),
         job_(std::make_shared<Job>([this] { decoder_.work(); })) {}
   ~Decoding() { cancel(); }
   Decoding(const Decoding&) = delete;
@@ -156,8 +221,9 @@ class Decoding {
   }
 
  private:
-  Buffer in_;
+  Buffer in_, normalizers_;
   BlobHeader header_;
+  std::optional<Words> words_;
   Bytes out_;
   RangeDecoder decoder_;
   std::shared_ptr<Job> job_;
@@ -167,11 +233,9 @@ class DecodeQueue {
  public:
   DecodeQueue() : queue_(std::make_unique<JobQueue>()) {}
   ~DecodeQueue() { close(); }
-  std::unique_ptr<Decoding> add(nb::handle blob) {
-    if (!queue_) throw nb::value_error("the queue is closed");
-    auto decoding = std::make_unique<Decoding>(blob);
-    queue_->add(decoding->job());
-    return decoding;
+  std::unique_ptr<Decoding> add(nb::handle blob) { return add(std::make_unique<Decoding>(blob)); }
+  std::unique_ptr<Decoding> add_words(nb::handle words, nb::handle normalizers, const std::string& dtype, int mantissa_bits, u64 block, bool reference) {
+    return add(std::make_unique<Decoding>(words, normalizers, rounding_of(dtype, mantissa_bits, block, reference, 0, 1)));
   }
   void close() {
     nb::gil_scoped_release release;
@@ -179,6 +243,11 @@ class DecodeQueue {
   }
 
  private:
+  std::unique_ptr<Decoding> add(std::unique_ptr<Decoding> decoding) {
+    if (!queue_) throw nb::value_error("the queue is closed");
+    queue_->add(decoding->job());
+    return decoding;
+  }
   std::unique_ptr<JobQueue> queue_;
 };
 
@@ -196,10 +265,19 @@ NB_MODULE(_native, m) {
   m.def("decode_to_address", &decode_to_address, nb::arg("blob"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("check"),
         nb::arg("path"));
   m.def("decode_numbers", &decode_numbers, nb::arg("blob"), nb::arg("first"), nb::arg("last"), nb::arg("threads"), nb::arg("path"));
+  m.def("encode_words", &encode_words, nb::arg("words"), nb::arg("mantissa_bits"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
+        nb::arg("path"));
+  m.def("round_weights", &round_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"), nb::arg("reference"),
+        nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
+  m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
+        nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
+  m.def("pooled_array", &pooled_array, nb::arg("size"));
   nb::class_<Decoding>(m, "Decoding").def("result", &Decoding::result).def("cancel", &Decoding::cancel);
   nb::class_<DecodeQueue>(m, "DecodeQueue")
       .def(nb::init<>())
-      .def("add", &DecodeQueue::add, nb::arg("blob"), nb::keep_alive<0, 2>())
+      .def("add", [](DecodeQueue& queue, nb::handle blob) { return queue.add(blob); }, nb::arg("blob"), nb::keep_alive<0, 2>())
+      .def("add_words", &DecodeQueue::add_words, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
+           nb::arg("reference"), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
       .def("close", &DecodeQueue::close);
   m.def("paths", [] {
     nb::list names;

@@ -314,13 +314,15 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   return static_cast<size_t>(end - out);
 }
 
-RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out)
+RangeDecoder::RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out,
+                           std::optional<Words> words)
     : blob_(blob),
       header_(header),
       first_(first),
       last_(last),
       kernels_(kernels),
       out_(out),
+      words_(words),
       end_(first < last ? static_cast<size_t>((last - 1) >> header.chunk_log2) + 1 : 0),
       next_(first < last ? static_cast<size_t>(first >> header.chunk_log2) : 0) {}
 
@@ -340,6 +342,7 @@ void RangeDecoder::check() const {
 }
 
 void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
+  if (words_) return decode_words_item(chunk, worker);
   const size_t unit = header_.dtype->unit_bytes, count = header_.numbers_in_chunk(chunk);
   const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
   const u8* readable_end = blob_.data() + blob_.size();
@@ -354,11 +357,38 @@ void RangeDecoder::decode_item(size_t chunk, Worker& worker) const {
   std::memcpy(out_ + (begin - first_) * unit, whole + (begin - start) * unit, static_cast<size_t>(end - begin) * unit);
 }
 
-void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
-  RangeDecoder decoder(blob, h, first, last, kernels, out);
+void RangeDecoder::decode_words_item(size_t chunk, Worker& worker) const {
+  const Rounding& r = words_->rounding;
+  const size_t count = header_.numbers_in_chunk(chunk);
+  const u64 start = static_cast<u64>(chunk) << header_.chunk_log2;
+  u8* words = worker.chunk(count * sizeof(u16));
+  Reader in{blob_.data() + header_.chunk_start[chunk], blob_.data() + header_.chunk_start[chunk + 1]};
+  decode_chunk(*header_.dtype, in, blob_.data() + blob_.size(), count, kernels_, worker.scratch, words);
+  const u64 begin = std::max(first_, start), end = std::min<u64>(last_, start + count);
+  const u64 before = r.block == 0 ? 0 : first_ - first_ % r.block;  // the first weight whose normalizer is here
+  const bool bad = kernels_.decode_words(reinterpret_cast<const u16*>(words) + (begin - start), static_cast<size_t>(end - begin), begin - before,
+                                         words_->normalizers, r, out_ + (begin - first_) * r.unit());
+  if (bad) throw CorruptError("a word stands for no number");
+}
+
+namespace {
+
+void run(RangeDecoder& decoder, const BlobHeader& h, u64 first, u64 last, int threads) {
   const u64 chunks = first < last ? ((last - 1) >> h.chunk_log2) - (first >> h.chunk_log2) + 1 : 0;
   run_on_threads(static_cast<int>(std::min<u64>(static_cast<u64>(std::max(threads, 1)), chunks)), [&](int) { decoder.work(); });
   decoder.check();
+}
+
+}  // namespace
+
+void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, int threads, const Kernels& kernels, u8* out) {
+  RangeDecoder decoder(blob, h, first, last, kernels, out);
+  run(decoder, h, first, last, threads);
+}
+
+void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Words& words, int threads, const Kernels& kernels, u8* out) {
+  RangeDecoder decoder(blob, h, first, last, kernels, out, words);
+  run(decoder, h, first, last, threads);
 }
 
 void trim_working_memory() { BorrowedWorkers::forget_idle(); }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <span>
 
 #include "kernels.h"
@@ -40,10 +41,17 @@ size_t encode_bound(const Dtype& dtype, const std::vector<u64>& shape, int chunk
 size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<u64>& shape, Level level, int chunk_log2, int threads,
               const Kernels& kernels, u8* out);
 
-// The decoding of numbers [first, last) to `out`, on which any number of threads may work at once; only the chunks they touch are read.
+// What makes weights of the words of a lossy blob.
+struct Words {
+  Rounding rounding;
+  const u8* normalizers;  // of the blocks that the weights touch
+};
+
+// The decoding of numbers [first, last) to `out`, or of words to weights, on which any number of threads may work at once; only the chunks they touch are read.
 class RangeDecoder {
  public:
-  RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out);
+  RangeDecoder(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Kernels& kernels, u8* out,
+               std::optional<Words> words = std::nullopt);
 
   // Decodes chunks until none is left to begin; never throws.
   void work() noexcept;
@@ -54,12 +62,14 @@ class RangeDecoder {
 
  private:
   void decode_item(size_t chunk, Worker& worker) const;
+  void decode_words_item(size_t chunk, Worker& worker) const;
 
   std::span<const u8> blob_;
   const BlobHeader& header_;
   u64 first_, last_;
   const Kernels& kernels_;
   u8* out_;
+  std::optional<Words> words_;
   size_t end_;
   std::atomic<size_t> next_;
   std::exception_ptr failure_;
@@ -68,6 +78,9 @@ class RangeDecoder {
 
 // The same by `threads` threads.
 void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, int threads, const Kernels& kernels, u8* out);
+
+// Decodes words [first, last) of a lossy blob to weights at `out`, chunk by chunk while they are in the cache.
+void decode_words(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const Words& words, int threads, const Kernels& kernels, u8* out);
 
 // Frees the working memory that threads left behind for the next calls.
 void trim_working_memory();

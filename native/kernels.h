@@ -128,6 +128,28 @@ using TakeApart = void (*)(const u8* in, size_t count, u8* head, u8* const* tail
 // Feeds bytes to a running XXH3-128 (an XXH3_state_t, whose layout does not depend on instruction sets).
 using UpdateDigest = void (*)(void* state, const u8* in, size_t size);
 
+// How the weights of a lossy blob are rounded; see rounding.h.
+enum class FloatType { brain, half, single };
+
+struct Rounding {
+  FloatType type;
+  int mantissa_bits;  // kept: 0 .. 6
+  u64 block;          // weights that share a normalizer; 0: no normalizers
+  bool reference;     // the arithmetic of the paper's code; else the corrected one
+  double numerator, denominator;  // of the bound on a weight's relative change; only the encoder looks at it
+
+  size_t unit() const { return type == FloatType::single ? 4 : 2; }
+  NETWEIGHT_INLINE u32 largest_word() const { return (255u << mantissa_bits) - (reference ? 0 : 1); }
+};
+
+// Weights from words, of which the first belongs to weight number `first`, counted from the first normalizer's first weight;
+// true when a word cannot be.
+using DecodeWords = bool (*)(const u16* words, size_t count, u64 first, const u8* normalizers, const Rounding&, u8* out);
+
+// Rounds weights, of which the first begins a block: to words, normalizers, values. Returns the largest relative change and
+// adds to `escapes` which weights are to be kept exactly.
+using RoundWeights = double (*)(const u8* in, size_t count, const Rounding&, u16* words, u8* normalizers, u8* values, std::vector<u64>& escapes);
+
 struct Kernels {
   const char* name;
   DecodeRows decode_rows;
@@ -136,6 +158,8 @@ struct Kernels {
   Join join4, join8;
   TakeApart split4, split8;
   UpdateDigest update_digest;
+  DecodeWords decode_words;
+  RoundWeights round_weights;
 };
 
 const Kernels& portable_kernels();

@@ -3,6 +3,7 @@
 #include "digest.h"
 #include "interleave.h"
 #include "merge.h"
+#include "rounding.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -232,7 +233,8 @@ size_t decode_wide(const WideBlock& b, WideLanes& lanes, size_t block, size_t bl
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, decode_wide, join4, join8, split4, split8, update_digest};
+  static const Kernels set = {"avx2", decode_rows, portable_kernels().encode_rows, decode_wide, join4, join8,
+                              split4, split8, update_digest, decode_words_here, round_weights_here};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }

@@ -3,6 +3,7 @@
 #include "digest.h"
 #include "interleave.h"
 #include "kernels.h"
+#include "rounding.h"
 
 #if defined(__AVX512VBMI2__) && defined(__AVX512BW__) && defined(__AVX512VBMI__)
 #include <immintrin.h>
@@ -331,7 +332,8 @@ const Kernels* avx512_kernels() {
   static const bool usable = avx2_kernels() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
   if (!usable) return nullptr;
-  static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8, split4, split8, update_digest};
+  static const Kernels set = {"avx512", decode_rows, encode_rows, avx2_kernels()->decode_wide, join4, join8,
+                              split4, split8, update_digest, decode_words_here, round_weights_here};
   return &set;
 }
 

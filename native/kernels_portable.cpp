@@ -3,6 +3,7 @@
 #include "fields.h"
 #include "interleave.h"
 #include "merge.h"
+#include "rounding.h"
 
 #include <algorithm>
 #if defined(__SSE2__)
@@ -399,7 +400,8 @@ bool encode_last_rows(RansEncoder& e, const void* in) {
 }
 
 const Kernels& portable_kernels() {
-  static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8, update_digest};
+  static const Kernels set = {"portable", decode_rows, encode_rows, decode_wide, join4, join8,
+                              split4, split8, update_digest, decode_words_here, round_weights_here};
   return set;
 }
 

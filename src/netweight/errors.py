@@ -11,6 +11,7 @@ __all__ = [
     "CorruptBlob",
     "DenseOnly",
     "LayerwiseConflict",
+    "LossyWrite",
     "MissingExtra",
     "NameNotFound",
     "NetweightError",
@@ -52,6 +53,10 @@ class AlreadyCompressed(UsageError):
 
 class DenseOnly(UsageError):
     """Code asked a compressed weight for something that only a dense tensor has, such as its memory."""
+
+
+class LossyWrite(UsageError):
+    """New values were to be written into a weight that is kept rounded: each write would round it again."""
 
 
 class LayerwiseConflict(UsageError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from blobs_under_test import BY_NAME, LEVELS, assemble, handmade, rans_plane, tensor_data, wide_plane, with_check
+from rounding_under_test import sections_of, with_lossy_check, with_sections
 
 from netweight import codec
 
@@ -47,6 +48,23 @@ def accepted(rng):
     unusual = [*handmade(rng)]
     for name, blob, data in unusual[:: len(unusual) // 24]:
         yield f"unusual-{name}", blob, data
+
+
+def rounded(rng):
+    """Name, source, blob and settings of every lossy blob that must decode; sources are among those accepted."""
+    for dtype in ("BF16", "F16", "F32"):
+        values = (rng.standard_normal(1240) * 0.02).astype("<f4")
+        values[:64] = 0.5
+        values[rng.integers(64, 1240, 20)] = rng.choice([np.nan, np.inf, -np.inf, 0, -0.0, 1e-42, 65504], 20)
+        data = values.astype("<f2").tobytes() if dtype == "F16" else values.tobytes()
+        data = values.view("<u2")[1::2].tobytes() if dtype == "BF16" else data
+        source = f"rounded-source-{dtype}"
+        yield source, None, codec.encode_raw(data, dtype, (31, 40), chunk_log2=10), {}
+        for fidelity in ("corrected", "reference") if dtype == "BF16" else ("corrected",):
+            for bits, block in ((0, None), (0, 32), (1, 64), (2, 7), (3, 512), (4, 1), (5, 100), (6, 1 << 40)):
+                settings = {"mantissa_bits": bits, "block_size": block, "fidelity": fidelity}
+                blob = codec.encode_raw(data, dtype, (31, 40), chunk_log2=10, precision=codec.Precision(**settings))
+                yield f"rounded-{dtype}-{bits}-{block}-{fidelity}", source, blob, settings
 
 
 def replaced(data, at, new):
@@ -159,6 +177,63 @@ def refused(rng):
     yield "wide-stream-short", of_chunk(table + sizes + states + raw), "CorruptBlob", "entropy-coded stream"
 
 
+def refused_rounded(rng):
+    """Name, blob, error and a part of its message of every lossy blob that must be refused."""
+    values = (rng.standard_normal(700) * 0.02).astype("<f4")
+    values[::100] = np.nan
+    data = values.view("<u2")[1::2].tobytes()
+    blob = codec.encode_raw(data, "BF16", (7, 100), precision=codec.Precision(2, 64))
+    words, normalizers, gaps, kept = sections_of(blob)
+
+    def plain(array, dtype):
+        return codec.encode_raw(array.tobytes(), dtype, array.shape)
+
+    yield "rounded-cut-to-27", blob[:27], "CorruptBlob", "shorter than a header"
+    yield "rounded-cut-header", blob[:37], "CorruptBlob", "ends inside the header"
+    yield "rounded-cut-section", blob[:-1], "CorruptBlob", "where they add up to"
+    yield "rounded-longer", blob + b"\0", "CorruptBlob", "where they add up to"
+    yield "rounded-check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
+    yield "rounded-digest", with_lossy_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
+    for name, at, new, error, part in (
+        ("version", 3, [2], "Unsupported", "version 2 of lossy blobs"),
+        ("element-type", 4, [200], "Unsupported", "not known"),
+        ("element-type-integer", 4, [13], "CorruptBlob", "impossible rounding"),
+        ("mantissa-bits", 5, [7], "CorruptBlob", "impossible rounding"),
+        ("fidelity", 6, [2], "Unsupported", "not known"),
+        ("reference-of-f16", 4, [11, 2, 1], "CorruptBlob", "impossible rounding"),
+        ("dimensions", 7, [65], "CorruptBlob", "number of dimensions"),
+        ("change", 28, struct.pack("<d", -1), "CorruptBlob", "impossible change"),
+        ("change-nan", 28, struct.pack("<d", float("nan")), "CorruptBlob", "impossible change"),
+    ):
+        yield f"rounded-{name}", with_lossy_check(replaced(blob, at, new)), error, part
+    sections = {
+        "no-words": (b"", normalizers, gaps, kept, "shorter than a header"),
+        "no-normalizers": (words, b"", gaps, kept, "missing or too many"),
+        "no-gaps": (words, normalizers, b"", kept, "missing or too many"),
+        "words-of-bytes": (normalizers, normalizers, gaps, kept, "something else"),
+        "few-normalizers": (words, plain(np.zeros(10, "u1"), "U8"), gaps, kept, "something else"),
+        "many-kept": (
+            words,
+            normalizers,
+            plain(np.zeros(44, "<u8"), "U64"),
+            plain(np.zeros(44, "<u2"), "BF16"),
+            "size",
+        ),
+        "none-kept": (words, normalizers, plain(np.zeros(0, "<u8"), "U64"), plain(np.zeros(0, "<u2"), "BF16"), "size"),
+        "gap-too-large": (words, normalizers, plain(np.full(7, 700, "<u8"), "U64"), kept, "outside the tensor"),
+        "gaps-too-large": (words, normalizers, plain(np.full(7, 100, "<u8"), "U64"), kept, "outside the tensor"),
+        "word-of-infinity": (plain(np.full(700, 255 << 2, "<u2"), "U16"), normalizers, gaps, kept, "no number"),
+        "word-too-large": (plain(np.full(700, 0x7FFF, "<u2"), "U16"), normalizers, gaps, kept, "no number"),
+        "word-subnormal": (plain(np.full(700, 3, "<u2"), "U16"), normalizers, gaps, kept, "no number"),
+    }
+    for name, (*parts, message) in sections.items():
+        yield f"rounded-{name}", with_sections(blob, parts), "CorruptBlob", message
+    yield "rounded-shape", with_sections(blob, sections_of(blob), shape=(701,)), "CorruptBlob", "something else"
+    huge = with_sections(blob, sections_of(blob), shape=(1 << 61,))
+    yield "rounded-huge", huge, "Unsupported", "too large"
+    yield "rounded-blocks", with_sections(blob, sections_of(blob), block=100), "CorruptBlob", "something else"
+
+
 def main():
     rng = np.random.default_rng(SEED)
     manifest = {"accept": {}, "refuse": {}}
@@ -175,6 +250,20 @@ def main():
             "sha256": hashlib.sha256(data).hexdigest(),
         }
     for name, blob, error, part in refused(rng):
+        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
+        manifest["refuse"][name] = {"error": error, "message": part}
+    rng = np.random.default_rng(SEED + 1)
+    for name, source, blob, rounding in rounded(rng):
+        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
+        header, data = codec.info(blob), codec.decode_raw(blob, path="python")
+        entry = {
+            "dtype": header.dtype,
+            "shape": list(header.shape),
+            "level": header.level,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        manifest["accept"][name] = entry | ({"source": source, "rounding": rounding} if source else {})
+    for name, blob, error, part in refused_rounded(rng):
         (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
         manifest["refuse"][name] = {"error": error, "message": part}
     (HERE / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

@@ -261,7 +261,7 @@ def test_a_manifest_that_leads_out_is_refused(tmp_path, path):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"version": 2}, Unsupported),
+        ({"version": 3}, Unsupported),
         ({"format": "other"}, CorruptBlob),
         ({"files": [{"path": "a"}]}, CorruptBlob),
         ({"files": [{"path": "a", "kind": "odd", "stored": "a", "digest": "x"}]}, CorruptBlob),

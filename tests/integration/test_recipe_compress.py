@@ -49,4 +49,19 @@ def test_a_second_run_is_remembered_and_the_plan_names_the_audit(model):
 def test_all_settings_are_those_of_the_command(model, tmp_path):
     answer = run(model, "--plan", "--json")
     settings = json.loads(answer.stdout)["plan"]["steps"][0]["settings"]
-    assert settings == {"level": "default", "threads": None, "variant": None, "exclude": []}
+    assert settings == {
+        "level": "default", "threads": None, "variant": None, "exclude": [],
+        "mantissa_bits": 7, "block_size": 512, "fidelity": "corrected",
+    }  # fmt: skip
+
+
+def test_a_recipe_may_round_and_its_audit_proves_the_bound(model, tmp_path):
+    recipe = tmp_path / "rounded.yaml"
+    recipe.write_text(QUICKSTART.read_text().replace("{level: default}", "{mantissa_bits: 2, block_size: 64}"))
+    command = ["run", str(recipe), "--subject", str(model), "--output", str(tmp_path / "out"), "--json"]
+    answer = CliRunner().invoke(cli.netweight, command, catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    (step,) = json.loads(answer.stdout)["steps"]
+    findings = {finding["name"]: finding for finding in step["findings"]["identity"]}
+    assert findings["rounded tensors beyond their bound"]["passed"] is True
+    assert 0 < findings["largest relative change"]["value"] <= findings["largest relative change"]["target"]

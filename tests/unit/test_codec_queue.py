@@ -28,6 +28,22 @@ def test_results_in_any_order_are_what_decode_gives(queue, order):
         assert torch.equal(decoding.result(), WEIGHTS[i])
 
 
+@pytest.mark.parametrize("block", [None, 7, 512])
+def test_rounded_tensors_are_what_decode_gives(queue, block):
+    weights = [weight.to(dtype) for weight in WEIGHTS for dtype in (torch.bfloat16, torch.float32)]
+    weights[-1][::50, 3] = torch.nan  # kept exactly
+    blobs = [codec.encode_lossy(weight, mantissa_bits=2, block_size=block) for weight in weights]
+    assert all(map(codec.is_lossy, blobs))
+    decodings = [queue.add(blob) for blob in blobs]
+    for blob, decoding in zip(blobs, decodings, strict=True):
+        expected, found = codec.decode(blob), decoding.result()
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    damaged = blobs[-1][:-9] + bytes(9)
+    with pytest.raises(CorruptBlob):
+        queue.add(damaged).result()
+
+
 def test_what_was_added_can_be_had_after_closing():
     queue = codec.DecodeQueue()
     decodings = [queue.add(blob) for blob in BLOBS * 8]

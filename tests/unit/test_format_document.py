@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from netweight import codec
-from netweight.codec import reference
+from netweight.codec import lossy, reference
 from netweight.codec.element_types import ELEMENT_TYPES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
@@ -37,7 +38,17 @@ def test_the_dumps_are_what_the_encoder_writes(text, name, tensor):
     assert codec.decode_raw(blob, check=True).tobytes() == tensor.tobytes()
 
 
-@pytest.mark.parametrize("name", ["float32", "squares"])
+def test_the_rounded_dump_is_what_the_encoder_writes(text):
+    blob = dump(text, "rounded")
+    tensor = torch.tensor([1.5, -2.8125, 0.400390625, 1.0], dtype=torch.bfloat16)
+    assert codec.encode_lossy(tensor, mantissa_bits=1, block_size=2) == blob
+    assert codec.decode(blob, check=True).tolist() == [1.40625, -2.8125, 0.375, 1.0]
+    header = lossy.read_header(blob)
+    assert reference.decode(header.words).view("<u2").tolist() == [0x00FE, 0x8100, 0x00FB, 0x00FE]
+    assert header.worst == pytest.approx(0.0634, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["float32", "squares", "rounded"])
 def test_the_tables_quote_the_dumps(text, name):
     blob = dump(text, name)
     table = text[text.index(f"```{name}") :].split("## ")[0]

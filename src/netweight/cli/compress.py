@@ -15,6 +15,7 @@ from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
     from netweight.core.progress import Progress
+    from netweight.evidence.finding import Finding
     from netweight.methods.compress.folder import Summary
     from netweight.methods.compress.inspection import TensorReport
 
@@ -49,6 +50,27 @@ def _overwrite(command: F) -> F:
 @_overwrite
 @click.option("--variant", help="Take only weights of this variant, e.g. fp16, where a folder has it.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these files out; may be repeated.")
+@click.option(
+    "--mantissa-bits",
+    type=click.IntRange(0, 7),
+    default=7,
+    show_default=True,
+    help="Lossy below 7: round BF16, F16 and F32 tensors of two and more dimensions to so many bits.",
+)
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=0),
+    default=512,
+    show_default=True,
+    help="Weights that share a normalizer when rounded; 0 for no normalizers.",
+)
+@click.option(
+    "--fidelity",
+    type=click.Choice(["corrected", "reference"]),
+    default="corrected",
+    show_default=True,
+    help="The arithmetic of rounding.",
+)
 @output_option
 def compress(
     src: str,
@@ -58,9 +80,12 @@ def compress(
     overwrite: bool,
     variant: str | None,
     exclude: tuple[str, ...],
+    mantissa_bits: int,
+    block_size: int,
+    fidelity: str,
     output: Output,
 ) -> None:
-    """Make a model's files smaller, bit for bit.
+    """Make a model's files smaller: bit for bit, or with --mantissa-bits rounded.
 
     SRC is a .safetensors file, the folder of a transformers or diffusers model, pipeline or adapter, or a model's id on
     the Hugging Face hub (owner/name). All other files are carried over. A run that was interrupted continues where it
@@ -78,9 +103,20 @@ def compress(
             overwrite=overwrite,
             variant=variant,
             exclude=exclude,
+            mantissa_bits=mantissa_bits,
+            block_size=block_size or None,
+            fidelity=fidelity,
             progress=_progress(output),
         )
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
+    if summary.rounded:
+        output.line(
+            f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to "
+            f"{_counted(mantissa_bits, 'mantissa bit')}. {_changed(summary)} The others are kept bit for bit.",
+            fg="yellow",
+        )
+    elif mantissa_bits < 7:
+        output.line("Nothing was rounded: no tensor of two dimensions and a dtype that can be.")
 
 
 @click.command()
@@ -92,6 +128,8 @@ def compress(
 def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output: Output) -> None:
     """Restore the original files of a compressed model, byte for byte; all digests are checked.
 
+    What was rounded when it was compressed stays rounded; that is said.
+
     SRC is a compressed .safetensors file or folder, or its id on the Hugging Face hub. A run that was interrupted
     continues where it stopped when it is started again.
     """
@@ -101,6 +139,12 @@ def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output
     with _interruptible(source, dst, output):
         summary = decompress_folder(source, dst, threads=threads, overwrite=overwrite, progress=_progress(output))
     _show(output, summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
+    if summary.rounded:
+        output.line(
+            f"These are not the original weights: {summary.rounded} of {summary.tensors} tensors were rounded before. "
+            f"{_changed(summary)}",
+            fg="yellow",
+        )
 
 
 @click.command()
@@ -112,6 +156,7 @@ def decompress(src: str, dst: Path, threads: int | None, overwrite: bool, output
 def verify(context: click.Context, path: Path, against: Path | None, threads: int | None, output: Output) -> None:
     """Prove that a compressed model is intact, and identical to its original if that is given.
 
+    Of rounded tensors it proves that they are intact, and that every weight is within its bound of the original.
     Exits with 1 if anything is damaged or differs.
     """
     from netweight.methods.compress.audit import verify as run_audit
@@ -122,6 +167,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
         word, color = {True: ("ok", "green"), False: ("FAILED", "red"), None: ("", None)}[finding.passed]
         value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
         among = f" of {finding.detail['among']}" if finding.detail.get("among") is not None else ""
+        among = _within(finding) if "bound" in finding.detail else among
         output.line(f"{word:7}{finding.name}: {value}{among}", fg=color)
         names = finding.detail.get("which", ())
         for name in names[:_SHOWN]:
@@ -154,6 +200,9 @@ def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -
     if len(files) > 1:
         headers.append("file")
         rows = [[*row, report.info.file.relative_to(path)] for row, report in zip(rows, reports, strict=True)]
+    if any(report.rounding for report in reports):
+        headers += ["kept", "bound", "largest change"]
+        rows = [[*row, *_rounding_of(report)] for row, report in zip(rows, reports, strict=True)]
     output.table(headers, rows)
     plain, stored = (sum(getattr(report.info, size) for report in reports) for size in ("nbytes", "stored_nbytes"))
     weights = sum(math.prod(report.info.shape) for report in reports)
@@ -227,6 +276,36 @@ def _row(report: TensorReport) -> list[object]:
     shares = bits.shares
     parts = [f"{shares[part]:.1%}" for part in ("sign", "exponent", "mantissa")]
     return [*start, f"{bits.bits_per_weight:.2f}", *parts]
+
+
+def _rounding_of(report: TensorReport) -> list[object]:
+    """How many mantissa bits are kept, and what that changed."""
+    found = report.rounding
+    if found is None:
+        return ["all bits", "-", "-"]
+    block = f", blocks of {found.block_size}" if found.block_size else ""
+    return [_counted(found.mantissa_bits or 0, "bit") + block, f"{found.bound:.4f}", f"{found.worst_change:.4f}"]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _changed(summary: Summary) -> str:
+    change = _beside_bound(summary.worst_change, summary.bound)
+    return f"The largest change of a weight is {summary.worst_change:.4f} of itself, {change}."
+
+
+def _within(finding: Finding) -> str:
+    """What is said after the largest change of rounded weights."""
+    detail = finding.detail
+    how = "compared with the original" if detail["measured"] else "as recorded"
+    change = _beside_bound(float(finding.value or 0), detail["bound"])
+    return f" of a weight, {change} ({how}; {detail['rounded_tensors']} tensors are rounded)"
+
+
+def _beside_bound(change: float, bound: float) -> str:
+    return f"{'within' if change <= bound else 'beyond'} the bound of {bound:.4f}"
 
 
 def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from netweight.codec import backend
+from netweight.codec import backend, lossy
 from netweight.codec.dtypes import dtype_name, torch_dtype
+from netweight.codec.rounding import Precision
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +40,14 @@ class BlobInfo:
         digest: Digest of the tensor's bytes, "xxh3-128:" and 32 hexadecimal digits.
         version: Version of the format.
         chunk_log2: Binary logarithm of the numbers in a chunk (two per element for complex types).
-        chunk_offsets: Where each chunk starts in the blob, and the blob's size.
+        chunk_offsets: Where each chunk starts in the blob, and where the last one ends.
+        mantissa_bits: Bits of the mantissa that a lossy blob keeps, 0 to 6; None for lossless ones. `digest` is that of
+            the rounded tensor.
+        block_size: Weights that share a normalizer in a lossy blob; None for no normalizers.
+        fidelity: The arithmetic of a lossy blob, "corrected" or "reference"; None for lossless ones.
+        bound: How much rounding may have changed a weight at most, relative to it (see `relative_bound`); 0 for
+            lossless blobs.
+        worst_change: How much it did change one at most; 0 for lossless blobs.
     """
 
     dtype: str
@@ -50,6 +58,11 @@ class BlobInfo:
     version: int
     chunk_log2: int
     chunk_offsets: tuple[int, ...] = field(repr=False)
+    mantissa_bits: int | None = None
+    block_size: int | None = None
+    fidelity: str | None = None
+    bound: float = 0.0
+    worst_change: float = 0.0
 
     @property
     def chunks(self) -> int:
@@ -86,6 +99,7 @@ def encode_raw(
     level: str = "default",
     threads: int = 1,
     chunk_log2: int | None = None,
+    precision: Precision | None = None,
     path: str = "auto",
 ) -> bytes:
     """Compresses a plain buffer.
@@ -98,6 +112,7 @@ def encode_raw(
         threads: Threads to encode with, at least 1. The bytes do not depend on it.
         chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
             more).
+        precision: How much of each number to keep, see `encode_lossy`; None keeps everything.
         path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
 
     Returns:
@@ -105,18 +120,21 @@ def encode_raw(
 
     Raises:
         UsageError: The buffer does not fit dtype and shape, or an option is out of its range.
-        Unsupported: The codec has no such element type.
+        Unsupported: The codec has no such element type, or it cannot be rounded.
     """
-    if level not in LEVELS:
-        raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(LEVELS)}.")
-    if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
-        raise UsageError(f"chunk_log2 is {chunk_log2}.", cure="Choose 10 to 22.")
+    number = _checked_level(level, chunk_log2)
     dims = [int(d) for d in shape]
     if len(dims) > 64 or min(dims, default=0) < 0:
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
+    rounding = None if precision is None else precision.rounding(dtype)
+    threads, log2 = _checked_threads(threads), chunk_log2 or 0
     with _in_our_words("a tensor of type %s and shape %s", dtype, dims):
-        source, number = _bytes_of(buffer), LEVELS.index(level)
-        return backend.encode(source, dtype, dims, number, chunk_log2 or 0, _checked_threads(threads), path)
+        source = _bytes_of(buffer)
+        if rounding is not None:
+            rounded = lossy.encode(source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path)
+            if rounded is not None:
+                return rounded
+        return backend.encode(source, dtype, dims, number, log2, threads, path)
 
 
 def encode(
@@ -143,25 +161,54 @@ def encode(
         UsageError: An option is out of its range.
         Unsupported: The codec has no such element type.
     """
-    if isinstance(tensor, np.ndarray):
-        name = _NUMPY_NAMES.get(tensor.dtype.name)
-        if name is None:
-            raise Unsupported(
-                f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first."
-            )
-        array = np.ascontiguousarray(tensor.astype(tensor.dtype.newbyteorder("<"), copy=False))
-        data, shape = _flat_bytes(array), tensor.shape
-    else:
-        import torch
-
-        if tensor.layout != torch.strided or tensor.is_meta:
-            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
-        name = dtype_name(tensor.dtype)
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        data, shape = _tensor_bytes(tensor), tensor.shape
+    data, name, shape = _parts(tensor)
     return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
+
+
+def encode_lossy(
+    tensor: torch.Tensor | np.ndarray[Any, Any],
+    *,
+    mantissa_bits: int,
+    block_size: int | None = 512,
+    fidelity: str = "corrected",
+    level: str = "default",
+    threads: int = 1,
+    chunk_log2: int | None = None,
+    path: str = "auto",
+) -> bytes:
+    """Rounds a tensor of floats and compresses what is left; each weight changes by at most `relative_bound` of itself.
+
+    Kept are sign, exponent and the top `mantissa_bits` bits of the mantissa. With blocks each weight is divided by the
+    normalizer of its block before it is rounded, so that the block's largest weight is kept best, to 8 bits of its
+    mantissa. Zeros keep their signs. NaN, infinity, subnormal numbers and whatever else could not keep the bound are
+    stored exactly; a tensor in which more than one number in 16 is such is not rounded at all: its blob is lossless.
+
+    Args:
+        tensor: A torch tensor (moved to the CPU if elsewhere) or numpy array of dtype bfloat16, float16 or float32.
+        mantissa_bits: 0 to 6; or 7, which changes nothing and is the same as `encode`, for every dtype.
+        block_size: Weights, in the order of memory, that share a normalizer; any positive number. None for none.
+        fidelity: "corrected": weights are divided by the stored normalizer, and halves round to even. "reference": the
+            arithmetic of the paper's code, for bfloat16 only: quotients are rounded to bfloat16 first, halves round up,
+            and the largest numbers may become infinite.
+        level: "fast", "default" or "max".
+        threads: Threads to encode with, at least 1. The bytes do not depend on it.
+        chunk_log2: See `encode_raw`.
+        path: See `encode_raw`. The bytes do not depend on it.
+
+    Returns:
+        The blob; `decode` gives the rounded tensor, always the same.
+
+    Raises:
+        UsageError: A setting is out of its range.
+        Unsupported: Tensors of this dtype cannot be rounded, or not with this fidelity.
+
+    Source: NeuZip (arXiv 2410.20650), lossy compression for inference.
+    """
+    data, name, shape = _parts(tensor)
+    precision = Precision(mantissa_bits, block_size, fidelity)
+    return encode_raw(
+        data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, precision=precision, path=path
+    )
 
 
 def info(blob: Blob) -> BlobInfo:
@@ -174,10 +221,38 @@ def info(blob: Blob) -> BlobInfo:
         CorruptBlob: The bytes are damaged or not a blob.
         Unsupported: The blob is of a newer format.
     """
+    source = _bytes_of(blob)
     with _in_our_words("a blob"):
-        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(_bytes_of(blob))
+        if lossy.recognizes(source):
+            return _lossy_info(lossy.read_header(source))
+        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(source)
     hexadecimal = f"xxh3-128:{digest.hex()}"
     return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], hexadecimal, 1, chunk_log2, tuple(starts))
+
+
+def is_lossy(blob: Blob) -> bool:
+    """Whether a blob is one of those that `encode_lossy` makes when it rounds; only its first bytes are looked at."""
+    return lossy.recognizes(_bytes_of(blob))
+
+
+def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
+    _, _, _, level, chunk_log2, _, starts, _ = backend.read_header(header.words)
+    rounding = header.rounding
+    return BlobInfo(
+        rounding.element.name,
+        header.shape,
+        header.nbytes,
+        LEVELS[level],
+        f"xxh3-128:{header.digest.hex()}",
+        lossy.VERSION,
+        chunk_log2,
+        tuple(header.words_start + start for start in starts),
+        rounding.mantissa_bits,
+        rounding.block_size,
+        rounding.fidelity,
+        float(rounding.bound),
+        header.worst,
+    )
 
 
 def decode_raw(
@@ -198,8 +273,9 @@ def decode_raw(
         CorruptBlob: The blob is damaged.
         Unsupported: The blob is of a newer format.
     """
+    source = _bytes_of(blob)
     with _in_our_words("a blob"):
-        return backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)[0]
+        return _decoded(source, _checked_threads(threads), check, path)[0]
 
 
 def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> torch.Tensor:
@@ -207,8 +283,9 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
 
     Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type.
     """
+    source = _bytes_of(blob)
     with _in_our_words("a blob"):
-        raw, name, shape = backend.decode(_bytes_of(blob), _checked_threads(threads), check, path)
+        raw, name, shape = _decoded(source, _checked_threads(threads), check, path)
     return _tensor_of(raw, torch_dtype(name), shape)
 
 
@@ -235,12 +312,18 @@ def decode_into(
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise UsageError("The output array must be contiguous and writable.")
         with _in_our_words("a blob"):
-            backend.decode_into(source, _flat_bytes(out), threads, check, path)
+            if lossy.recognizes(source):
+                lossy.decode(source, threads, check, path, _flat_bytes(out))
+            else:
+                backend.decode_into(source, _flat_bytes(out), threads, check, path)
         return
     if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
         raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
     with _in_our_words("a blob"):
-        backend.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
+        if lossy.recognizes(source):
+            lossy.decode(source, threads, check, path, backend.memory_at(out.data_ptr(), out.nbytes))
+        else:
+            backend.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
@@ -255,15 +338,68 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         Unsupported: torch lacks the element type, or rows do not fill whole bytes.
     """
     source = _bytes_of(blob)
+    rounded: lossy.LossyHeader | None = None
     with _in_our_words("a blob"):
-        name, shape, _, _, _, _, _, numbers = backend.read_header(source)
+        if lossy.recognizes(source):
+            rounded = lossy.read_header(source)
+            name, shape, numbers = rounded.rounding.element.name, rounded.shape, rounded.count
+        else:
+            name, shape, _, _, _, _, _, numbers = backend.read_header(source)
     dtype = torch_dtype(name)
     if not shape or not 0 <= start <= stop <= shape[0]:
         raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
     per_row = numbers // shape[0] if shape[0] else 0
+    first, last, threads = start * per_row, stop * per_row, _checked_threads(threads)
     with _in_our_words("a blob"):
-        raw = backend.decode_numbers(source, start * per_row, stop * per_row, _checked_threads(threads), path)
+        if rounded is not None:
+            raw = lossy.decode_numbers(rounded, first, last, threads, path)
+        else:
+            raw = backend.decode_numbers(source, first, last, threads, path)
     return _tensor_of(raw, dtype, (stop - start, *shape[1:]))
+
+
+def _decoded(
+    source: Any, threads: int, check: bool, path: str
+) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], str, tuple[int, ...]]:
+    """A tensor's bytes, the name of its dtype and its shape."""
+    if not lossy.recognizes(source):
+        return backend.decode(source, threads, check, path)
+    header = lossy.read_header(source)
+    return lossy.decode(source, threads, check, path), header.rounding.element.name, header.shape
+
+
+def _parts(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str, tuple[int, ...]]:
+    """A tensor's bytes, the name of its dtype and its shape.
+
+    Raises:
+        UsageError: It has no plain bytes.
+        Unsupported: The codec has no such element type.
+    """
+    if isinstance(tensor, np.ndarray):
+        name = _NUMPY_NAMES.get(tensor.dtype.name)
+        if name is None:
+            raise Unsupported(
+                f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first."
+            )
+        array = np.ascontiguousarray(tensor.astype(tensor.dtype.newbyteorder("<"), copy=False))
+        return _flat_bytes(array), name, tensor.shape
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
+    name = dtype_name(tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return _tensor_bytes(tensor), name, tuple(tensor.shape)
+
+
+def _checked_level(level: str, chunk_log2: int | None) -> int:
+    if level not in LEVELS:
+        raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(LEVELS)}.")
+    if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
+        raise UsageError(f"chunk_log2 is {chunk_log2}.", cure="Choose 10 to 22.")
+    return LEVELS.index(level)
 
 
 def _checked_threads(threads: int) -> int:

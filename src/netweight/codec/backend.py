@@ -10,11 +10,14 @@ import ctypes
 import os
 import warnings
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
+
+if TYPE_CHECKING:
+    from netweight.codec.rounding import Rounded, Rounding
 
 try:
     from netweight.codec import _native as native
@@ -118,11 +121,14 @@ def decode_to_address(blob: Any, address: int, nbytes: int, threads: int, check:
     """
     if not _in_python(path):
         return native.decode_to_address(blob, address, nbytes, threads, check, path)
-    if nbytes:
-        out: np.ndarray[Any, Any] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-    else:
-        out = np.empty(0, np.uint8)
-    decode_into(blob, out, threads, check, path)
+    decode_into(blob, memory_at(address, nbytes), threads, check, path)
+
+
+def memory_at(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Memory of the caller's as an array."""
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -134,9 +140,88 @@ def decode_numbers(blob: Any, first: int, last: int, threads: int, path: str) ->
     return native.decode_numbers(blob, first, last, threads, path)
 
 
+def encode_words(
+    words: np.ndarray[Any, Any], mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str
+) -> bytes:
+    """Encode the words of a lossy blob, given as bytes: a U16 blob whose splits are those of floats."""
+    if _in_python(path):
+        from netweight.codec import fallback
+
+        return fallback.encode(words, "U16", [len(words) // 2], level, chunk_log2, mantissa_bits=mantissa_bits)
+    return native.encode_words(words, mantissa_bits, level, chunk_log2, threads, path)
+
+
+def round_weights(data: np.ndarray[Any, np.dtype[np.uint8]], rounding: Rounding, path: str) -> Rounded:
+    """Round weights, given as bytes; the first begins a block."""
+    from netweight.codec import rounding as python
+
+    if _in_python(path):
+        return python.round_weights(data, rounding)
+    element, block = rounding.element, rounding.block_size
+    if data.ctypes.data % element.number_bytes:
+        data = data.copy()  # numbers lie at odd addresses in some files
+    count = len(data) // element.number_bytes
+    words, values = np.empty(count, np.uint16), np.empty(len(data), np.uint8)
+    normalizers = np.empty(0 if block is None else -(-count // block), np.uint8)
+    bound = rounding.bound
+    worst, places = native.round_weights(
+        data, element.name, rounding.mantissa_bits, block or 0, rounding.fidelity == "reference",
+        float(bound.numerator), float(bound.denominator), words, normalizers, values, path,
+    )  # fmt: skip
+    escapes = np.array(places, np.int64)
+    return python.Rounded(words, None if block is None else normalizers, escapes, values, worst)
+
+
+def decode_words(
+    blob: np.ndarray[Any, np.dtype[np.uint8]],
+    normalizers: np.ndarray[Any, np.dtype[np.uint8]] | None,
+    rounding: Rounding,
+    first: int,
+    last: int,
+    threads: int,
+    path: str,
+    out: np.ndarray[Any, np.dtype[np.uint8]] | None,
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Decode words `first` to `last` (exclusive) to weights: bytes in `out`, or in a new array.
+
+    `normalizers` are those of the blocks that these weights touch.
+    """
+    nbytes = (last - first) * rounding.element.number_bytes
+    if _in_python(path):
+        from netweight.codec import reference
+        from netweight.codec import rounding as python
+
+        words = reference.decode_numbers(blob, first, last).view("<u2")
+        weights = python.weights_of(words, normalizers, first % (rounding.block_size or 1), rounding)
+        if out is None:
+            return weights
+        out[:] = weights
+        return out
+    if out is None:
+        out = native.pooled_array(nbytes)
+    native.decode_words(
+        blob, b"" if normalizers is None else normalizers, rounding.element.name, rounding.mantissa_bits,
+        rounding.block_size or 0, rounding.fidelity == "reference", first, last, out.ctypes.data, nbytes, threads, path,
+    )  # fmt: skip
+    return out
+
+
 def new_queue() -> Any:
     """A thread of the native module that decodes what is added, or None without that module."""
     return native.DecodeQueue() if native else None
+
+
+def queue_words(
+    queue: Any,
+    blob: np.ndarray[Any, np.dtype[np.uint8]],
+    normalizers: np.ndarray[Any, np.dtype[np.uint8]] | None,
+    rounding: Rounding,
+) -> Any:
+    """Add the words of a whole lossy blob to a queue of `new_queue`; the result are weights."""
+    return queue.add_words(
+        blob, b"" if normalizers is None else normalizers, rounding.element.name, rounding.mantissa_bits,
+        rounding.block_size or 0, rounding.fidelity == "reference",
+    )  # fmt: skip
 
 
 def trim_pool(keep: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -48,7 +48,9 @@ PATCH_COST = 33 * COST // 2
 SPREAD = 4096  # gaps that a patch can state
 
 
-def encode(buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int) -> bytes:
+def encode(
+    buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int, *, mantissa_bits: int | None = None
+) -> bytes:
     """Encode a tensor's bytes.
 
     Args:
@@ -57,6 +59,7 @@ def encode(buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2
         shape: Shape of the tensor.
         level: 0, 1 or 2.
         chunk_log2: Binary logarithm of the numbers in a chunk; 0 for the default.
+        mantissa_bits: Of the words of a lossy blob, which are split as floats with so many are; None for other tensors.
 
     Raises:
         Unsupported: There is no such element type, or the tensor is too large or ends inside a byte.
@@ -65,6 +68,8 @@ def encode(buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2
     element = next((e for e in ELEMENT_TYPES if e.name == dtype), None)
     if element is None:
         raise Unsupported(f"element type {dtype} is not known to this release")
+    if mantissa_bits is not None:
+        element = replace(element, exponent_bits=15 - mantissa_bits, mantissa_bits=mantissa_bits)
     view = memoryview(buffer)
     data = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if tensor_bytes(element, tuple(shape)) != len(data):

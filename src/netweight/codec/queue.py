@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.codec import backend
+from netweight.codec import backend, lossy
 from netweight.codec.api import _bytes_of, _in_our_words, _tensor_of, decode
 from netweight.codec.dtypes import torch_dtype
 
@@ -24,9 +24,10 @@ __all__ = ["DecodeQueue", "Decoding"]
 class Decoding:
     """A blob that is being decoded, or will be; made by `DecodeQueue.add`."""
 
-    def __init__(self, blob: Any, pending: Any) -> None:
+    def __init__(self, blob: Any, pending: Any, header: lossy.LossyHeader | None = None) -> None:
         self._blob = blob
         self._pending = pending
+        self._header = header
 
     def result(self) -> torch.Tensor:
         """The tensor, waiting for it if need be.
@@ -39,6 +40,9 @@ class Decoding:
             return decode(self._blob)
         with _in_our_words("a blob"):
             raw, name, shape = self._pending.result()
+            if self._header is not None:
+                lossy.put_kept(self._header, 0, self._header.count, "auto", raw)
+                name, shape = self._header.rounding.element.name, self._header.shape
         return _tensor_of(raw, torch_dtype(name), shape)
 
     def cancel(self) -> None:
@@ -73,7 +77,14 @@ class DecodeQueue:
             Unsupported: The blob is of a newer format.
         """
         with _in_our_words("a blob"):
-            return Decoding(blob, self._native.add(_bytes_of(blob)) if self._native else None)
+            source = _bytes_of(blob)
+            if not self._native:
+                return Decoding(blob, None)
+            if not lossy.recognizes(source):
+                return Decoding(blob, self._native.add(source))
+            header = lossy.read_header(source)
+            normalizers = lossy.normalizers_of(header, 0, header.count, "auto")
+            return Decoding(blob, backend.queue_words(self._native, header.words, normalizers, header.rounding), header)
 
     def close(self) -> None:
         """End the thread; results of what was added can still be asked for."""

@@ -24,7 +24,7 @@ import xxhash
 from netweight.codec.element_types import ELEMENT_TYPES, ElementType
 from netweight.errors import CorruptBlob, Unsupported
 
-__all__ = ["LANE_ORDER", "Header", "Split", "decode", "decode_numbers", "read_header", "tensor_bytes"]
+__all__ = ["LANE_ORDER", "Header", "Split", "decode", "decode_numbers", "read_header", "read_varint", "tensor_bytes"]
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -141,7 +141,7 @@ def read_header(blob: Any) -> Header:
         raise _corrupt("the header states an impossible chunk size")
     if dimensions > 64:
         raise _corrupt("the header states an impossible number of dimensions")
-    shape = tuple(_varint(reader) for _ in range(dimensions))
+    shape = tuple(read_varint(reader) for _ in range(dimensions))
     nbytes = tensor_bytes(element, shape)
     chunks = -(-nbytes // element.number_bytes >> chunk_log2)
     if chunks > (len(reader.data) - reader.at) // 4:
@@ -199,7 +199,7 @@ def _as_bytes(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.empty(0, np.uint8)
 
 
-def _varint(reader: Reader) -> int:
+def read_varint(reader: Reader) -> int:
     """Seven bits a byte, least significant first; the last byte is below 128."""
     value = 0
     for shift in range(0, 63, 7):

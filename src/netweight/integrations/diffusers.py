@@ -61,7 +61,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         super().__init__(quantization_config, **kwargs)
         # A configuration that names no weights came from a model compressed in memory: its folder is dense.
         self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
-        self._weights = Weights(quantization_config)
+        self._weights = Weights(quantization_config, stored=self.pre_quantized)
         self._names: list[str] = []
         self._taken: set[str] = set()
         self._in_fp32: list[str] = []
@@ -92,7 +92,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         """Check the files before anything is read from them, and give the original names."""
         compressed = [_is_compressed(file) for file in checkpoint_files]
         if self.pre_quantized or any(compressed):
-            self.pre_quantized = True
+            self.pre_quantized = self._weights.stored = True
             for file in checkpoint_files:
                 check(Path(file))
         # Kept, since names are known only in part before the model is.
@@ -282,7 +282,7 @@ def save_pretrained(
 
     level = self.hf_quantizer.quantization_config.level
     replaced = "diffusion_pytorch_model*.safetensors*"
-    save_beside(save_directory, write, replaced=replaced, level=level, push_to_hub=push_to_hub)
+    save_beside(self, save_directory, write, replaced=replaced, level=level, push_to_hub=push_to_hub)
 
 
 def _is_compressed(path: Any) -> bool:

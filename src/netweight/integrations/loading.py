@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from netweight import codec
-from netweight.codec.dtypes import torch_dtype
+from netweight.codec import Precision
+from netweight.codec.dtypes import dtype_name, torch_dtype
 from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
@@ -60,13 +61,16 @@ class NetweightConfig(QuantizationConfigMixin):
             None takes all that `netweight.compress_` knows.
         exclude: Patterns of modules to leave dense.
         level: The codec's level, also for later changes of a weight and for `save_pretrained`.
+        mantissa_bits: Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
+        block_size: Weights that share a normalizer when rounded; None for no normalizers.
+        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
         version: Version of the compressed folder; written by `netweight compress`.
         weights: Its weights file or index; written by `netweight compress` for transformers.
         quant_method: Always `"netweight"`; compressed folders of diffusers models say more here, for loaders without
             netweight.
 
     Raises:
-        UsageError: There is no such level.
+        UsageError: There is no such level, or a setting of rounding is out of its range.
         Unsupported: A newer release wrote the folder.
     """
 
@@ -78,6 +82,9 @@ class NetweightConfig(QuantizationConfigMixin):
         version: int = _VERSION,
         weights: str | None = None,
         quant_method: str = METHOD,
+        mantissa_bits: int = 7,
+        block_size: int | None = 512,
+        fidelity: str = "corrected",
     ) -> None:
         if level not in get_args(Level):
             raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
@@ -92,6 +99,15 @@ class NetweightConfig(QuantizationConfigMixin):
         self.exclude = _listed(exclude)
         self.level = level
         self.weights = weights
+        Precision(mantissa_bits, block_size, fidelity)  # checks them
+        self.mantissa_bits = mantissa_bits
+        self.block_size = block_size
+        self.fidelity = fidelity
+
+    @property
+    def precision(self) -> Precision:
+        """How much of weights to keep."""
+        return Precision(self.mantissa_bits, self.block_size, self.fidelity)
 
 
 def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
@@ -104,10 +120,12 @@ class Weights:
 
     Args:
         config: Which weights to compress, and how.
+        stored: Whether they come from a compressed folder: what was rounded before is not rounded again.
     """
 
-    def __init__(self, config: NetweightConfig) -> None:
+    def __init__(self, config: NetweightConfig, *, stored: bool) -> None:
         self.config = config
+        self.stored = stored
         self._chunks: dict[str, int | None] = {}
         self._room: torch.Tensor | None = None
 
@@ -127,6 +145,15 @@ class Weights:
             if target not in self._chunks or source not in self._chunks:
                 self._chunks.pop(target, None)
                 self._chunks.pop(source, None)
+
+    def refuse_unroundable(self, model: nn.Module) -> None:
+        """Refuse dtypes that cannot be rounded as asked, before anything is loaded.
+
+        Raises:
+            Unsupported: A chosen weight is of such a dtype.
+        """
+        for dtype in {model.get_parameter(name).dtype for name in self._chunks}:
+            self.config.precision.rounding(dtype_name(dtype))
 
     def __contains__(self, name: str) -> bool:
         """Whether a weight is to be held compressed."""
@@ -172,7 +199,8 @@ class Weights:
 
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
         """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
-        box = Box.of(dense, level=self.config.level, chunk_log2=self._chunks[name])
+        precision = None if self.stored else self.config.precision
+        box = Box.of(dense, level=self.config.level, chunk_log2=self._chunks[name], precision=precision)
         if box.payload.nbytes >= dense.nbytes:
             return dense
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
@@ -259,6 +287,7 @@ def check(path: Path) -> None:
 
 
 def save_beside(
+    model: nn.Module,
     target: str | os.PathLike[str],
     write_plain: Callable[[Path], None],
     *,
@@ -269,6 +298,7 @@ def save_beside(
     """Let a library write a plain folder beside the target, compress it, and put it in the target's place.
 
     Args:
+        model: The model that is saved; its rounded weights are saved as they are in memory.
         target: The folder. It appears whole if there was none. Else its files are replaced one by one, and others stay.
         write_plain: Writes the dense model into a folder.
         replaced: Shell pattern of an older model's weights, which are removed from the target.
@@ -291,8 +321,16 @@ def save_beside(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         plain, compressed = Path(beside) / "plain", Path(beside) / "net"
         write_plain(plain)
-        compress_folder(plain, compressed, level=level)
+        compress_folder(plain, compressed, level=level, ready=_rounded(model))
         _move_into(compressed, target, replaced)
+
+
+def _rounded(model: nn.Module) -> dict[str, memoryview]:
+    """The blobs of a model's rounded weights, by the digests of what they decode to."""
+    weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
+    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
+    blobs = [box.blob for box in boxes if box.lossy]
+    return {codec.info(blob).digest: blob for blob in blobs}
 
 
 def _move_into(folder: Path, target: Path, replaced: str) -> None:

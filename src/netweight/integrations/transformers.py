@@ -4,10 +4,11 @@
 
 After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
 weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
-tensor after another. Either way the model computes what the dense one does, bit for bit, and `save_pretrained` writes
-a compressed folder. Compressed are the weights that `netweight.compress_` compresses; others, such as norms, are
-decoded while loading. Experts that transformers merges into one weight while it loads them are decoded for that, one
-layer at a time, and compressed again. Needs transformers 5.
+tensor after another. Either way the model computes what the dense one does, bit for bit, unless the configuration says
+to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
+`netweight.compress_` compresses; others, such as norms, are decoded while loading. Experts that transformers merges
+into one weight while it loads them are decoded for that, one layer at a time, and compressed again: if they had been
+rounded they keep these values, and the place that others take. Needs transformers 5.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class NetweightQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # A configuration that names no weights came from a model compressed in memory: its folder is dense.
         self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
-        self._weights = Weights(quantization_config)
+        self._weights = Weights(quantization_config, stored=self.pre_quantized)
         self._misfits: set[str] = set()
         self._loading = True
         self._dtype: torch.dtype | None = None
@@ -109,6 +110,8 @@ class NetweightQuantizer(HfQuantizer):
         if self.pre_quantized:
             for file in checkpoint_files or ():
                 check(Path(file))
+        else:
+            self._weights.refuse_unroundable(model)
         return model
 
     # ---- while loading ----
@@ -260,7 +263,7 @@ def save_pretrained(
             self.hf_quantizer, self.config.quantization_config = quantizer, config
 
     level = self.config.quantization_config.level
-    save_beside(save_directory, write, replaced="*.net.safetensors*", level=level, push_to_hub=push_to_hub)
+    save_beside(self, save_directory, write, replaced="*.net.safetensors*", level=level, push_to_hub=push_to_hub)
 
 
 # ---- what transformers' loader runs on names and tensors -------------------------------------------------------------

@@ -22,6 +22,9 @@ def _compress(source: Path, destination: Path, settings: CompressConfig, progres
         threads=settings.threads,
         variant=settings.variant,
         exclude=settings.exclude,
+        mantissa_bits=settings.mantissa_bits,
+        block_size=settings.block_size,
+        fidelity=settings.fidelity,
         progress=progress,
     )
 

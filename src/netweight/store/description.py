@@ -4,6 +4,8 @@
      "tensors": {"encoder.weight": {"dtype": "BF16", "shape": [384, 384], "digest": "xxh3-128:..."}},
      "header": "..."}
 
+The version is 2 if tensors are rounded; their digests are those of what comes back.
+
 `header` is there if the file was made from a safetensors file: that file's header, deflated, as base64. With it the
 original is restored byte for byte: tensor order, metadata and padding included.
 """
@@ -26,6 +28,7 @@ __all__ = ["KEY", "REFUSALS", "SUFFIX", "Description", "Original", "deflate_text
 KEY = "netweight"
 SUFFIX = ".net"
 VERSION = 1
+ROUNDED = 2  # version of descriptions of files with lossy blobs, which older releases cannot read
 _SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
 REFUSALS = {
     "format": _SENTENCE,
@@ -65,15 +68,17 @@ class Description:
     Attributes:
         tensors: The tensors as they were, by their original names.
         header: The header of the file that was compressed, or None if the tensors did not come from a file.
+        rounded: Whether any of the tensors is rounded.
     """
 
     tensors: Mapping[str, Original]
     header: Header | None
+    rounded: bool = False
 
     def to_json(self) -> str:
         """Write the description."""
         fields: dict[str, Any] = {
-            "version": VERSION,
+            "version": ROUNDED if self.rounded else VERSION,
             "tensors": {
                 name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "digest": tensor.digest}
                 for name, tensor in self.tensors.items()
@@ -97,9 +102,10 @@ class Description:
         """
         try:
             fields = json.loads(text)
-            if fields["version"] != VERSION:
+            version = fields["version"]
+            if version not in (VERSION, ROUNDED):
                 raise Unsupported(
-                    f"the format version is {fields['version']!r}; this release reads version {VERSION}.",
+                    f"the format version is {version!r}; this release reads up to version {ROUNDED}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             tensors = {name: _original(entry) for name, entry in fields["tensors"].items()}
@@ -115,7 +121,7 @@ class Description:
             raise CorruptBlob(
                 f"{where}: netweight's description contradicts the kept header.", cure="Fetch the file again."
             )
-        return cls(tensors, header)
+        return cls(tensors, header, version == ROUNDED)
 
 
 def deflate_text(data: bytes) -> str:

@@ -37,7 +37,7 @@ class TensorInfo:
         nbytes: Bytes of the original tensor.
         stored_nbytes: Bytes that it takes in the file.
         compressed: Whether it is stored compressed.
-        digest: Digest of the original bytes as recorded in the file; None if it is not compressed.
+        digest: Digest of the bytes that come back, as recorded in the file; None if it is not compressed.
         file: The file that holds it.
     """
 
@@ -106,6 +106,18 @@ class StoredFile:
         """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied."""
         span, start = self._spans[name], self.header.data_start
         return memoryview(self._map)[start + span.start : start + span.stop]
+
+    def rounding(self, name: str) -> codec.BlobInfo | None:
+        """What rounding did to a tensor; None if it is not rounded.
+
+        Raises:
+            CorruptBlob: The bytes are damaged.
+        """
+        if self.description is None or not self.description.rounded:
+            return None
+        with self._named(name):
+            found = codec.info(self.raw(name))
+        return None if found.mantissa_bits is None else found
 
     def content(self, name: str, *, threads: int = 1, check: bool = False) -> Any:
         """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype.
@@ -235,7 +247,7 @@ class Store:
         return self._place(name).info(name)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """Read a tensor, bit for bit as it was.
+        """Read a tensor, bit for bit as it was, or as it was rounded (see `rounding`).
 
         Args:
             name: Its original name.
@@ -292,6 +304,15 @@ class Store:
             CorruptBlob: The bytes are damaged.
         """
         return self._place(name).content(name, threads=threads, check=check)
+
+    def rounding(self, name: str) -> codec.BlobInfo | None:
+        """What rounding did to a tensor: its kept bits, bound and largest change; None if it is not rounded.
+
+        Raises:
+            NameNotFound: There is no such tensor.
+            CorruptBlob: The bytes are damaged.
+        """
+        return self._place(name).rounding(name)
 
     def raw(self, name: str) -> memoryview:
         """The bytes stored for a tensor, read-only and not copied: the codec's if compressed, else its own.

@@ -59,6 +59,7 @@ class StoreWriter:
         self._room = _ROOM if original is None else 3 * len(original.raw) + 160 * len(original.spans) + 1024
         self._tensors: dict[str, Original] = {}
         self._sizes: dict[str, int] = {}
+        self._rounded = False
         self._file: IO[bytes] | None = None
         self._stack = ExitStack()
 
@@ -122,6 +123,7 @@ class StoreWriter:
         info = codec.info(blob)
         self._tensors[name] = Original(info.dtype, tuple(info.shape), info.digest)
         self._sizes[name] = len(blob)
+        self._rounded |= info.mantissa_bits is not None
         self._file.write(blob)
         return len(blob)
 
@@ -142,7 +144,7 @@ class StoreWriter:
         """Put the header before the payload."""
         if self._original is not None and {span.name for span in self._original.spans} != set(self._tensors):
             raise CorruptBlob(f"{self.path}: the tensors added are not those of the header.")
-        description = Description(self._tensors, self._original)
+        description = Description(self._tensors, self._original, self._rounded)
         tensors = [(name + SUFFIX, "U8", (size,), size) for name, size in self._sizes.items()]
         metadata = {**REFUSALS, KEY: description.to_json()}
         payload = sum(self._sizes.values())

@@ -1,5 +1,7 @@
 """The audit of compression: are all bits there, and are they those of the original? Tensor by tensor, file by file.
 
+Of rounded tensors it asks instead whether every weight is within its bound.
+
 Importing this module declares the treatment `compress` and registers its audit, `identity`.
 """
 
@@ -14,11 +16,13 @@ from typing import Any, final
 import numpy as np
 import xxhash
 
+from netweight.codec import BlobInfo
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
+from netweight.methods.compress.closeness import largest_change
 from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.shard import plain_head, plain_size
@@ -58,7 +62,9 @@ def verify(
     Returns:
         Findings that each count what is wrong, with target 0 and the names in `detail["which"]`: damaged tensors and
         files, and with `against` tensors that differ, tensors and files that only one side has, and files that differ;
-        at last the ratio.
+        at last the ratio. Where tensors are rounded, those of them that differ by more than their bound are counted
+        apart, and the largest relative change is told with the largest bound: with `against` as measured now, without
+        as recorded when they were rounded.
 
     Raises:
         UsageError: A path is not there; or one is a file and the other a folder; or `path` is not compressed, so that
@@ -157,6 +163,10 @@ class _Tally:
     different: list[str] = field(default_factory=list)
     different_files: list[str] = field(default_factory=list)
     one_sided: list[str] = field(default_factory=list)
+    rounded: list[BlobInfo] = field(default_factory=list)
+    compared_rounded: int = 0
+    beyond: list[str] = field(default_factory=list)
+    change: float = 0.0
 
     def findings(self, subject: _Side, other: _Side | None) -> list[Finding]:
         found = []
@@ -164,13 +174,30 @@ class _Tally:
             found.append(_none_of("damaged tensors", self.damaged, self.tensors))
             found.append(_none_of("damaged files", self.damaged_files, self.files))
         if other is not None:
-            found.append(_none_of("tensors that differ", self.different, self.compared_tensors))
+            among = self.compared_tensors - self.compared_rounded
+            found.append(_none_of("tensors that differ", self.different, among))
+            if self.compared_rounded:
+                found.append(_none_of("rounded tensors beyond their bound", self.beyond, self.compared_rounded))
             found.append(_none_of("files that differ", self.different_files, self.compared_files))
             found.append(_none_of("tensors and files that only one side has", self.one_sided, None))
+        if self.rounded:
+            found.append(self._largest_change())
         nbytes, stored = subject.nbytes(), subject.stored_nbytes()
         detail = {"nbytes": nbytes, "stored_nbytes": stored}
         found.append(Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=detail))
         return found
+
+    def _largest_change(self) -> Finding:
+        bound = max(info.bound for info in self.rounded)
+        measured = bool(self.compared_rounded)
+        change = self.change if measured else max(info.worst_change for info in self.rounded)
+        detail = {
+            "rounded_tensors": len(self.rounded),
+            "bound": bound,
+            "measured": measured,
+            "mantissa_bits": sorted({info.mantissa_bits or 0 for info in self.rounded}),
+        }
+        return Finding("largest relative change", change, better="lower", target=bound, detail=detail)
 
 
 def _none_of(name: str, which: list[str], among: int | None) -> Finding:
@@ -203,6 +230,9 @@ def _check_weights(
             broken = True
         else:
             whole.update(content)
+            rounding = file.rounding(tensor)
+            if rounding is not None:
+                tally.rounded.append(rounding)
             if peer is not None:
                 _compare(file, peer, tensor, where, content, threads, tally)
         file.release(tensor)
@@ -226,16 +256,33 @@ def _check_weights(
 def _compare(
     file: StoredFile, peer: StoredFile, tensor: str, where: str, content: Any, threads: int, tally: _Tally
 ) -> None:
-    """Compare one tensor with its peer: dtype, shape and every bit."""
+    """Compare one tensor with its peer: dtype, shape and every bit, or every weight if one of the two is rounded."""
     if tensor not in peer.names():
         return
     tally.compared_tensors += 1
     mine, theirs = file.info(tensor), peer.info(tensor)
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         tally.different.append(f"{where}: {mine.dtype} {mine.shape} against {theirs.dtype} {theirs.shape}")
-    elif not _same_bytes(content, peer.content(tensor, threads=threads)):
-        tally.different.append(f"{where}: the bits differ")
+    else:
+        theirs_content = peer.content(tensor, threads=threads)
+        roundings = [found for found in (file.rounding(tensor), peer.rounding(tensor)) if found is not None]
+        if len(roundings) == 1:
+            _compare_rounded(roundings[0], file.rounding(tensor) is not None, where, content, theirs_content, tally)
+        elif not _same_bytes(content, theirs_content):
+            tally.different.append(f"{where}: the bits differ")
     peer.release(tensor)
+
+
+def _compare_rounded(rounding: BlobInfo, mine: bool, where: str, content: Any, other: Any, tally: _Tally) -> None:
+    """Compare a tensor of which one side is rounded: every weight must be within the bound."""
+    rounded, original = (content, other) if mine else (other, content)
+    change = largest_change(rounded, original, rounding.dtype)
+    if not mine:
+        tally.rounded.append(rounding)
+    tally.compared_rounded += 1
+    tally.change = max(tally.change, change)
+    if change > rounding.bound:
+        tally.beyond.append(f"{where}: a weight changed by {change:.6g} of itself, the bound is {rounding.bound:.6g}")
 
 
 def _same_bytes(left: Any, right: Any) -> bool:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 from netweight.core import digest
@@ -22,7 +24,7 @@ from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.loaders import mark_config, rewrite_index
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.plan import Item, Plan, lies_in_diffusers_model, make_plan
-from netweight.methods.compress.shard import check_digest, compress_shard, plain_size, restore_shard
+from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
 from netweight.methods.compress.workplace import Workplace, settle, workplace
 from netweight.store.atomic import refuse_existing, whole_file
 from netweight.store.reading import weight_map
@@ -48,6 +50,9 @@ class Summary:
         resumed: How many of them an earlier, interrupted run had finished.
         left_out: Files left out by variant or exclusion.
         seconds: Time taken.
+        rounded: Number of tensors that are rounded.
+        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
+        worst_change: How much it did change one at most.
     """
 
     source: Path
@@ -59,6 +64,9 @@ class Summary:
     resumed: int
     left_out: tuple[str, ...]
     seconds: float
+    rounded: int = 0
+    bound: float = 0.0
+    worst_change: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -75,9 +83,13 @@ def compress_folder(
     overwrite: bool = False,
     variant: str | None = None,
     exclude: tuple[str, ...] = (),
+    mantissa_bits: int = 7,
+    block_size: int | None = 512,
+    fidelity: str = "corrected",
+    ready: Mapping[str, memoryview] = MappingProxyType({}),
     progress: Progress = QUIET,
 ) -> Summary:
-    """Compress a model folder, or a single safetensors file, without losing a bit.
+    """Compress a model folder, or a single safetensors file, without losing a bit unless told to round.
 
     Args:
         source: A `.safetensors` file; or a folder of a transformers or diffusers model, pipeline or adapter. It is only
@@ -88,36 +100,48 @@ def compress_folder(
         overwrite: Whether an existing target may be replaced.
         variant: Take only the weight files of this variant, e.g. `"fp16"`, where a folder has it.
         exclude: Shell patterns of files to leave out, e.g. `("*.bin",)`.
+        mantissa_bits: Bits of the mantissa to keep, 0 to 6, in BF16, F16 and F32 tensors of two and more dimensions; 7
+            keeps all bits of everything. What is restored later is the rounded model.
+        block_size: Weights that share a normalizer when rounded; None for no normalizers.
+        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
+        ready: Blobs to take as they are for tensors whose bytes have these digests.
         progress: Where progress is shown.
 
     Returns:
-        Sizes, counts and time.
+        Sizes, counts and time, and what rounding changed.
 
     Raises:
+        Unsupported: There are tensors that cannot be rounded with this fidelity.
         UsageError: The source is not there, holds no weights or is compressed already; or the target lies in it.
         OutputExists: The target exists.
         OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
         UnsafeInput: Weights are pickles, or a link or index leads out of the folder.
         CorruptBlob: A weights file is damaged.
     """
-    config = CompressConfig(level=level, threads=threads, variant=variant, exclude=tuple(exclude))
+    config = CompressConfig(level, threads, variant, tuple(exclude), mantissa_bits, block_size, fidelity)
     source, target, started = Path(source), Path(target), time.monotonic()
     _check_ends(source, target, overwrite)
     if source.is_file():
         with progress.task(f"compress {source.name}", source.stat().st_size) as task:
             result = compress_shard(
-                source, target, level=level, threads=config.workers, overwrite=overwrite, advance=task.update
+                source,
+                target,
+                level=level,
+                threads=config.workers,
+                overwrite=overwrite,
+                precision=config.precision,
+                ready=ready,
+                advance=task.update,
             )
-        seconds = time.monotonic() - started
-        return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
+        return _summary_of_file(source, target, result, started)
     plan = make_plan(source, config)
     total = sum(item.size for item in plan.items)
     with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
-        compression = _Compression(source, plan, config, work, task)
+        compression = _Compression(source, plan, config, ready, work, task)
         resumed = compression.run()
-        manifest = Manifest(
-            level, tuple(compression.done[item.path] for item in plan.items), plan.folders, plan.left_out
-        )
+        precision = None if config.precision.lossless else config.precision
+        files = tuple(compression.done[item.path] for item in plan.items)
+        manifest = Manifest(level, files, plan.folders, plan.left_out, precision)
         _write(work.tree / MANIFEST, manifest.to_json().encode())
         work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
     return _summary(source, target, manifest, resumed, plan.left_out, started)
@@ -156,8 +180,7 @@ def decompress_folder(
     if source.is_file():
         with progress.task(f"decompress {source.name}", plain_size(source)) as task:
             result = restore_shard(source, target, threads=config.workers, overwrite=overwrite, advance=task.update)
-        seconds = time.monotonic() - started
-        return Summary(source, target, result.tensors, result.nbytes, result.stored_nbytes, 1, 0, (), seconds)
+        return _summary_of_file(source, target, result, started)
     manifest = Manifest.read(source)
     manifest.check_present(source)
     total = sum(entry.nbytes for entry in manifest.files)
@@ -202,6 +225,7 @@ class _Compression:
     source: Path
     plan: Plan
     config: CompressConfig
+    ready: Mapping[str, memoryview]
     work: Workplace
     task: Task
     done: dict[str, FileEntry] = field(default_factory=dict)
@@ -212,7 +236,7 @@ class _Compression:
         how = {"weights": self.weights, "index": self.index, "config": self.configuration, "other": self.other}
         for item in sorted(self.plan.items, key=lambda item: _WORK_ORDER[item.role]):
             self.task.describe(item.path)
-            key = {**vars(item), "level": self.config.level}
+            key = {**vars(item), "level": self.config.level, **_rounding_key(self.config)}
             # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
             known = self.work.finished(key) if item.role in ("weights", "other") else None
             if known is None:
@@ -233,6 +257,8 @@ class _Compression:
             level=self.config.level,
             threads=self.config.workers,
             overwrite=True,
+            precision=self.config.precision,
+            ready=self.ready,
             advance=self.task.update,
         )
         return FileEntry(
@@ -244,6 +270,9 @@ class _Compression:
             stored_nbytes=result.stored_nbytes,
             tensors=result.tensors,
             payload=result.payload,
+            rounded=result.rounded,
+            bound=result.bound,
+            worst_change=result.worst_change,
         )
 
     def index(self, item: Item) -> FileEntry:
@@ -280,6 +309,11 @@ class _Compression:
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
 
 
+def _rounding_key(config: CompressConfig) -> dict[str, object]:
+    """What an interrupted run's results depend on besides level and inputs."""
+    return {} if config.precision.lossless else asdict(config.precision)
+
+
 def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: Task) -> None:
     """Restore one file and compare it with what was recorded."""
     if entry.kind == "compressed":
@@ -306,6 +340,23 @@ def _copy(source: Path, target: Path) -> None:
         os.fchmod(output.fileno(), source.stat().st_mode & 0o777 | 0o200)
 
 
+def _summary_of_file(source: Path, target: Path, result: ShardResult, started: float) -> Summary:
+    return Summary(
+        source,
+        target,
+        result.tensors,
+        result.nbytes,
+        result.stored_nbytes,
+        1,
+        0,
+        (),
+        time.monotonic() - started,
+        result.rounded,
+        result.bound,
+        result.worst_change,
+    )
+
+
 def _summary(
     source: Path, target: Path, manifest: Manifest, resumed: int, left_out: tuple[str, ...], started: float
 ) -> Summary:
@@ -320,4 +371,7 @@ def _summary(
         resumed,
         left_out,
         time.monotonic() - started,
+        sum(entry.rounded for entry in weights),
+        max((entry.bound for entry in weights), default=0.0),
+        max((entry.worst_change for entry in weights), default=0.0),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from netweight.codec import BlobInfo
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
@@ -26,10 +27,12 @@ class TensorReport:
     Attributes:
         info: Its name, dtype, shape and sizes.
         bits: How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones).
+        rounding: What rounding did to it; None if it is not rounded.
     """
 
     info: TensorInfo
     bits: BitStatistics | None
+    rounding: BlobInfo | None = None
 
     @property
     def stored_bits(self) -> float:
@@ -43,7 +46,7 @@ class TensorReport:
         Args:
             histograms: Whether to include the histograms of sign, exponent and mantissa.
         """
-        info = self.info
+        info, rounding = self.info, self.rounding
         return {
             "name": info.name,
             "file": str(info.file),
@@ -54,6 +57,15 @@ class TensorReport:
             "compressed": info.compressed,
             "stored_bits_per_weight": self.stored_bits,
             "digest": info.digest,
+            "rounding": None
+            if rounding is None
+            else {
+                "mantissa_bits": rounding.mantissa_bits,
+                "block_size": rounding.block_size,
+                "fidelity": rounding.fidelity,
+                "bound": rounding.bound,
+                "worst_change": rounding.worst_change,
+            },
             "bits": None if self.bits is None else self.bits.to_json(histograms=histograms),
         }
 
@@ -100,7 +112,7 @@ def inspect_tensors(
         total = sum(store.info(name).nbytes for store, name in todo)
         with progress.task(f"inspect {Path(path).name}", total) as task:
             for store, name in todo:
-                yield TensorReport(store.info(name), _bits(store, name, threads))
+                yield TensorReport(store.info(name), _bits(store, name, threads), store.rounding(name))
                 task.update(store.info(name).nbytes)
     finally:
         for store in stores:

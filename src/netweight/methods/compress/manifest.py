@@ -5,6 +5,8 @@
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
  "folders": ["empty"], "left_out": []}
+
+Where tensors are rounded, "version" is 2, their files' entries say by how much, and "rounding" says how.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self, final, get_args
 
+from netweight.codec import Precision
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.store.description import deflate_text, inflate_text
 
@@ -22,6 +25,7 @@ __all__ = ["MANIFEST", "FileEntry", "Kind", "Manifest"]
 MANIFEST = "netweight.json"
 Kind = Literal["compressed", "rewritten", "carried"]
 _FORMAT, _VERSION = "netweight-folder", 1
+_ROUNDED = 2  # version of manifests of rounded weights, which older releases cannot read
 
 
 @final
@@ -41,6 +45,9 @@ class FileEntry:
         original: The original content of a rewritten file, deflated, as base64; else None.
         tensors: Number of tensors of compressed weights; else 0.
         payload: Bytes of all compressed tensors; else 0.
+        rounded: How many tensors are rounded. `digest` is then that of the file that comes back.
+        bound: How much rounding may have changed a weight at most, relative to it.
+        worst_change: How much it did change one at most.
     """
 
     path: str
@@ -53,6 +60,9 @@ class FileEntry:
     original: str | None = None
     tensors: int = 0
     payload: int = 0
+    rounded: int = 0
+    bound: float = 0.0
+    worst_change: float = 0.0
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
@@ -91,22 +101,25 @@ class Manifest:
         files: All files of the original folder.
         folders: Its empty folders.
         left_out: Its files that were left out on request.
+        precision: How tensors were rounded; None if none was, or if they had been rounded before.
     """
 
     level: str
     files: tuple[FileEntry, ...]
     folders: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    precision: Precision | None = None
 
     def to_json(self) -> str:
         """Write the manifest."""
         fields = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": _ROUNDED if any(file.rounded for file in self.files) else _VERSION,
             "level": self.level,
             "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
             "folders": list(self.folders),
             "left_out": list(self.left_out),
+            **({} if self.precision is None else {"rounding": asdict(self.precision)}),
         }
         return json.dumps(fields, indent=1, ensure_ascii=False) + "\n"
 
@@ -129,15 +142,16 @@ class Manifest:
             fields = json.loads(path.read_bytes())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
-            if fields["version"] != _VERSION:
+            if fields["version"] not in (_VERSION, _ROUNDED):
                 raise Unsupported(
-                    f"{path} is of version {fields['version']!r}; this release reads version {_VERSION}.",
+                    f"{path} is of version {fields['version']!r}; this release reads up to version {_ROUNDED}.",
                     cure="Upgrade netweight: pip install --upgrade netweight.",
                 )
             files = tuple(_entry(entry) for entry in fields["files"])
             folders, left_out = (tuple(map(str, fields[key])) for key in ("folders", "left_out"))
-            manifest = cls(str(fields["level"]), files, folders, left_out)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            precision = Precision(**fields["rounding"]) if "rounding" in fields else None
+            manifest = cls(str(fields["level"]), files, folders, left_out, precision)
+        except (UsageError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptBlob(f"{path} is damaged ({error!r}).", cure="Fetch the file again.") from error
         for name in (*manifest.folders, *(name for file in files for name in (file.path, file.stored))):
             if not _inside(name):
@@ -160,8 +174,11 @@ class Manifest:
 def _entry(fields: dict[str, Any]) -> FileEntry:
     entry = FileEntry(**{"stored_nbytes": 0, "nbytes": 0, **fields})
     texts = (entry.path, entry.stored, entry.digest)
-    numbers = (entry.nbytes, entry.stored_nbytes, entry.tensors, entry.payload)
+    numbers = (entry.nbytes, entry.stored_nbytes, entry.tensors, entry.payload, entry.rounded)
+    changes = (entry.bound, entry.worst_change)
     if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("an entry is malformed")
+    if not all(type(change) in (int, float) and change >= 0 for change in changes):
         raise ValueError("an entry is malformed")
     if entry.kind not in get_args(Kind):
         raise ValueError(f"a file is of unknown kind {entry.kind!r}")

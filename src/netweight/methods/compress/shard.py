@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import final
 
 import xxhash
 
+from netweight import codec
+from netweight.codec import ROUNDABLE, Precision
 from netweight.core.digest import ALGORITHM
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.atomic import whole_file
-from netweight.store.header import ONLY_COMPRESSED, build_header
+from netweight.store.header import ONLY_COMPRESSED, Span, build_header
 from netweight.store.reading import StoredFile
 from netweight.store.writing import Level, StoreWriter
 
@@ -28,9 +31,12 @@ class ShardResult:
     Attributes:
         tensors: Number of tensors.
         nbytes: Size of the plain file in bytes.
-        digest: Digest of the plain file.
+        digest: Digest of the plain file; of the one that comes back if tensors were rounded.
         stored_nbytes: Size of the compressed file in bytes.
         payload: Bytes of the compressed tensors alone.
+        rounded: Number of tensors that are rounded.
+        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
+        worst_change: How much it did change one at most.
     """
 
     tensors: int
@@ -38,6 +44,9 @@ class ShardResult:
     digest: str
     stored_nbytes: int
     payload: int
+    rounded: int = 0
+    bound: float = 0.0
+    worst_change: float = 0.0
 
 
 def compress_shard(
@@ -47,6 +56,8 @@ def compress_shard(
     level: Level,
     threads: int,
     overwrite: bool = False,
+    precision: Precision | None = None,
+    ready: Mapping[str, memoryview] = MappingProxyType({}),
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> ShardResult:
     """Compress a safetensors file.
@@ -57,9 +68,12 @@ def compress_shard(
         level: The codec's level.
         threads: Threads of the encoder.
         overwrite: Whether `target` may be replaced.
+        precision: How much of weights to keep; None keeps everything.
+        ready: Blobs to take as they are for tensors with these digests.
         advance: Called with the bytes of the header, and of each tensor when it is done.
 
     Raises:
+        Unsupported: Tensors of this dtype cannot be rounded with this fidelity.
         UsageError: The file is compressed already, or changed while it was read.
         CorruptBlob: The file is damaged.
         OutputExists: `target` exists.
@@ -70,14 +84,23 @@ def compress_shard(
     if file.description is not None:
         raise UsageError(f"{source} is compressed already.", cure="Decompress it first.")
     whole = xxhash.xxh3_128(_head(file.header.raw))
-    payload = 0
+    payload = rounded = 0
+    bound = worst = 0.0
     try:
         with StoreWriter(target, level=level, overwrite=overwrite, threads=threads, original=file.header) as writer:
             advance(file.header.data_start)
             for span in file.header.spans:
                 content = file.raw(span.name)
-                payload += writer.add_raw(span.name, content, span.dtype, span.shape)
-                whole.update(content)
+                blob = _encoded(content, span, level, threads, precision, ready)
+                payload += writer.add_blob(span.name, blob)
+                if codec.is_lossy(blob):
+                    found = codec.info(blob)
+                    rounded += 1
+                    bound, worst = max(bound, found.bound), max(worst, found.worst_change)
+                    whole.update(codec.decode_raw(blob, threads=threads).data)
+                else:
+                    whole.update(content)
+                del blob
                 content.release()
                 file.release(span.name)
                 advance(span.nbytes)
@@ -87,7 +110,8 @@ def compress_shard(
     finally:
         file.close()
     digest = f"{ALGORITHM}:{whole.hexdigest()}"
-    return ShardResult(len(file.header.spans), before.st_size, digest, target.stat().st_size, payload)
+    stored = target.stat().st_size
+    return ShardResult(len(file.header.spans), before.st_size, digest, stored, payload, rounded, bound, worst)
 
 
 def restore_shard(
@@ -121,7 +145,8 @@ def restore_shard(
         raise UsageError(f"{source} is not compressed.", cure="Check the path.")
     head = plain_head(file)
     whole = xxhash.xxh3_128(head)
-    payload = 0
+    payload = rounded = 0
+    bound = worst = 0.0
     try:
         with whole_file(target, overwrite=overwrite) as output:
             output.write(head)
@@ -130,13 +155,18 @@ def restore_shard(
                 content = file.content(name, threads=threads, check=True)
                 output.write(content)
                 whole.update(content)
+                found = file.rounding(name)
+                if found is not None:
+                    rounded += 1
+                    bound, worst = max(bound, found.bound), max(worst, found.worst_change)
                 payload += file.info(name).stored_nbytes
                 file.release(name)
                 advance(file.info(name).nbytes)
     finally:
         file.close()
     digest = f"{ALGORITHM}:{whole.hexdigest()}"
-    return ShardResult(len(file.names()), target.stat().st_size, digest, source.stat().st_size, payload)
+    sizes = target.stat().st_size, digest, source.stat().st_size
+    return ShardResult(len(file.names()), *sizes, payload, rounded, bound, worst)
 
 
 def plain_size(source: Path) -> int:
@@ -177,6 +207,24 @@ def plain_head(file: StoredFile) -> bytes:
             cure="Read it with netweight.open_store.",
         )
     return _head(build_header([(i.name, i.dtype, i.shape, i.nbytes) for i in infos], {"format": "pt"}))
+
+
+def _encoded(
+    content: memoryview,
+    span: Span,
+    level: Level,
+    threads: int,
+    precision: Precision | None,
+    ready: Mapping[str, memoryview],
+) -> bytes | memoryview:
+    """A tensor's blob: one that is ready, or a new one, rounded if it is to be."""
+    if ready:
+        known = ready.get(f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(content)}")
+        if known is not None:
+            return known
+    if len(span.shape) < 2 or span.dtype not in ROUNDABLE:  # biases, norms, indices
+        precision = None
+    return codec.encode_raw(content, span.dtype, span.shape, level=level, threads=threads, precision=precision)
 
 
 def _head(raw: bytes) -> bytes:

@@ -14,7 +14,8 @@ import numpy
 import torch
 
 from netweight import codec
-from netweight.errors import UsageError
+from netweight.codec import Precision
+from netweight.errors import LossyWrite, UsageError
 from netweight.store.writing import Level
 
 __all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
@@ -99,15 +100,26 @@ class Box:
         self.stride = stride
 
     @classmethod
-    def of(cls, weight: torch.Tensor, *, level: Level = "default", chunk_log2: int | None = None) -> Box:
+    def of(
+        cls,
+        weight: torch.Tensor,
+        *,
+        level: Level = "default",
+        chunk_log2: int | None = None,
+        precision: Precision | None = None,
+    ) -> Box:
         """Encode a dense weight.
 
         Args:
-            weight: Tensor of any dtype and shape; its values are kept bit for bit.
+            weight: Tensor of any dtype and shape.
             level: The codec's level.
             chunk_log2: See `netweight.codec.encode`.
+            precision: How much of it to keep; None keeps its values bit for bit.
+
+        Raises:
+            Unsupported: Weights of this dtype cannot be rounded.
         """
-        blob = _encode(weight, level, chunk_log2)
+        blob = _encode(weight, level, chunk_log2, precision or Precision())
         payload = pack(blob).to(weight.device)
         return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
 
@@ -122,9 +134,15 @@ class Box:
             weight: The new values. The payload keeps its memory as long as its capacity suffices.
 
         Raises:
+            LossyWrite: What is here was rounded; the new values would have to be, too.
             UsageError: The payload would have to move although other processes share it.
         """
-        self.adopt(_encode(weight, self.level, self.chunk_log2))
+        if self.lossy:
+            raise LossyWrite(
+                f"A weight of shape {self.shape} is kept rounded, so that nothing can be written into it.",
+                cure="decompress_ the layer first; or train what is added to it, such as adapters.",
+            )
+        self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
@@ -142,10 +160,23 @@ class Box:
         self.payload = pack(blob).to(self.payload.device)
 
     @property
+    def lossy(self) -> bool:
+        """Whether the weight was rounded."""
+        return codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu())
+
+    @property
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding."""
         return memoryview(blob_of(self.payload.cpu()).tobytes())
 
 
-def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None) -> bytes:
-    return codec.encode(weight.detach(), level=level, chunk_log2=chunk_log2, threads=threads_for(weight.nbytes))
+def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
+    return codec.encode_lossy(
+        weight.detach(),
+        mantissa_bits=precision.mantissa_bits,
+        block_size=precision.block_size,
+        fidelity=precision.fidelity,
+        level=level,
+        chunk_log2=chunk_log2,
+        threads=threads_for(weight.nbytes),
+    )

@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import nn
 
+from netweight import codec
 from netweight.errors import UsageError
 from netweight.methods.compress.memory.tensor import CompressedTensor
 from netweight.store import StoreWriter, open_store
@@ -111,13 +112,17 @@ def load_checkpoint(
             )
         with torch.no_grad():
             for name, target in own.items():  # one at a time: the memory of one dense weight
-                saved = store.get(prefix + about["tied"].get(name, name), check=True)
+                place = prefix + about["tied"].get(name, name)
+                saved = store.get(place, check=True)
                 if saved.shape != target.shape or saved.dtype != target.dtype:
                     raise UsageError(
                         f"{name} is {saved.dtype} of shape {tuple(saved.shape)} in {path}, and {target.dtype} of shape "
                         f"{tuple(target.shape)} in the model."
                     )
-                target.copy_(saved)
+                if isinstance(target, CompressedTensor) and codec.is_lossy(store.raw(place)):
+                    target.box.adopt(store.raw(place))  # its bytes as they are: they cannot be made of rounded values
+                else:
+                    target.copy_(saved)
 
         def tensors(value: Any) -> Any:
             ((kind, content),) = value.items()

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from netweight.errors import LayerwiseConflict
+from netweight.errors import LayerwiseConflict, LossyWrite
 from netweight.methods.compress.memory.hooks import hooks_of
+from netweight.methods.compress.memory.tensor import CompressedTensor
 
 __all__ = [
     "average_gradient",
     "refuse_reentrant_checkpoint",
     "refuse_reentrant_graph",
+    "refuse_rounded_weights",
     "refuse_second_optimizer",
     "refuse_unreduced_gradients",
     "refuse_wrapped_model",
@@ -128,3 +130,22 @@ def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parame
             raise LayerwiseConflict(
                 f"{name} is stepped by another LayerwiseOptimizer.", cure="Call close() on that one first."
             )
+
+
+def refuse_rounded_weights(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse to train weights that are kept rounded.
+
+    Raises:
+        LossyWrite: Some are; the first is named.
+    """
+    rounded = [
+        name
+        for name, parameter in zip(names, parameters, strict=True)
+        if isinstance(parameter, CompressedTensor) and parameter.box.lossy
+    ]
+    if rounded:
+        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        raise LossyWrite(
+            f"{rounded[0]}{others} cannot be trained: each step would round the weight again.",
+            cure="Call requires_grad_(False) on them and train adapters, or compress_ the model without mantissa_bits.",
+        )

@@ -13,6 +13,9 @@ from typing import Any, final, get_args
 import torch
 from torch import nn
 
+from netweight import codec
+from netweight.codec import Precision
+from netweight.codec.dtypes import dtype_name
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, Unsupported, UsageError
 from netweight.methods.compress.memory.box import Box
@@ -36,12 +39,21 @@ class Compression:
         left_dense: Weights of two and more dimensions that were left as they are, with the reason.
         before: Bytes that the compressed weights held as dense tensors, a tied weight counted once.
         after: Bytes that they hold now, capacity included.
+        bound: How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded.
+        changes: For each rounded weight, under each of its names, the largest relative change that was measured.
     """
 
     compressed: tuple[str, ...]
     left_dense: dict[str, str] = field(repr=False)
     before: int
     after: int
+    bound: float = 0.0
+    changes: dict[str, float] = field(default_factory=dict, repr=False)
+
+    @property
+    def worst_change(self) -> float:
+        """The largest relative change that was measured; 0 if nothing was rounded."""
+        return max(self.changes.values(), default=0.0)
 
     @property
     def ratio(self) -> float:
@@ -151,29 +163,44 @@ def _few(names: list[str]) -> str:
 
 
 def compress_(
-    model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, level: Level = "default"
+    model: nn.Module,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    level: Level = "default",
+    mantissa_bits: int = 7,
+    block_size: int | None = 512,
+    fidelity: str = "corrected",
 ) -> Compression:
-    """Compress a model's weights in memory, in place; it computes the same numbers, bit for bit.
+    """Compress a model's weights in memory, in place; unless told to round, it computes the same numbers, bit for bit.
 
     Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
     dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
     layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: make optimizers
     afterwards. Memory formats such as torch.channels_last stay.
 
+    With fewer than 7 `mantissa_bits` weights are rounded first, for inference and for adapters on a frozen base: the
+    report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A
+    conversion to another dtype keeps the rounded values as that dtype has them, compressed without a further loss.
+
     Args:
         model: Any module. Its own forward runs unchanged.
         include: Patterns of modules (see `Select`); a module stands for everything below it. None takes all.
         exclude: Patterns of modules to leave dense.
         level: The codec's level, also for every later change of a weight.
+        mantissa_bits: Bits of the mantissa to keep, 0 to 6; 7 keeps all bits of any dtype.
+        block_size: Weights that share a normalizer when rounded; None for no normalizers.
+        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
 
     Returns:
-        What was compressed, what was left dense and why, and the bytes.
+        What was compressed, what was left dense and why, the bytes, and what rounding changed.
 
     Raises:
         AlreadyCompressed: A chosen weight is compressed already.
-        Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values. All are listed.
+        Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values, or one is to be
+            rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
-        UsageError: There is no such level.
+        UsageError: There is no such level, or a setting of rounding is out of its range.
 
         In each case nothing was changed.
 
@@ -181,13 +208,17 @@ def compress_(
     """
     if level not in get_args(Level):
         raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
+    precision = Precision(mantissa_bits, block_size, fidelity)
     weights, left = _plan(model, include, exclude)
+    _refuse_unroundable(weights, precision)
     names: list[str] = []
+    changes: dict[str, float] = {}
     before = after = 0
+    bound = 0.0
     while weights:
         weight = weights.pop(0)  # let go of it, so that its dense memory is freed at once
         dense = weight.parameter
-        box = Box.of(dense.data, level=level, chunk_log2=weight.chunk_log2)
+        box = Box.of(dense.data, level=level, chunk_log2=weight.chunk_log2, precision=precision)
         if box.payload.nbytes >= dense.nbytes:
             left.update({full: "would not get smaller" for _, _, full in weight.holders})
             continue
@@ -196,9 +227,31 @@ def compress_(
         for module, attribute, full in weight.holders:
             place(module, attribute, parameter)
             names.append(full)
+        if box.lossy:
+            found = codec.info(box.blob)
+            bound = max(bound, found.bound)
+            changes.update({full: found.worst_change for _, _, full in weight.holders})
         before, after = before + dense.nbytes, after + box.payload.nbytes
         del dense
-    return Compression(tuple(names), left, before, after)
+    return Compression(tuple(names), left, before, after, bound, changes)
+
+
+def _refuse_unroundable(weights: list[_Weight], precision: Precision) -> None:
+    """Refuse before anything changes what cannot be rounded as asked.
+
+    Raises:
+        Unsupported: Some weights are of other dtypes; they are named.
+    """
+    refused: list[str] = []
+    reason: Unsupported | None = None
+    for weight in weights:
+        try:
+            precision.rounding(dtype_name(weight.parameter.dtype))
+        except Unsupported as error:
+            refused.append(weight.holders[0][2])
+            reason = error
+    if reason is not None:
+        raise Unsupported(f"{_few(refused)}: {reason.reason} Nothing was changed.", cure=reason.cure) from reason
 
 
 def choose(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
