@@ -8,13 +8,13 @@ import torch
 from models_under_test import Conv1D, Picture, Tied, differing, pair, same, stack
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import netweight
 from netweight import CompressedTensor, codec
 from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
-from netweight.methods.compress.memory import ops
+from netweight.methods.compress.memory import compute, ops
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -230,6 +230,22 @@ def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypa
     count()
     assert not decoded
     assert not pending
+
+
+def test_a_checkpoint_does_not_calculate_its_last_product_again(monkeypatch):
+    torch.manual_seed(0)
+    dense, model = pair(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    decoded, read = [], compute.read
+    monkeypatch.setattr(compute, "read", lambda payload, *rest: decoded.append(payload) or read(payload, *rest))
+    x = torch.randn(4, 64)
+    grads = []
+    for m in (dense, model):
+        y = x.clone().requires_grad_()
+        checkpoint(m, y, use_reentrant=False).square().sum().backward()
+        grads.append(y.grad)
+    assert same(*grads)
+    assert not differing(dense, model, lambda parameter: parameter.grad)
+    assert len(decoded) == 3  # both the first time, only the first of them again
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

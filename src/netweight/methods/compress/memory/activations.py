@@ -44,7 +44,7 @@ class _Kept:
         if self._values is None:
             return
         most = _PAYS * self._values.nbytes
-        for piece in self._values.split(_PIECE):  # what the encoder needs beside them is as large as a piece
+        for piece in torch.split(self._values, _PIECE):  # what the encoder needs beside them is as large as a piece
             blob = codec.encode(piece, threads=threads_for(piece.nbytes))
             self._payloads.append(pack(blob, LENGTH + len(blob)))
             most -= len(blob)
@@ -58,7 +58,7 @@ class _Kept:
             return self._values
         # Not from the codec's pool, which keeps what is freed: these come in other sizes than weights.
         values = torch.empty(self._count, dtype=self._dtype)
-        for payload, piece in zip(self._payloads, values.split(_PIECE), strict=True):
+        for payload, piece in zip(self._payloads, torch.split(values, _PIECE), strict=True):
             codec.decode_into(blob_of(payload), piece, threads=threads_for(piece.nbytes))
         return values
 

@@ -20,18 +20,52 @@ from netweight.methods.compress.memory.ops import decode_backward, gather_rows, 
 __all__ = ["addmm", "conv", "embedding", "linear"]
 
 
-class _Products(Function):
-    """What the layers share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in."""
+class _Keep(Function):
+    """Saves what a product needs for its backward pass, before the product is calculated.
+
+    A checkpoint that calculates again stops as soon as the last tensor is saved: with this the last product of a
+    checkpoint is not calculated a second time, as that of a dense layer is not.
+    """
+
+    @staticmethod
+    def forward(x: Any, payload: Any, needs_weight: bool, keeper: list[Any]) -> torch.Tensor:
+        same: torch.Tensor = x.view_as(x)
+        return same
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, payload, needs_weight, keeper = inputs
+        ctx.save_for_backward(x if needs_weight else None, payload)
+        keeper.append(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None, None, None
+
+
+class _Product(Function):
+    """What products share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in.
+
+    The last argument is the list in which `_Keep` left its context, or an empty one.
+    """
 
     generate_vmap_rule = False
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save what the needed gradients ask for, and nothing else."""
+        """Save what the needed gradients ask for, and nothing else, unless that is done."""
         x, weight, payload = inputs[:3]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
+        ctx.keeper = inputs[-1]
+        if not ctx.keeper:
+            ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
         ctx.shape, ctx.dtype = weight.shape, weight.dtype
+
+
+def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product's input, if its weight needs a gradient, and its payload."""
+    x, payload = (ctx.keeper[0] if ctx.keeper else ctx).saved_tensors
+    return x, payload
 
 
 def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
@@ -43,38 +77,38 @@ def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> tor
     return dense.to(gradient.dtype)
 
 
-class _Linear(_Products):
+class _Linear(_Product):
     @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype) -> torch.Tensor:
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
         return F.linear(x, _dense(payload, weight, compute), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, payload = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        x, payload = _kept(ctx)
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         flat = gradient.flatten(0, -2)
         to_x = None
         if needs_x:
             to_x = flat.mm(_dense_again(ctx, payload, flat)).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None
+        return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None
 
 
-class _Addmm(_Products):
+class _Addmm(_Product):
     @staticmethod
-    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype) -> torch.Tensor:
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
         return torch.addmm(bias, x, _dense(payload, weight, compute))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, payload = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+        x, payload = _kept(ctx)
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         to_x = gradient.mm(_dense_again(ctx, payload, gradient).t()) if needs_x else None
         to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
-        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None
+        return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None
 
 
-class _Conv(_Products):
+class _Conv(Function):
     @staticmethod
     def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, geometry: Any) -> torch.Tensor:
         stride, padding, dilation, groups = geometry
@@ -133,15 +167,28 @@ def _autocast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return torch.get_autocast_dtype(kind) if takes_part else None
 
 
-def _apply(function: Any, x: Any, weight: Any, bias: Any, *geometry: Any) -> Any:
+def _product(function: Any, x: Any, weight: Any, bias: Any) -> Any:
+    x, bias, compute = _cast(x, weight, bias)
+    payload, keeper = weight.box.payload, []  # type: ignore[var-annotated]
+    if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        x = _Keep.apply(x, payload, weight.requires_grad, keeper)  # type: ignore[no-untyped-call]
+    return _call(function, x, weight, payload, bias, compute, keeper)
+
+
+def _cast(x: Any, weight: Any, bias: Any) -> Any:
+    """Input and bias as autocast wants them here, and the dtype to calculate in."""
     compute = _autocast(x, weight, bias)
     if compute is None:
-        if not torch.is_grad_enabled():
-            return function.forward(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
-        return function.apply(x, weight, weight.box.payload, bias, weight.dtype, *geometry)
+        return x, bias, weight.dtype
+    return x.to(compute), bias.to(compute) if bias is not None else None, compute
+
+
+def _call(function: Any, x: torch.Tensor, *arguments: Any) -> Any:
+    run = function.apply if torch.is_grad_enabled() else function.forward
+    if not torch.is_autocast_enabled(x.device.type):
+        return run(x, *arguments)
     with torch.autocast(x.device.type, enabled=False):
-        bias = bias.to(compute) if bias is not None else None
-        return function.apply(x.to(compute), weight, weight.box.payload, bias, compute, *geometry)
+        return run(x, *arguments)
 
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -152,7 +199,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         weight: Compressed, of shape (out, in).
         bias: Tensor of shape (out,), or None.
     """
-    return _apply(_Linear, x, weight, bias) if _as_dense_would(x) else None
+    return _product(_Linear, x, weight, bias) if _as_dense_would(x) else None
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
@@ -163,7 +210,7 @@ def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | No
         x: Tensor of shape (rows, in).
         weight: Compressed, of shape (in, out).
     """
-    return _apply(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
+    return _product(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
 
 
 def conv(
@@ -194,7 +241,8 @@ def conv(
         [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
         for value in (stride, padding, dilation)
     ]
-    result: torch.Tensor = _apply(_Conv, x, weight, bias, (*geometry, groups))
+    x, bias, compute = _cast(x, weight, bias)
+    result: torch.Tensor = _call(_Conv, x, weight, weight.box.payload, bias, compute, (*geometry, groups))
     return result
 
 
