@@ -16,8 +16,8 @@ from netweight.errors import BadGradient, CorruptBlob, LayerwiseConflict, UsageE
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from models_under_test import differing, same  # noqa: E402
-from trainer_under_test import main as train  # noqa: E402
 from trainer_under_test import arguments, data, gpt2, llama, outcome  # noqa: E402
+from trainer_under_test import main as train  # noqa: E402
 
 from netweight.integrations.trainer import LayerwiseTrainer, LayerwiseTraining  # noqa: E402
 
@@ -153,7 +153,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
             load_best_model_at_end=True,
             metric_for_best_model="eval_loss",
             learning_rate=0.3,
-        ),  # fmt: skip
+        ),
         train_dataset=data(),
         eval_dataset=data(4),
     )

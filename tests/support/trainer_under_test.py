@@ -1,4 +1,4 @@
-"""Trainers of tiny models for `test_trainer.py`; as a program, one that saves every step and resumes from what is there.
+"""Trainers of tiny models for `test_trainer.py`; as a program, one that saves every step and resumes.
 
 Usage: trainer_under_test.py FOLDER STEPS; prints "saved" and the step, at the end a digest of weights and states.
 """
