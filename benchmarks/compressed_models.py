@@ -29,59 +29,18 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import weakref
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
+from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
 
 PARTS = ("memory", "training", "inference")
 VARIANTS = ("plain", "layerwise", "compressed")
-
-
-class PeakOfTensors(TorchDispatchMode):
-    """Counts the bytes of all storages that are seen, from their first appearance until they are freed."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {}
-
-    def add(self, tensor):
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self.add(getattr(tensor, name))
-            return
-        if tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-
-        def freed(_):
-            self.now -= size
-            del self.seen[key]
-
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.seen[key] = weakref.ref(storage, freed)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the parameter's own dispatch comes first, so that what it allocates is seen
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return result
 
 
 def make_model(arguments, compressed=False):
@@ -123,11 +82,6 @@ def make_training(variant, arguments):
     return model, step
 
 
-def private_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-
 def one_peak(variant, arguments):
     """In a process of its own: print the two peaks."""
     from transformers import LlamaForCausalLM  # noqa: F401  imports count as what was there before
@@ -137,27 +91,12 @@ def one_peak(variant, arguments):
     before = private_bytes()
     model, step = make_training(variant, arguments)
     gc.collect()
-    counter = PeakOfTensors()
-    for tensor in (*model.parameters(), *model.buffers()):
-        counter.add(tensor)
-    with counter:
+    with TensorLedger(model) as ledger:
         loss = step()
-    gc.collect()
-    highest, running = private_bytes(), True
-
-    def sample():
-        nonlocal highest
-        while running:
-            highest = max(highest, private_bytes())
-            time.sleep(0.0005)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    step()
-    step()
-    running = False
-    thread.join()
-    print(json.dumps({"counted": counter.peak, "sampled": highest - before, "loss": loss}))
+    with PrivateMemory() as memory:
+        step()
+        step()
+    print(json.dumps({"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}))
 
 
 def peaks(arguments):
