@@ -22,7 +22,12 @@ from netweight.evidence.finding import Finding, Number
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
-MODULES = ("netweight.reproduce.neuzip",)
+MODULES = (
+    "netweight.reproduce.neuzip",
+    "netweight.reproduce.neuzip_memory",
+    "netweight.reproduce.neuzip_sql",
+    "netweight.reproduce.neuzip_training",
+)
 """Modules that register tables."""
 
 Scale: TypeAlias = Literal["small", "paper"]
