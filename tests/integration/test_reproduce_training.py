@@ -15,6 +15,7 @@ from netweight.errors import UsageError
 from netweight.evidence import memory_ledger
 from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight.zoo import shapes
 from netweight.zoo.texts import text_file
 
 TINY = {
@@ -54,7 +55,7 @@ def here(monkeypatch, data_folder):
         split: text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")[:8000] for split in ("valid", "test")
     }
     monkeypatch.setattr("netweight.zoo.texts.wikitext2", texts.__getitem__)
-    monkeypatch.setitem(pretraining.SHAPES, pretraining.MINIATURE, ("llama", TINY))
+    monkeypatch.setitem(shapes.SHAPES, shapes.MINIATURE, ("llama", TINY))
     small = {"batch": 1, "window": 32, "vocabulary": 320}
     monkeypatch.setattr(neuzip_training, "ROUNDS", 5)
     monkeypatch.setattr(neuzip_training, "Pretraining", partial(pretraining.Pretraining, steps=7, held_out=2, **small))

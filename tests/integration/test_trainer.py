@@ -15,11 +15,12 @@ from netweight.errors import BadGradient, CorruptBlob, LayerwiseConflict, UsageE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from models_under_test import differing, same  # noqa: E402
+from models_under_test import Tied, differing, pair, same  # noqa: E402
 from trainer_under_test import arguments, data, gpt2, llama, outcome  # noqa: E402
 from trainer_under_test import main as train  # noqa: E402
 
 from netweight.integrations.trainer import LayerwiseTrainer, LayerwiseTraining  # noqa: E402
+from netweight.integrations.trainer_folder import read_folder, write_folder  # noqa: E402
 
 RUN = Path(__file__).parents[1] / "support" / "trainer_under_test.py"
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
@@ -138,6 +139,18 @@ def test_a_checkpoint_resumes_exactly_and_loads_as_a_model(tmp_path, make):
     assert (last / "optimizer.net.safetensors").stat().st_size < 2 * weights
     whole.save_model(str(tmp_path / "saved"))
     assert not differing(whole.model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+
+
+def test_weights_of_any_module_are_written_as_they_are_and_read_into_compressed_and_dense(tmp_path):
+    _, model = pair(Tied, torch.bfloat16)
+    write_folder(tmp_path, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.net.safetensors"]
+    with netweight.open_store(tmp_path / "model.net.safetensors") as store:
+        assert ("embed.weight" in store.names()) != ("head.weight" in store.names())  # tied: once
+    for target in pair(Tied, torch.bfloat16, seed=4):
+        read_folder(tmp_path, target)
+        assert not differing(model, target)
+        assert target.head.weight is target.embed.weight
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):

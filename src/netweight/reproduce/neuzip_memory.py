@@ -75,7 +75,8 @@ def figure2(scale: Scale, out: Path) -> Measured:
         figures=(_stacked_bars({key: result["parts"] for key, result in found.items()}),),
         notes=(
             "Tensors are counted one by one; the parts are those of the moment at which they are most together. "
-            "The last column is what the process held for itself at its peak, sampled.",
+            "The last column is what the process held for itself at its peak, sampled; in every row it includes what "
+            "the tokenizer and the text took, which is no tensor.",
             "“other” are gradients on their way, work space, and what an optimizer's step needs for a moment.",
         ),
         inputs=digests_of_texts(),
@@ -84,6 +85,11 @@ def figure2(scale: Scale, out: Path) -> Measured:
 
 def _row(optimizer: str, label: str) -> str:
     return f"{optimizer}, {' '.join(label.split())}"
+
+
+def _narrow(label: str) -> str:
+    """A label in lines that fit below a bar."""
+    return label.replace("\n", " ").replace(" + ", "\n+ ").replace("checkpointing", "check-\npointing")
 
 
 def _totals(result: Mapping[str, Any]) -> tuple[float, float]:
@@ -105,7 +111,7 @@ def _stacked_bars(parts: Mapping[tuple[str, str], Mapping[str, int]]) -> Figure:
                     bottom += height
                 axes.text(place, bottom, f"{bottom:.0f}", ha="center", va="bottom", fontsize=8)
             axes.set_title(optimizer)
-            axes.set_xticks(range(len(_STACKS)), [label.replace(" + ", "\n+ ") for label in _STACKS], fontsize=7.5)
+            axes.set_xticks(range(len(_STACKS)), [_narrow(label) for label in _STACKS], fontsize=7.5)
             axes.set_ylim(0, max(totals.values()) * 1.08)
             axes.grid(axis="y")
             axes.tick_params(length=3)

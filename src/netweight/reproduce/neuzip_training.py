@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
 from netweight.evidence.finding import Finding
-from netweight.reproduce.pretraining import MINIATURE, SHAPES, Pretraining
+from netweight.reproduce.pretraining import Pretraining
 from netweight.reproduce.published import published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.training_ways import (
@@ -21,6 +21,7 @@ from netweight.reproduce.training_ways import (
     differing_steps,
     differing_weights,
 )
+from netweight.zoo.shapes import MINIATURE, SHAPES
 
 if TYPE_CHECKING:
     from netweight.evidence.statistics import Interval
@@ -171,7 +172,7 @@ def _paper_ratio(what: str, way: str, base: str) -> float:
 
 def _sampled(found: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{way} {result['sampled'] / _MIB:.0f} MiB" for way, result in found.items())
-    return f"Peak of what the process held for itself, sampled during three updates: {sizes}."
+    return f"Peak of what the process held for itself, with tokenizer and text, sampled during three updates: {sizes}."
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ def memory_needed(config: Pretraining) -> tuple[int, str]:
     Returns:
         The bytes, and the arithmetic in words.
     """
-    from netweight.reproduce.pretraining import parameters_of
+    from netweight.zoo.shapes import parameters_of
 
     count, largest = parameters_of(config.shape)
     fields = SHAPES[config.shape][1]

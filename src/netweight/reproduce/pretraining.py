@@ -13,60 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import derive, torch_generator
 from netweight.reproduce.training_ways import arrange, digests
+from netweight.zoo.shapes import MINIATURE, made
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
-__all__ = ["MINIATURE", "SHAPES", "Pretraining", "Trainee", "parameters_of", "run"]
+__all__ = ["Pretraining", "Trainee", "run"]
 
 _WATCHED = 3  # updates during which the process' memory is sampled
-
-MINIATURE = "miniature"
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    MINIATURE: (
-        "llama",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 12,
-            "vocab_size": 2048,
-        },
-    ),
-    "GPT-Neo-XL 2.7B": (
-        "gpt_neo",
-        {
-            "hidden_size": 2560,
-            "num_layers": 32,
-            "num_heads": 20,
-            "vocab_size": 50257,
-            "attention_types": [[["global", "local"], 16]],
-        },
-    ),
-    "Llama-3 8B": (
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "Llama-2 13B": (
-        "llama",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "vocab_size": 32000,
-        },
-    ),
-}
-"""Models by the names of the paper's columns: transformers' type, and what its configuration is told."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +29,7 @@ class Pretraining:
 
     Attributes:
         way: One of `training_ways.WAYS`.
-        shape: A key of `SHAPES`.
+        shape: A key of `zoo.shapes.SHAPES`.
         steps: Updates.
         learning_rate: At the start; it falls linearly towards 0.
         optimizer: "SGD" or "AdamW".
@@ -170,13 +124,11 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         number), counted bytes and their parts, sampled bytes, seconds of the other updates.
     """
     import torch
-    import transformers
 
     from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
     from netweight.zoo.texts import wikitext2
 
     given = Pretraining(**config)
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     warm: Any = _model(Pretraining(given.way), tiny=True)  # libraries take once what they need
     ids = torch.ones(1, 8, dtype=torch.long)
     warm(input_ids=ids, labels=ids).loss.backward()
@@ -206,15 +158,6 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parameters_of(shape: str) -> tuple[int, int]:
-    """Return the numbers of a model: all its weights, and those of the largest one; nothing is allocated."""
-    import torch
-
-    with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in _made(shape).parameters()]
-    return sum(sizes), max(sizes)
-
-
 def _model(config: Pretraining, *, tiny: bool = False) -> torch.nn.Module:
     """The model in bf16, freshly initialized; or a tiny one of the kind, to have its code in memory."""
     import torch
@@ -225,15 +168,6 @@ def _model(config: Pretraining, *, tiny: bool = False) -> torch.nn.Module:
         torch.manual_seed(derive(config.seed, "initialization"))
         torch.set_default_dtype(torch.bfloat16)
         try:
-            return _made(config.shape, **changes)
+            return made(config.shape, **changes)
         finally:
             torch.set_default_dtype(torch.float32)
-
-
-def _made(shape: str, **changes: Any) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind, fields = SHAPES[shape]
-    config = AutoConfig.for_model(kind, **fields | changes)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return model

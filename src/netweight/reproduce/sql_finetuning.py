@@ -6,7 +6,6 @@ peft, on a base that bitsandbytes or torchao has quantized. Used by `neuzip_sql.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTERS", "BASE", "FineTuning", "Student", "quantizer_of", "run", "score"]
 
-_LLM = 'Run: pip install "netweight[llm]"'
 _ADAPTED = ["q", "k", "v", "o", "wi_0", "wi_1", "wo"]
 _WATCHED = 3  # updates during which the process' memory is sampled
 BASE = "the base, before fine-tuning"
@@ -58,11 +56,11 @@ class FineTuning:
     base: str
     first: int
     steps: int = 60
-    learning_rate: float = 0.2
+    learning_rate: float = 0.1
     adapter_learning_rate: float = 2e-3
     rank: int = 8
     batch: int = 16
-    tests: int = 150
+    tests: int = 100
     seed: int = 20241031
 
 
@@ -147,12 +145,9 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         that are), counted bytes and their parts, sampled bytes, bleu with its interval. For `BASE` only bleu. Where
         the way cannot run here, only missing: the reason.
     """
-    import transformers
-
     from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
     from netweight.zoo.texts import wikisql
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     given = FineTuning(**config)
     training, asked = wikisql("train")[given.first :], wikisql("test")[: given.tests]
     if given.way == BASE:
@@ -220,35 +215,25 @@ def quantizer_of(way: str) -> Any:
 
 def _with_adapters(model: Any, config: FineTuning) -> Any:
     """Put LoRA adapters on a base, which is quantized first if the way says so."""
-    import torch
-
+    from netweight.integrations.peft import with_lora
     from netweight.integrations.quantizers import linear_layers, quantize_
 
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtra("Adapters are trained with peft, which is not installed.", cure=_LLM) from error
     quantizer = quantizer_of(config.way)
     if quantizer is not None:
         # transformers casts what enters `wo` to the dtype of its weight, so it is left in bf16, as it is when T5 is
         # loaded quantized.
         quantize_(model, quantizer, linear_layers(model, keep=("lm_head", "wo")))
-        setattr(model, "is_loaded_in_8bit" if "INT8" in config.way else "is_loaded_in_4bit", True)
-    settings = peft.LoraConfig(r=config.rank, lora_alpha=2 * config.rank, target_modules=_ADAPTED, lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(config.seed, "adapters"))
-        return peft.get_peft_model(model, settings)
+    return with_lora(model, rank=config.rank, targets=_ADAPTED, seed=derive(config.seed, "adapters"))
 
 
 def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:
     """Let libraries take once what they need, by an update of a model that is then forgotten."""
     from netweight.reproduce.training_ways import VANILLA
 
-    if config.way in ADAPTERS:
-        importlib.import_module("peft")
-        quantizer = quantizer_of(config.way)
-        if quantizer is not None:
-            from netweight.integrations.quantizers import missing
+    quantizer = quantizer_of(config.way)
+    if quantizer is not None:
+        from netweight.integrations.quantizers import missing
 
-            missing(quantizer)
-    Student(replace(config, way=VANILLA, batch=2), pairs).step()
+        missing(quantizer)  # imports its library
+    for way in (VANILLA, "LoRA on the bf16 base") if config.way in ADAPTERS else (VANILLA,):
+        Student(replace(config, way=way, batch=2), pairs).step()
