@@ -181,6 +181,8 @@ def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, m
     for base_way in (LOMO, VANILLA):
         for what in ("updates whose loss differs", "parameters that differ", "difference in BLEU"):
             assert found[f"{COMPRESSED} against {base_way}: {what}"]["passed"] is True
+    by_adamw = f"{COMPRESSED} by AdamW against Vanilla by AdamW: parameters that differ"
+    assert (found[by_adamw]["passed"], found[by_adamw]["n"] > 5) == (True, True)
     assert found["BLEU, Vanilla"]["n"] == 4
     assert "paper" in found[f"{COMPRESSED} against {LOMO}: peak of tensors"]["detail"]["bound"]
 

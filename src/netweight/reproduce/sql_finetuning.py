@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import MissingExtra, Unsupported
-from netweight.reproduce.training_ways import WAYS, arrange, digests
+from netweight.reproduce.training_ways import COMPRESSED, VANILLA, WAYS, arrange, digests
 
 if TYPE_CHECKING:
     from netweight.zoo.texts import Pair
 
-__all__ = ["ADAPTERS", "BASE", "FineTuning", "Student", "quantizer_of", "run", "score"]
+__all__ = ["ADAPTERS", "BASE", "BY_ADAMW", "FineTuning", "Student", "quantizer_of", "run", "score"]
 
 _ADAPTED = ["q", "k", "v", "o", "wi_0", "wi_1", "wo"]
 _WATCHED = 3  # updates during which the process' memory is sampled
 BASE = "the base, before fine-tuning"
 """Name of the row that trains nothing."""
+BY_ADAMW = {"Vanilla by AdamW": VANILLA, "LOMO + NeuZip lossless by AdamW": COMPRESSED}
+"""Rows of full fine-tuning with the optimizer that adapters have; the paper has none."""
 ADAPTERS = {
     "LoRA on the bf16 base": None,
     "QLoRA INT8": "Quant INT8",
@@ -40,12 +42,12 @@ class FineTuning:
     """Everything that decides on a run, but the base.
 
     Attributes:
-        way: One of `WAYS`, a key of `ADAPTERS`, or `BASE`.
+        way: One of `WAYS`, a key of `BY_ADAMW` or of `ADAPTERS`, or `BASE`.
         base: Folder of the base model.
         first: The first training pair that the base has not seen.
         steps: Updates.
         learning_rate: Of full fine-tuning by SGD, at the start; it falls linearly towards 0.
-        adapter_learning_rate: Of adapters by AdamW.
+        adapter_learning_rate: Of adapters, and of everything else that AdamW steps.
         rank: Of the adapters, on every linear layer of attention and feed-forward.
         batch: Pairs per update.
         tests: Test questions that are answered.
@@ -87,6 +89,9 @@ class Student:
         self._rate = config.learning_rate
         if config.way in WAYS:
             self.optimizer = arrange(config.way, model, torch.optim.SGD, lr=1.0)
+        elif config.way in BY_ADAMW:
+            self._rate = config.adapter_learning_rate
+            self.optimizer = arrange(BY_ADAMW[config.way], model, torch.optim.AdamW, lr=1.0, weight_decay=0.0)
         elif config.way in ADAPTERS:
             self._rate = config.adapter_learning_rate
             self.model = _with_adapters(model, config)
@@ -167,7 +172,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     trained = [parameter for parameter in student.model.parameters() if parameter.requires_grad]
     return {
         "losses": [loss.hex() for loss in losses],
-        "digests": digests(student.model) if given.way in WAYS else {},
+        "digests": {} if given.way in ADAPTERS else digests(student.model),
         "trained": sum(parameter.numel() for parameter in trained),
         "counted": ledger.peak.nbytes,
         "parts": dict(ledger.peak.parts),
@@ -228,8 +233,6 @@ def _with_adapters(model: Any, config: FineTuning) -> Any:
 
 def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:
     """Let libraries take once what they need, by an update of a model that is then forgotten."""
-    from netweight.reproduce.training_ways import VANILLA
-
     quantizer = quantizer_of(config.way)
     if quantizer is not None:
         from netweight.integrations.quantizers import missing
