@@ -45,6 +45,8 @@ _BITSANDBYTES_4BIT = {
     "Quant FP4^2": ("fp4", True),
     "Quant NF4^2": ("nf4", True),
 }
+_OUTLIER = 6.0
+"""Activations above it stay out of int8, by the default of transformers."""
 _TORCHAO_INT4 = {"torchao INT4, groups of 32": 32, "torchao INT4, groups of 128": 128}
 
 
@@ -52,7 +54,7 @@ def quantizers() -> tuple[Quantizer, ...]:
     """Return all quantizers, installed or not, in the order of the papers' tables."""
     doubled = {False: "fp32 scales", True: "scales quantized too"}
     return (
-        Quantizer("Quant INT8", "bitsandbytes", "int8, one scale per row, activations quantized where outliers allow"),
+        Quantizer("Quant INT8", "bitsandbytes", "int8, one scale per row; activations too, but for outliers"),
         *(
             Quantizer(name, "bitsandbytes", f"{kind}, groups of 64, {doubled[double]}")
             for name, (kind, double) in _BITSANDBYTES_4BIT.items()
@@ -117,7 +119,7 @@ def quantize_(model: nn.Module, quantizer: Quantizer, layers: list[str]) -> None
     }
     if quantizer.name not in known:
         raise NameNotFound(f"There is no quantizer {quantizer.name!r}.", cure=f"There are: {', '.join(known)}.")
-    before = {path: model.get_submodule(path).weight for path in layers}
+    before = {path: held_bytes(model.get_submodule(path)) for path in layers}
     try:
         with _quiet_import():
             known[quantizer.name](model, quantizer.name, set(layers))
@@ -125,7 +127,7 @@ def quantize_(model: nn.Module, quantizer: Quantizer, layers: list[str]) -> None
         raise Unsupported(
             f"{quantizer.package} cannot quantize this model: {error}", cure="Load the model again: it is half changed."
         ) from error
-    skipped = [path for path, weight in before.items() if model.get_submodule(path).weight is weight]
+    skipped = [path for path, count in before.items() if held_bytes(model.get_submodule(path)) >= count]
     if skipped:  # torchao passes over layers whose rows its groups do not divide
         raise Unsupported(
             f"{quantizer.package} left {len(skipped)} of {len(layers)} layers as they are, {skipped[0]} for one",
@@ -155,15 +157,21 @@ def _bitsandbytes(model: nn.Module, name: str, layers: set[str]) -> None:
         sizes = (weight.shape[1], weight.shape[0], bias is not None)
         with torch.device("meta"):
             if name == "Quant INT8":
-                layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+                layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=_OUTLIER)
             else:
-                layer = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype)
+                layer = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, quant_storage=weight.dtype)
         if name == "Quant INT8":
             layer.weight = bnb.nn.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
         else:
             kind, double = _BITSANDBYTES_4BIT[name]
             layer.weight = bnb.nn.Params4bit(
-                weight.data, requires_grad=False, quant_type=kind, compress_statistics=double, module=layer
+                weight.data,
+                requires_grad=False,
+                quant_type=kind,
+                compress_statistics=double,
+                # Bytes that call themselves bf16: T5 casts activations to the dtype of the weight that follows.
+                quant_storage=weight.dtype,
+                module=layer,
             )
         layer.bias = bias
         model.set_submodule(path, layer.to(weight.device))

@@ -61,7 +61,8 @@ def tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Make a tokenizer of transformers that splits text as llama2.c does.
 
     A space is put before the text, characters without a piece fall back to their bytes, and the neighbors whose union
-    has the highest score are merged first. No token is added by itself.
+    has the highest score are merged first. No token is added by itself. A special token that the text spells out is
+    taken as that token, as transformers does.
 
     Args:
         file: See `pieces`.

@@ -23,6 +23,7 @@ __all__ = ["ABOUT", "finished", "keep", "language_model"]
 
 ABOUT = "training.json"
 """File in a trained model's folder that says how it was trained and what came of it."""
+_ARTICLE = {"decoder": "a", "encoder-decoder": "an"}
 
 
 def finished(folder: Path, about: Any) -> dict[str, Any] | None:
@@ -107,7 +108,7 @@ def language_model(
             )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"{folder} cannot be opened as a {kind} with its tokenizer: {error}",
+            f"{folder} cannot be opened as {_ARTICLE[kind]} {kind} with its tokenizer: {error}",
             cure="Check that config, weights and tokenizer files are all there.",
         ) from error
     netweight.decompress_(model)
