@@ -40,6 +40,7 @@ def test_the_commands_work_in_their_order(model):
     assert (model.parent / "restored" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
 def test_the_python_works(model):
     for code in blocks("python"):
         if "transformers import" in code:

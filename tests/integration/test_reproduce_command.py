@@ -79,7 +79,7 @@ def test_a_finding_that_fails_ends_with_1(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["neuzip-fig2"], "neuzip-fig1"),
+        (["neuzip-fig4"], "neuzip-fig1"),
         (["neuzip-fig1", "--model", "nowhere"], "no file or folder nowhere"),
         (["neuzip-fig5", "--model", "x"], "takes no option 'model'"),
         (["neuzip-fig1", "--scale", "paper"], "--model FOLDER"),

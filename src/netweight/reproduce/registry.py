@@ -23,7 +23,13 @@ from netweight.evidence.report import Table
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
-MODULES = ("netweight.reproduce.neuzip", "netweight.reproduce.neuzip_inference")
+MODULES = (
+    "netweight.reproduce.neuzip",
+    "netweight.reproduce.neuzip_inference",
+    "netweight.reproduce.neuzip_memory",
+    "netweight.reproduce.neuzip_sql",
+    "netweight.reproduce.neuzip_training",
+)
 """Modules that register tables."""
 
 Scale: TypeAlias = Literal["small", "paper"]

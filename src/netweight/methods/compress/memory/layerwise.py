@@ -55,6 +55,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         optimizer_class: Any `torch.optim` class, or one like it, that can step parameters one by one.
         accumulation_steps: Backward passes per update. Until the last of them gradients are kept, dense, for all
             layers; the last pass uses them up layer by layer.
+        last_pass: With accumulation, asked during a backward pass whether it is the last of its update, for loops whose
+            updates are not all made of `accumulation_steps` passes; None counts.
         clip_norm: Largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None does not clip.
             Without accumulation two passes are made, one to measure and one to update: use `step(closure)`. Infinity
             makes two passes without clipping, so that a bad gradient is found before the first update.
@@ -83,6 +85,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         accumulation_steps: int = 1,
+        last_pass: Callable[[], bool] | None = None,
         clip_norm: float | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -92,6 +95,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps is {accumulation_steps}.", cure="Choose 1 or more.")
+        if last_pass is not None and accumulation_steps == 1:
+            raise UsageError("last_pass was given, and accumulation_steps is 1.", cure="Give both, or neither.")
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", cure="Choose a positive number, or None.")
         _refuse_closures(optimizer_class)
@@ -102,8 +107,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.steps = 0  # updates of the whole model
         self.grad_norm: torch.Tensor | None = None  # norm of all gradients at the last update, if it was measured
         self._accumulation, self._clip, self._reduce = accumulation_steps, clip_norm, reduce
+        self._last_pass = last_pass
         self._stochastic, self._seed = stochastic_rounding, seed
         chosen = [dict(group) for group in groups] if groups is not None else [{"params": list(names)}]
+        place_in_model = {parameter: place for place, parameter in enumerate(names)}
         self._parameters: list[nn.Parameter] = []
         self._names: list[str] = []
         self._place: list[tuple[int, int]] = []  # of each parameter's shell: group, position
@@ -118,6 +125,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 self._names.append(names.pop(member))
                 self._place.append((index, position))
             group["params"] = [_Shell(_empty(member, self._dtype_of(member))) for member in members]
+        # Norms are summed up in the model's order, as `clip_grad_norm_` does, whatever the groups are.
+        self._rank = [place_in_model[parameter] for parameter in self._parameters]
         self.inner = optimizer_class(chosen, **options)
         self._micro = 0  # backward passes since the last update
         self._pass: int | None = None  # the backward pass at work, by torch's number
@@ -185,6 +194,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Backward passes done since the last update; 0 when no gradient is waiting."""
         return self._micro
 
+    @property
+    def two_passes(self) -> bool:
+        """Whether an update takes two backward passes, and so `step(closure)`: with clipping, without accumulation."""
+        return self._clip is not None and self._accumulation == 1
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handles
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing, as the backward pass has done it; or run a closure that computes the loss and goes backward.
 
@@ -198,13 +217,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if closure is None:
             return None
         with torch.enable_grad():
-            if not self._two_passes:
+            if not self.two_passes:
                 return closure()
             self._mode, self._norms = _MEASURE, {}
             try:
                 with torch.random.fork_rng():
                     loss = closure()
-                self._take_norm([self._norms[index] for index in sorted(self._norms)])
+                self._take_norm([self._norms[index] for index in self._in_order(self._norms)])
                 self._mode = "scaled"
                 closure()
             finally:
@@ -241,9 +260,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
             self._watch.remove()
 
-    @property
-    def _two_passes(self) -> bool:
-        return self._clip is not None and self._accumulation == 1
+    def _is_last(self) -> bool:
+        """Whether the backward pass at work is the last of its update."""
+        return self._last_pass() if self._last_pass is not None else self._micro + 1 == self._accumulation
+
+    def _in_order(self, indices: Iterable[int]) -> list[int]:
+        return sorted(indices, key=self._rank.__getitem__)
 
     def _begin(self) -> None:
         """Check a backward pass when its first gradient arrives, and ask to be told of its end."""
@@ -253,7 +275,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._pass, self._updated = None, 0
         refuse_reentrant_checkpoint(CheckpointFunction)
         refuse_unreduced_gradients(self._reduce)
-        if self._two_passes and self._mode == _UPDATE:
+        if self.two_passes and self._mode == _UPDATE:
             raise LayerwiseConflict(
                 "clip_norm needs the norm of all gradients before the first update, which takes two backward passes. "
                 "Nothing was updated.",
@@ -271,7 +293,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 gradient = self._checked(index)
                 self._norms[index] = torch.linalg.vector_norm(gradient)
                 self._parameters[index].grad = None
-            elif self._two_passes or (self._clip is None and self._micro + 1 == self._accumulation):
+            elif self.two_passes or (self._clip is None and self._is_last()):
                 self._update(index)
         except Exception:
             self.zero_grad()
@@ -284,13 +306,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._pass = None
         if self._mode == _MEASURE:
             return
+        last = self._is_last()
         self._micro += 1
-        if self._micro < self._accumulation:
+        if not last:
             return
         # Gradients that wait for clipping, or that only earlier passes of this update gave.
-        waiting = [index for index, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        every = enumerate(self._parameters)
+        waiting = self._in_order(index for index, parameter in every if parameter.grad is not None)
         try:
-            if self._clip is not None and not self._two_passes:
+            if self._clip is not None and not self.two_passes:
                 self._take_norm([torch.linalg.vector_norm(self._checked(index)) for index in waiting])
             for index in waiting:
                 self._update(index)
@@ -330,7 +354,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _update(self, index: int) -> None:
         """Step one parameter and free its gradient."""
         parameter = self._parameters[index]
-        checked = self._clip is not None and not self._two_passes  # by `_end`, and reduced
+        checked = self._clip is not None and not self.two_passes  # by `_end`, and reduced
         gradient = parameter.grad if checked else self._checked(index)
         assert gradient is not None
         if self._scale is not None:

@@ -1,0 +1,62 @@
+"""The ways of training that NeuZip's tables compare: plain, layer by layer in the manner of LOMO, and compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["COMPRESSED", "LOMO", "VANILLA", "WAYS", "arrange", "differing_steps", "differing_weights", "digests"]
+
+VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
+WAYS = (VANILLA, LOMO, COMPRESSED)
+"""Names of rows, as the paper has them."""
+
+
+def arrange(
+    way: str, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
+    """Make a dense model ready to be trained one way.
+
+    Args:
+        way: One of `WAYS`.
+        model: Compressed in place if the way says so.
+        optimizer_class: Any torch optimizer.
+        options: Its options, such as `lr`.
+
+    Returns:
+        The optimizer; the model's backward pass has done the step already unless the way is plain.
+    """
+    import netweight
+
+    if way == VANILLA:
+        make: Any = optimizer_class
+        plain: torch.optim.Optimizer = make(model.parameters(), **options)
+        return plain
+    if way == COMPRESSED:
+        netweight.compress_(model)
+    layerwise: torch.optim.Optimizer = netweight.LayerwiseOptimizer(model, optimizer_class, **options)
+    return layerwise
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Return the digest of every parameter's bits, decoded if it is compressed."""
+    from netweight.core.digest import of_tensor
+
+    return {
+        name: of_tensor(tensor.dense() if hasattr(tensor, "dense") else tensor.detach())
+        for name, tensor in model.named_parameters()
+    }
+
+
+def differing_steps(one: Sequence[str], other: Sequence[str]) -> int:
+    """Count the steps whose loss differs in any bit; a missing step differs."""
+    return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+
+
+def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> int:
+    """Count the parameters that differ in any bit; a missing one differs."""
+    return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
