@@ -48,11 +48,16 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     """
     used = LENGTH + len(blob)
     size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
-    payload = torch.zeros(size, dtype=torch.uint8)
-    memory = _memory(payload)
+    payload = torch.empty(size, dtype=torch.uint8)
+    _fill(payload, blob)
+    return payload
+
+
+def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
+    memory, used = _memory(payload), LENGTH + len(blob)
     memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
     memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
-    return payload
+    memory[used:] = 0
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
@@ -148,7 +153,10 @@ class Box:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
         used = LENGTH + len(blob)
         if used <= self.payload.numel():
-            self.payload.copy_(pack(blob, self.payload.numel()))
+            if self.payload.is_cpu:
+                _fill(self.payload, blob)
+            else:
+                self.payload.copy_(pack(blob, self.payload.numel()))
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
             torch.autograd.graph.increment_version(self.payload)
             return
