@@ -83,7 +83,7 @@ def make_training(variant, arguments):
     model, _ = make_model(arguments, variant in COMPRESSED)
     model.loss_function = loss_in_parts
     context = {"context_fn": netweight.compress_recomputed} if variant == "activations" else {}
-    model.gradient_checkpointing_enable({"use_reentrant": False, **context})
+    model.activation_checkpointing_enable({"use_reentrant": False, **context})
     model.train()
     kind = torch.optim.SGD
     if variant == "plain":

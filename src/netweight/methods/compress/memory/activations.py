@@ -178,7 +178,7 @@ def compress_recomputed() -> tuple[AbstractContextManager[None], AbstractContext
 
     Examples:
         >>> checkpoint(layer, x, use_reentrant=False, context_fn=netweight.compress_recomputed)  # doctest: +SKIP
-        >>> model.gradient_checkpointing_enable(  # doctest: +SKIP
+        >>> model.activation_checkpointing_enable(  # doctest: +SKIP
         ...     {"use_reentrant": False, "context_fn": netweight.compress_recomputed}
         ... )
     """
