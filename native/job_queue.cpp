@@ -1,4 +1,5 @@
-// Jobs of some hundred microseconds: waking a sleeping thread costs as much as a job, so both sides look again for a while first.
+// Jobs of some hundred microseconds: waking a sleeping thread costs as much as a job, so both sides look again for a while first,
+// longer than a layer of a language model takes between two of its products.
 #include "job_queue.h"
 
 #include <chrono>

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from netweight import codec
-from netweight.errors import CorruptBlob
+from netweight.errors import CorruptBlob, UsageError
 
 WEIGHTS = [torch.randn(n, 300, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 7, 900, 2000)]
 BLOBS = [codec.encode(weight) for weight in WEIGHTS]
@@ -58,6 +58,8 @@ def test_decodings_may_be_dropped_or_cancelled_at_any_time(queue):
     for decoding, blob in zip(decodings[::2], blobs[::2], strict=True):
         decoding.cancel()
         blob[:] = 0  # nobody reads it any more
+        with pytest.raises(UsageError, match="cancelled"):
+            decoding.result()
     del decodings[::2]
     assert all(torch.equal(decoding.result(), WEIGHTS[3]) for decoding in decodings)
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight import codec
-from netweight.errors import Unsupported
+from netweight.errors import Unsupported, UsageError
 
 
 class Block(nn.Module):
@@ -166,6 +166,32 @@ def test_values_are_those_of_the_time_of_saving():
             y.zero_()
     z.backward()
     assert torch.equal(x.grad, (2 * x.detach()) + (8 * x.detach()))
+
+
+def test_a_change_in_place_is_refused_as_without_compression():
+    """The newest tensor waits as it is, so a change of it would be a change of the gradient."""
+    x = inputs(torch.bfloat16).requires_grad_()
+    with netweight.compress_activations():
+        y = x * 1
+        z = y.square().sum()
+        with torch.no_grad():
+            y.zero_()
+    with pytest.raises(UsageError, match="changed in place after it was saved"):
+        z.backward()
+
+
+def test_a_long_block_remembers_nothing_of_steps_that_are_over():
+    x = inputs(torch.bfloat16).requires_grad_()
+
+    def alive():
+        gc.collect()
+        return sum(type(thing) is StorageWeakRef for thing in gc.get_objects())
+
+    before = alive()
+    with netweight.compress_activations():
+        for _ in range(20):
+            (x * 1.5).exp().square().sum().backward()
+        assert alive() <= before + 1
 
 
 def test_noise_small_tensors_and_parameters_are_left_alone(monkeypatch):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from netweight.codec import backend, lossy
 from netweight.codec.api import _bytes_of, _in_our_words, _tensor_of, decode
 from netweight.codec.dtypes import torch_dtype
+from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ class Decoding:
         self._blob = blob
         self._pending = pending
         self._header = header
+        self._cancelled = False
 
     def result(self) -> torch.Tensor:
         """The tensor, waiting for it if need be.
@@ -35,7 +37,10 @@ class Decoding:
         Raises:
             CorruptBlob: The blob is damaged.
             Unsupported: torch lacks the element type.
+            UsageError: It was cancelled.
         """
+        if self._cancelled:
+            raise UsageError("A decoding that was cancelled has no result.", cure="Add the blob again.")
         if self._pending is None:
             return decode(self._blob)
         with _in_our_words("a blob"):
@@ -47,6 +52,7 @@ class Decoding:
 
     def cancel(self) -> None:
         """Do not begin, or wait until what was begun is over; afterwards the blob's memory is not read any more."""
+        self._cancelled = True
         if self._pending is not None:
             self._pending.cancel()
 

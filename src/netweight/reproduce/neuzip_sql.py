@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
@@ -13,7 +14,15 @@ from netweight.evidence.finding import Finding
 from netweight.reproduce.published import published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.sql_finetuning import ADAPTERS, BASE, BY_ADAMW, FineTuning
-from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS, differing_steps, differing_weights
+from netweight.reproduce.training_ways import (
+    COMPRESSED,
+    LOMO,
+    VANILLA,
+    WAYS,
+    differing_steps,
+    differing_weights,
+    seconds_in_turns,
+)
 
 if TYPE_CHECKING:
     from netweight.evidence.statistics import Interval
@@ -59,7 +68,8 @@ def table2(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
     found = dict(zip((config.way for config in configs), _runs(configs, out), strict=True))
     missing = {way: result["missing"] for way, result in found.items() if "missing" in result}
     trained = [config for config in configs if config.way != BASE and config.way not in missing]
-    seconds = _in_turns(trained, out)
+    given = {"configs": [asdict(config) for config in trained], "rounds": ROUNDS}
+    seconds = seconds_in_turns(time_ways, given, out)
     ratios = {way: _ratio(seconds[VANILLA], spent) for way, spent in seconds.items()}
     name = base.name if model else "stand-in"
     return Measured(
@@ -101,7 +111,7 @@ def _values(
         return (None, None, None, None)
     if way == BASE:
         return (found["bleu"]["value"], None, None, None)
-    speed = 1 / _median(seconds[way])
+    speed = 1 / median(seconds[way])
     return (found["bleu"]["value"], found["counted"] / _MIB, speed, ratios[way].estimate)
 
 
@@ -247,17 +257,6 @@ def time_ways(given: Mapping[str, Any]) -> Any:
     return in_fresh_process(take_turns, given)
 
 
-def _in_turns(configs: Sequence[FineTuning], out: Path) -> dict[str, list[float]]:
-    from netweight.core.runs import in_process, map_runs
-
-    given = {"configs": [asdict(config) for config in configs], "rounds": ROUNDS}
-    (result,) = map_runs(time_ways, [given], ledger=out / "speed.jsonl", engine=in_process)
-    if not result.ok:
-        raise NetweightError(f"Timing failed: {result.error}", cure="Run it again.")
-    seconds: dict[str, list[float]] = result.value
-    return seconds
-
-
 def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
     from netweight.evidence.statistics import paired_ratio
 
@@ -266,12 +265,6 @@ def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
 
 def _lomo_ratio(seconds: Mapping[str, Sequence[float]]) -> Interval:
     return _ratio(seconds[LOMO], seconds[COMPRESSED])
-
-
-def _median(values: Sequence[float]) -> float:
-    import statistics
-
-    return statistics.median(values)
 
 
 def _inputs() -> dict[str, str]:

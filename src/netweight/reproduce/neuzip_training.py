@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
@@ -20,6 +21,7 @@ from netweight.reproduce.training_ways import (
     WAYS,
     differing_steps,
     differing_weights,
+    seconds_in_turns,
 )
 from netweight.zoo.shapes import MINIATURE, SHAPES
 
@@ -70,7 +72,7 @@ def table1(scale: Scale, out: Path) -> Measured:
         columns += _columns(shape, "GiB")
         for way in WAYS:
             found = by.get((shape, way))
-            rows[way] += _values(found, _GIB, _median(found["seconds"])) if found else [None] * 3
+            rows[way] += _values(found, _GIB, median(found["seconds"])) if found else [None] * 3
     findings: list[Finding] = []
     for shape in {config.shape for config in configs}:
         findings += _findings({way: by[shape, way] for way in WAYS if (shape, way) in by}, shape)
@@ -87,12 +89,12 @@ def table1(scale: Scale, out: Path) -> Measured:
 def _table1_small(out: Path) -> Measured:
     configs = [Pretraining(way) for way in WAYS]
     found = dict(zip(WAYS, pretrained(configs, out), strict=True))
-    seconds = _in_turns(out)
+    seconds = seconds_in_turns(time_ways, ROUNDS, out)
     findings = [*_findings(found, MINIATURE), _speed_finding(_ratio(seconds[LOMO], seconds[COMPRESSED]))]
     unwatched = "CPU seconds of one thread, the ways taking turns in one process"
     return Measured(
         columns=_columns(MINIATURE, "MiB"),
-        rows=tuple(Row(way, tuple(_values(found[way], _MIB, _median(seconds[way])))) for way in WAYS),
+        rows=tuple(Row(way, tuple(_values(found[way], _MIB, median(seconds[way])))) for way in WAYS),
         differs=(
             f"A miniature: a Llama of {found[VANILLA]['weights'] / 1e6:.1f} M weights, batches of 4 windows of 256 "
             "tokens, 24 updates.",
@@ -228,26 +230,10 @@ def time_ways(rounds: int) -> Any:
     return in_fresh_process(take_turns, rounds)
 
 
-def _in_turns(out: Path) -> dict[str, list[float]]:
-    from netweight.core.runs import in_process, map_runs
-
-    (result,) = map_runs(time_ways, [ROUNDS], ledger=out / "speed.jsonl", engine=in_process)
-    if not result.ok:
-        raise NetweightError(f"Timing failed: {result.error}", cure="Run it again.")
-    seconds: dict[str, list[float]] = result.value
-    return seconds
-
-
 def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
     from netweight.evidence.statistics import paired_ratio
 
     return paired_ratio(base, contender, seed=Pretraining(VANILLA).seed)
-
-
-def _median(values: Sequence[float]) -> float:
-    import statistics
-
-    return statistics.median(values)
 
 
 def digests_of_texts() -> dict[str, str]:

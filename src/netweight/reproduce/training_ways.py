@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from netweight.errors import NetweightError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["COMPRESSED", "LOMO", "VANILLA", "WAYS", "arrange", "differing_steps", "differing_weights", "digests"]
+__all__ = [
+    "COMPRESSED",
+    "LOMO",
+    "VANILLA",
+    "WAYS",
+    "arrange",
+    "differing_steps",
+    "differing_weights",
+    "digests",
+    "seconds_in_turns",
+]
 
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
 WAYS = (VANILLA, LOMO, COMPRESSED)
@@ -60,3 +73,23 @@ def differing_steps(one: Sequence[str], other: Sequence[str]) -> int:
 def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> int:
     """Count the parameters that differ in any bit; a missing one differs."""
     return sum(one.get(name) != other.get(name) for name in one.keys() | other.keys())
+
+
+def seconds_in_turns(time_ways: Callable[[Any], Any], given: Any, out: Path) -> dict[str, list[float]]:
+    """Seconds per update by way, measured by a function unless an earlier run in this folder has done so.
+
+    Args:
+        time_ways: Function of a module, which measures all ways in turns.
+        given: Its argument, which decides whether an earlier measurement counts.
+        out: Folder of the ledger.
+
+    Raises:
+        NetweightError: Measuring failed.
+    """
+    from netweight.core.runs import in_process, map_runs
+
+    (result,) = map_runs(time_ways, [given], ledger=out / "speed.jsonl", engine=in_process)
+    if not result.ok:
+        raise NetweightError(f"Timing failed: {result.error}", cure="Run it again.")
+    seconds: dict[str, list[float]] = result.value
+    return seconds

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from netweight import codec
-from netweight.errors import Unsupported
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.memory.box import LENGTH, blob_of, pack, threads_for
 
 __all__ = ["compress_activations", "compress_recomputed"]
@@ -37,11 +37,12 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values: torch.Tensor | None = tensor.detach().as_strided((tensor.numel(),), (1,))
+        self._version = tensor._version
         self._payloads: list[torch.Tensor] = []
         self._count, self._dtype = tensor.numel(), tensor.dtype
 
     def compress(self) -> None:
-        if self._values is None:
+        if self._values is None or self._values._version != self._version:
             return
         most = _PAYS * self._values.nbytes
         for piece in torch.split(self._values, _PIECE):  # what the encoder needs beside them is as large as a piece
@@ -55,6 +56,13 @@ class _Kept:
 
     def values(self) -> torch.Tensor:
         if self._values is not None:
+            if self._values._version != self._version:  # behind hooks like these autograd itself does not look
+                raise UsageError(
+                    f"A tensor of {self._count} numbers ({self._dtype}), which the backward pass needs, was changed in "
+                    "place after it was saved.",
+                    cure="Make a new tensor instead of changing it, or leave compress_activations out to learn from "
+                    "torch.autograd.set_detect_anomaly(True) which operation saved it.",
+                )
             return self._values
         # Not from the codec's pool, which keeps what is freed: these come in other sizes than weights.
         values = torch.empty(self._count, dtype=self._dtype)
@@ -94,11 +102,14 @@ class _Packing:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
         if key in self._known:
-            reference, known = self._known[key]
-            kept = known()
-            if kept is not None and not reference.expired():  # type: ignore[no-untyped-call]
+            kept = self._known[key][1]()
+            if kept is not None:
                 return kept
         kept = _Kept(tensor)
+        # The reference to the storage keeps its address from being used again as long as the entry is there, and the
+        # entry goes with what is kept: a block may be as long as a whole training.
+        forget = weakref.finalize(kept, self._known.pop, key, None)
+        forget.atexit = False
         self._known[key] = StorageWeakRef(storage), weakref.ref(kept)  # type: ignore[no-untyped-call]
         self._newest.append(weakref.ref(kept))
         if len(self._newest) > _NEWEST:
@@ -152,6 +163,9 @@ def compress_activations() -> Iterator[None]:
     the last bit. Activations of 16 bits take about two thirds of their memory, fp32 ones that were bf16 before a third.
     Parameters, inputs, small tensors, other fp32, noise and tensors that are not on the CPU are kept as they are.
     Checkpoints inside the block keep their inputs compressed; see `compress_recomputed` for what they compute again.
+
+    Raises:
+        UsageError: In the backward pass: a tensor that it needs was changed in place while it was not compressed yet.
 
     Examples:
         >>> with netweight.compress_activations():  # doctest: +SKIP
