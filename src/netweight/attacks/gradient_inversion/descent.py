@@ -10,10 +10,12 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
+from netweight.attacks.gradient_inversion.victim import Tensors
+from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
-__all__ = ["Descended", "Objective", "Schedule", "descend"]
+__all__ = ["Descended", "Objective", "Schedule", "descend", "starting_points"]
 
 Objective: TypeAlias = Callable[..., Tensor]
 """A scalar from the variables of one restart, in their order; differentiable."""
@@ -95,6 +97,29 @@ def descend(
     best = min(range(restarts), key=lambda restart: _order(final[restart]))
     kept = tuple(variable.detach()[best] for variable in variables)
     return Descended(kept, tuple(final), best, (*(row[best] for row in values), final[best]))
+
+
+def starting_points(params: Tensors, shape: tuple[int, ...], restarts: int, seed: int) -> Tensor:
+    """Draw starting points from a standard normal distribution.
+
+    Args:
+        params: Their device and dtype are taken.
+        shape: Shape of one, `(n, c, h, w)`.
+        restarts: How many; each has its own seed, so that more of them begin with the same ones.
+        seed: Root of the seeds.
+
+    Returns:
+        Shape `(restarts, n, c, h, w)`.
+
+    Raises:
+        UsageError: The shape is not that of a batch of images, or there are no parameters.
+    """
+    if len(shape) != 4 or min(shape) < 1:
+        raise UsageError(f"The shape of a batch is (n, c, h, w), not {shape}.")
+    if not params:
+        raise UsageError("The attack needs the parameters that the client started from; none were given.")
+    drawn = [torch.randn(shape, generator=seeds.torch_generator(seed, "restart", r)) for r in range(restarts)]
+    return torch.stack(drawn).to(next(iter(params.values())))
 
 
 def _factor(schedule: Schedule, done: float) -> float:

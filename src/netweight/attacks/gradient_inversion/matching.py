@@ -9,13 +9,12 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.descent import Schedule, descend
+from netweight.attacks.gradient_inversion.descent import Schedule, descend, starting_points
+from netweight.attacks.gradient_inversion.observation import chosen_tensors
 from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
 from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
-from netweight.core import seeds
-from netweight.core.names import Select, nearest_names
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import UsageError
 
 __all__ = ["Bounds", "MatchingConfig", "Term", "cosine_distance", "invert", "total_variation"]
 
@@ -91,8 +90,10 @@ def invert(
     Source: Geiping et al. 2020, "Inverting Gradients", section 4.
     """
     config = config or MatchingConfig()
-    start, low, high = _start(params, shape, bounds, config.restarts, seed)
-    chosen = _chosen(observed, config.tensors, local_update(params, (start[0], labels)))
+    start = starting_points(params, shape, config.restarts, seed)
+    low, high = _box(bounds, shape[1], start)
+    start = start.clamp(low, high)
+    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], labels)))
 
     def objective(images: Tensor) -> Tensor:
         imitated = local_update(params, (images, labels))
@@ -146,32 +147,9 @@ def total_variation(images: Tensor) -> Tensor:
     return vertical.abs().mean() + horizontal.abs().mean()
 
 
-def _start(
-    params: Tensors, shape: tuple[int, ...], bounds: Bounds, restarts: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Starting points, standard normal within the box, of the parameters' device and dtype; and the box."""
-    if len(shape) != 4 or min(shape) < 1:
-        raise UsageError(f"The shape of a batch is (n, c, h, w), not {shape}.")
-    like = next(iter(params.values()))
+def _box(bounds: Bounds, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The range of pixels, shape `(channels or 1, 1, 1)` each."""
     low, high = (torch.as_tensor(end, dtype=like.dtype, device=like.device).reshape(-1, 1, 1) for end in bounds)
-    if not (low < high).all() or any(len(end) not in (1, shape[1]) for end in (low, high)):
-        raise UsageError(f"The bounds {bounds} are no range of pixels for {shape[1]} channels.")
-    drawn = [torch.randn(shape, generator=seeds.torch_generator(seed, "restart", r)) for r in range(restarts)]
-    return torch.stack(drawn).to(like).clamp(low, high), low, high
-
-
-def _chosen(observed: Tensors, patterns: str | tuple[str, ...] | None, imitated: Tensors) -> Tensors:
-    names = list(observed) if patterns is None else Select.of(patterns).keys(observed)
-    if not names:
-        raise UsageError("Nothing was observed, so there is nothing to match.")
-    for name in names:
-        if name not in imitated:
-            near = ", ".join(nearest_names(name, imitated)) or "none"
-            raise NameNotFound(f"The client would send no tensor {name!r}.", cure=f"Nearest: {near}.")
-        if observed[name].shape != imitated[name].shape:
-            seen, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
-            raise UsageError(f"The observed tensor {name!r} has shape {seen}; the client would send {sent}.")
-        if not observed[name].isfinite().all():
-            raise UsageError(f"The observed tensor {name!r} holds NaN or infinity.", cure="Leave it out by a pattern.")
-    like = next(iter(imitated.values()))
-    return {name: observed[name].detach().to(like) for name in names}
+    if any(len(end) not in (1, channels) for end in (low, high)) or not (low < high).all():
+        raise UsageError(f"The bounds {bounds} are no range of pixels for {channels} channels.")
+    return low, high
