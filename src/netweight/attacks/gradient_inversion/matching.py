@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.gradient_inversion.descent import Schedule, descend, starting_points
+from netweight.attacks.gradient_inversion.labels import labels_of_update
 from netweight.attacks.gradient_inversion.observation import chosen_tensors
 from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
 from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
@@ -59,7 +60,7 @@ def invert(
     observed: Tensors,
     *,
     shape: tuple[int, ...],
-    labels: Tensor,
+    labels: Tensor | None = None,
     bounds: Bounds = (0.0, 1.0),
     config: MatchingConfig | None = None,
     terms: Sequence[Term] = (),
@@ -73,7 +74,8 @@ def invert(
         params: The parameters the client started from.
         observed: What the client sent; names and shapes as `local_update` returns them.
         shape: Shape of the batch, `(n, c, h, w)`.
-        labels: int64 of shape `(n,)`, or probabilities of shape `(n, classes)`.
+        labels: int64 of shape `(n,)`, or probabilities of shape `(n, classes)`; by default they are read off the
+            update first (`labels_of_update`).
         bounds: Range of the pixels; the search never leaves it.
         config: How to search.
         terms: Further terms, added to the objective.
@@ -93,13 +95,14 @@ def invert(
     start = starting_points(params, shape, config.restarts, seed)
     low, high = _box(bounds, shape[1], start)
     start = start.clamp(low, high)
-    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], labels)))
+    known = labels_of_update(local_update, params, observed, shape=shape, seed=seed) if labels is None else labels
+    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
 
     def objective(images: Tensor) -> Tensor:
-        imitated = local_update(params, (images, labels))
+        imitated = local_update(params, (images, known))
         value = cosine_distance(imitated, chosen) + config.total_variation * total_variation(images)
         for term in terms:
-            value = value + term(images, labels)
+            value = value + term(images, known)
         return value
 
     def project(images: Tensor) -> None:
@@ -117,7 +120,7 @@ def invert(
     )
     return Reconstruction(
         images=found.variables[0],
-        labels=labels,
+        labels=known,
         objective=found.objectives[found.best],
         objectives_by_restart=found.objectives,
         history=found.history,
