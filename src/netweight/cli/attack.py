@@ -91,6 +91,7 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
     if labels is not None and len(labels) != shape[0]:
         raise UsageError(f"{len(labels)} labels were given for {shape[0]} images.")
     model = _model(options["model"], options["params"])
+    _try(model, shape)
     seed = options["seed"]
     found = run_attack(
         options["kind"],
@@ -186,7 +187,7 @@ def _model(where: str, params: Path | None) -> nn.Module:
         made: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--model {where!r} cannot be found: {error}.", cure="Write it as MODULE:NAME.") from error
-    model = made if isinstance(made, nn.Module) else made()
+    model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {where!r} is no torch module and makes none.")
     if params is not None:
@@ -195,6 +196,21 @@ def _model(where: str, params: Path | None) -> nn.Module:
         except RuntimeError as error:
             raise UsageError(f"{params} does not fit the model: {error}.") from error
     return model
+
+
+def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that the model does not take, before an attack meets it somewhere inside."""
+    import torch
+    from torch.func import functional_call
+
+    if len(shape) != 4 or min(shape) < 1:
+        raise UsageError(f"--shape {shape} is not (n, c, h, w).", cure="Write four numbers, such as 1,3,32,32.")
+    copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    try:
+        with torch.no_grad():
+            functional_call(model, copies, (torch.zeros(shape),))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"The model does not take images of shape {shape}: {error}.") from error
 
 
 def _client(model: nn.Module, options: Mapping[str, Any]) -> LocalUpdate:
