@@ -225,7 +225,7 @@ def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept():
     model, (image, label) = network(), batch(1)
     client, params = gradient_of(model), known_parameters(model)
     observed = client(params, (image, label))
-    several = ig(client, params, observed, label, steps=20, restarts=3)
+    several = ig(client, params, observed, label, steps=20, restarts=3, annealed=False)
     starts = starting_points(params, (1, 1, 8, 8), 3, 3).clamp(0, 1)
 
     def objective(images):
@@ -240,8 +240,19 @@ def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept():
     ]
     assert several.objectives_by_restart == pytest.approx(ends, rel=1e-9)
     assert several.objective == min(several.objectives_by_restart)
-    first = ig(client, params, observed, label, steps=20)
+    first = ig(client, params, observed, label, steps=20, annealed=False)
     assert first.objectives_by_restart == pytest.approx(ends[:1], rel=1e-9)
+
+
+def test_models_that_vmap_cannot_run_get_their_restarts_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Sigmoid(), nn.Flatten(), nn.Linear(108, 4)).double()
+    images, labels = batch(2)
+    client, params = gradient_of(model), known_parameters(model)
+    observed = client(params, (images, labels))
+    config = MatchingConfig(steps=3, restarts=2)
+    found = invert(client, params, observed, shape=(2, 1, 8, 8), labels=labels, config=config, seed=0)
+    assert len(set(found.objectives_by_restart)) == 2
 
 
 def test_chosen_tensors_and_further_terms_enter_the_objective():
@@ -280,6 +291,19 @@ def test_schedules_scale_the_steps(schedule, path):
     found = descend(lambda x: x.sum(), (torch.zeros(1, 1),), steps=4, lr=0.1, signed=True, schedule=schedule)
     moved = torch.tensor(found.history).diff().abs() / 0.1
     assert moved.tolist() == pytest.approx(path, rel=1e-3)
+
+
+def test_smoothness_is_weighed_less_and_less():
+    def nothing(params, batch):
+        return {"a": batch[0].sum().reshape(1) * 0 + 1}
+
+    settings = {"shape": (1, 1, 4, 4), "labels": torch.tensor([0]), "seed": 0}
+    ends = []
+    for annealed in (True, False):
+        config = MatchingConfig(steps=8, lr=1e-9, total_variation=1.0, annealed=annealed)
+        history = invert(nothing, {"a": torch.ones(1)}, {"a": torch.ones(1)}, config=config, **settings).history
+        ends.append(history[-1] / history[0])
+    assert ends == pytest.approx([0.1, 1.0], rel=1e-4)
 
 
 def test_rog_gives_a_coarse_image_and_says_that_nothing_came_after():

@@ -35,6 +35,8 @@ class MatchingConfig:
         lr: Its learning rate; lowered tenfold after 3/8, 5/8 and 7/8 of the steps.
         signed: Whether only the signs of the gradient are used.
         total_variation: Weight of the mean absolute difference between neighboring pixels.
+        annealed: Whether that weight falls with the cube root of the learning rate, to a tenth at the end: smooth at
+            first, then true to the update. The paper keeps it.
         restarts: Starting points; the one with the least objective is kept.
         tensors: Patterns (`netweight.Select`) of the tensors to compare; all that were observed by default.
         schedule: How the learning rate falls.
@@ -44,6 +46,7 @@ class MatchingConfig:
     lr: float = 0.1
     signed: bool = True
     total_variation: float = 0.01
+    annealed: bool = True
     restarts: int = 1
     tensors: str | tuple[str, ...] | None = None
     schedule: Schedule = "steps"
@@ -98,9 +101,15 @@ def invert(
     known = labels_of_update(local_update, params, observed, shape=shape, seed=seed) if labels is None else labels
     chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
 
+    smoothness = config.total_variation
+
+    def anneal(share: float) -> None:
+        nonlocal smoothness
+        smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
+
     def objective(images: Tensor) -> Tensor:
         imitated = local_update(params, (images, known))
-        value = cosine_distance(imitated, chosen) + config.total_variation * total_variation(images)
+        value = cosine_distance(imitated, chosen) + smoothness * total_variation(images)
         for term in terms:
             value = value + term(images, known)
         return value
@@ -116,6 +125,7 @@ def invert(
         signed=config.signed,
         schedule=config.schedule,
         project=project,
+        anneal=anneal,
         progress=progress,
     )
     return Reconstruction(
