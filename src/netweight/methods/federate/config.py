@@ -49,7 +49,8 @@ class Phase:
         epochs: Passes over the client's training examples, at least 1.
         lr: Learning rate of SGD.
         privacy: Make the gradients differentially private; None for plain SGD.
-        head_lr: Learning rate of a plain step of the head before every step of the body; None for no such step.
+        head_lr: Learning rate of a plain step of the head before every private step of the body; None for no such
+            step.
     """
 
     trains: Literal["head", "body", "both"]
@@ -62,8 +63,8 @@ class Phase:
         """Check the values."""
         if self.epochs < 1 or self.lr <= 0:
             raise UsageError(f"A phase cannot have {self.epochs} epochs at learning rate {self.lr}.")
-        if self.head_lr is not None and self.trains != "body":
-            raise UsageError("head_lr goes with a phase that trains the body.")
+        if self.head_lr is not None and (self.trains != "body" or self.privacy is None or self.head_lr <= 0):
+            raise UsageError("head_lr, above 0, goes with a phase that trains the body privately.")
 
 
 @final

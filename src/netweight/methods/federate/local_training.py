@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.methods.federate.batches import shuffled_batches
+from netweight.errors import UsageError
+from netweight.methods.federate.batches import poisson_batches, shuffled_batches
 from netweight.methods.federate.config import LocalTraining, Phase
 from netweight.methods.federate.gradients import Batch, rule_for
 from netweight.methods.federate.local_model import LocalModel
@@ -55,14 +56,24 @@ class Stream:
         epochs: Passes over its examples.
         batch_size: Examples per step.
         seed: Of the order and of the augmentation.
+        sampling: "shuffled" goes through the examples in turn, "poisson" draws each on its own.
     """
 
-    def __init__(self, model: LocalModel, client: int, epochs: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        client: int,
+        epochs: int,
+        batch_size: int,
+        seed: int,
+        sampling: Literal["shuffled", "poisson"] = "shuffled",
+    ) -> None:
         inputs, self._targets = model.task.client(client).train
         self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
         self._augment = model.task.augment
         self._generator = seeds.torch_generator(seed, "augment")
-        self.indices = shuffled_batches(len(inputs), batch_size, epochs, seed)
+        draw = poisson_batches if sampling == "poisson" else shuffled_batches
+        self.indices = draw(len(inputs), batch_size, epochs, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches."""
@@ -84,7 +95,7 @@ def train_clients(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase.
+    """Train clients by one phase without differential privacy; `private_training.py` is for the others.
 
     Args:
         model: The thread's model.
@@ -96,7 +107,12 @@ def train_clients(
 
     Returns:
         Each client's weights and mean loss.
+
+    Raises:
+        UsageError: The phase asks for differential privacy.
     """
+    if phase.privacy is not None:
+        raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
     if phase.trains == "head":
         found = [
             _train_head(model, w, number, phase, training, seed)
