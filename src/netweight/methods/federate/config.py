@@ -17,7 +17,8 @@ class Privacy:
 
     Attributes:
         noise_multiplier: Standard deviation of the noise as a multiple of `clip`; at least 0.
-            `netweight.integrations.opacus` turns an ε into one.
+            `netweight.integrations.opacus` turns an ε into one. Clients of different sizes need different noise for
+            one ε, and this is for all of them.
         clip: Largest norm of one example's gradient, above 0.
         sampling: "poisson" draws each example on its own, which accountants assume; "shuffled" goes through the
             examples in turn as the reference does, and then the ε that an accountant states is not valid.
