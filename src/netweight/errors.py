@@ -10,6 +10,7 @@ __all__ = [
     "BadGradient",
     "CorruptBlob",
     "DenseOnly",
+    "FederationStopped",
     "LayerwiseConflict",
     "LossyWrite",
     "MissingExtra",
@@ -17,6 +18,7 @@ __all__ = [
     "NetweightError",
     "OutputExists",
     "OutputFailed",
+    "PrivateTensor",
     "UnsafeInput",
     "Unsupported",
     "UsageError",
@@ -73,6 +75,14 @@ class OutputExists(UsageError):
 
 class OutputFailed(NetweightError):
     """The output could not be written: the disk is full, a quota or size limit was met, or the folder is read-only."""
+
+
+class FederationStopped(NetweightError):
+    """A federation had too few clients for a round, again and again; its state was saved and can be resumed."""
+
+
+class PrivateTensor(NetweightError):
+    """A client was about to send a tensor that is private to it; nothing was sent."""
 
 
 class MissingExtra(NetweightError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import cast, final
 
 import torch
@@ -32,7 +33,7 @@ class Hypernetwork(nn.Module):
         if generated < 1 or embedding < 1 or not hidden or min(hidden) < 1:
             raise UsageError(f"A hypernetwork cannot have sizes {embedding}, {hidden}, {generated}.")
         widths = (embedding, *hidden)
-        self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.heads = nn.Linear(widths[-1], generated)
 
     def hidden_code(self, embedding: Tensor) -> Tensor:

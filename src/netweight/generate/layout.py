@@ -55,7 +55,7 @@ class ParameterLayout:
         """
         if vector.shape[-1] != self.size:
             raise UsageError(f"A vector of {vector.shape[-1]} values was given; the layout has {self.size}.")
-        parts = vector.split(self.sizes, dim=-1)
+        parts = torch.split(vector, self.sizes, dim=-1)
         shapes = (vector.shape[:-1] + shape for shape in self.shapes)
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 

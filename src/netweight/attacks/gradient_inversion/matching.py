@@ -9,13 +9,13 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.descent import Schedule, descend
+from netweight.attacks.gradient_inversion.descent import Schedule, descend, starting_points
+from netweight.attacks.gradient_inversion.labels import labels_of_update
+from netweight.attacks.gradient_inversion.observation import chosen_tensors
 from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
 from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
-from netweight.core import seeds
-from netweight.core.names import Select, nearest_names
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import UsageError
 
 __all__ = ["Bounds", "MatchingConfig", "Term", "cosine_distance", "invert", "total_variation"]
 
@@ -35,6 +35,8 @@ class MatchingConfig:
         lr: Its learning rate; lowered tenfold after 3/8, 5/8 and 7/8 of the steps.
         signed: Whether only the signs of the gradient are used.
         total_variation: Weight of the mean absolute difference between neighboring pixels.
+        annealed: Whether that weight falls with the cube root of the learning rate, to a tenth at the end: smooth at
+            first, then true to the update. The paper keeps it.
         restarts: Starting points; the one with the least objective is kept.
         tensors: Patterns (`netweight.Select`) of the tensors to compare; all that were observed by default.
         schedule: How the learning rate falls.
@@ -44,6 +46,7 @@ class MatchingConfig:
     lr: float = 0.1
     signed: bool = True
     total_variation: float = 0.01
+    annealed: bool = True
     restarts: int = 1
     tensors: str | tuple[str, ...] | None = None
     schedule: Schedule = "steps"
@@ -60,7 +63,7 @@ def invert(
     observed: Tensors,
     *,
     shape: tuple[int, ...],
-    labels: Tensor,
+    labels: Tensor | None = None,
     bounds: Bounds = (0.0, 1.0),
     config: MatchingConfig | None = None,
     terms: Sequence[Term] = (),
@@ -74,7 +77,8 @@ def invert(
         params: The parameters the client started from.
         observed: What the client sent; names and shapes as `local_update` returns them.
         shape: Shape of the batch, `(n, c, h, w)`.
-        labels: int64 of shape `(n,)`, or probabilities of shape `(n, classes)`.
+        labels: int64 of shape `(n,)`, or probabilities of shape `(n, classes)`; by default they are read off the
+            update first (`labels_of_update`).
         bounds: Range of the pixels; the search never leaves it.
         config: How to search.
         terms: Further terms, added to the objective.
@@ -91,14 +95,23 @@ def invert(
     Source: Geiping et al. 2020, "Inverting Gradients", section 4.
     """
     config = config or MatchingConfig()
-    start, low, high = _start(params, shape, bounds, config.restarts, seed)
-    chosen = _chosen(observed, config.tensors, local_update(params, (start[0], labels)))
+    start = starting_points(params, shape, config.restarts, seed)
+    low, high = _box(bounds, shape[1], start)
+    start = start.clamp(low, high)
+    known = labels_of_update(local_update, params, observed, shape=shape, seed=seed) if labels is None else labels
+    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
+
+    smoothness = config.total_variation
+
+    def anneal(share: float) -> None:
+        nonlocal smoothness
+        smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
 
     def objective(images: Tensor) -> Tensor:
-        imitated = local_update(params, (images, labels))
-        value = cosine_distance(imitated, chosen) + config.total_variation * total_variation(images)
+        imitated = local_update(params, (images, known))
+        value = cosine_distance(imitated, chosen) + smoothness * total_variation(images)
         for term in terms:
-            value = value + term(images, labels)
+            value = value + term(images, known)
         return value
 
     def project(images: Tensor) -> None:
@@ -112,11 +125,12 @@ def invert(
         signed=config.signed,
         schedule=config.schedule,
         project=project,
+        anneal=anneal,
         progress=progress,
     )
     return Reconstruction(
         images=found.variables[0],
-        labels=labels,
+        labels=known,
         objective=found.objectives[found.best],
         objectives_by_restart=found.objectives,
         history=found.history,
@@ -146,32 +160,9 @@ def total_variation(images: Tensor) -> Tensor:
     return vertical.abs().mean() + horizontal.abs().mean()
 
 
-def _start(
-    params: Tensors, shape: tuple[int, ...], bounds: Bounds, restarts: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Starting points, standard normal within the box, of the parameters' device and dtype; and the box."""
-    if len(shape) != 4 or min(shape) < 1:
-        raise UsageError(f"The shape of a batch is (n, c, h, w), not {shape}.")
-    like = next(iter(params.values()))
+def _box(bounds: Bounds, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The range of pixels, shape `(channels or 1, 1, 1)` each."""
     low, high = (torch.as_tensor(end, dtype=like.dtype, device=like.device).reshape(-1, 1, 1) for end in bounds)
-    if not (low < high).all() or any(len(end) not in (1, shape[1]) for end in (low, high)):
-        raise UsageError(f"The bounds {bounds} are no range of pixels for {shape[1]} channels.")
-    drawn = [torch.randn(shape, generator=seeds.torch_generator(seed, "restart", r)) for r in range(restarts)]
-    return torch.stack(drawn).to(like).clamp(low, high), low, high
-
-
-def _chosen(observed: Tensors, patterns: str | tuple[str, ...] | None, imitated: Tensors) -> Tensors:
-    names = list(observed) if patterns is None else Select.of(patterns).keys(observed)
-    if not names:
-        raise UsageError("Nothing was observed, so there is nothing to match.")
-    for name in names:
-        if name not in imitated:
-            near = ", ".join(nearest_names(name, imitated)) or "none"
-            raise NameNotFound(f"The client would send no tensor {name!r}.", cure=f"Nearest: {near}.")
-        if observed[name].shape != imitated[name].shape:
-            seen, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
-            raise UsageError(f"The observed tensor {name!r} has shape {seen}; the client would send {sent}.")
-        if not observed[name].isfinite().all():
-            raise UsageError(f"The observed tensor {name!r} holds NaN or infinity.", cure="Leave it out by a pattern.")
-    like = next(iter(imitated.values()))
-    return {name: observed[name].detach().to(like) for name in names}
+    if any(len(end) not in (1, channels) for end in (low, high)) or not (low < high).all():
+        raise UsageError(f"The bounds {bounds} are no range of pixels for {channels} channels.")
+    return low, high

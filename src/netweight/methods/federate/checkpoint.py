@@ -1,0 +1,85 @@
+"""A federation at rest: the server's state, every client's private tensors and the history, in one compressed file.
+
+The engine in this process calls it. A Flower server and its clients keep theirs apart, see `integrations/flower.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.errors import UsageError
+from netweight.methods.federate.rounds import Round
+from netweight.methods.federate.updates import Tensors
+from netweight.store import StoreWriter, open_store
+
+__all__ = ["Checkpoint"]
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoint:
+    """All of a federation between two rounds.
+
+    Attributes:
+        state: The server's tensors.
+        private: Each client's private tensors, for those that took part so far.
+        rounds: What is known of the rounds so far.
+    """
+
+    state: Tensors
+    private: Mapping[int, Tensors]
+    rounds: Sequence[Round]
+
+    def save(self, path: Path, settings: str) -> None:
+        """Write the checkpoint over the one before it, all or nothing.
+
+        Args:
+            path: The file, safetensors with compressed tensors and a digest of each.
+            settings: A digest of what the federation was asked for; only the same may resume it.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
+        with StoreWriter(path, level="fast", overwrite=True) as writer:
+            writer.add("about", torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8))
+            for name, value in self.state.items():
+                writer.add(f"state|{name}", _whole(value))
+            for client, tensors in self.private.items():
+                for name, value in tensors.items():
+                    writer.add(f"private|{client}|{name}", _whole(value))
+
+    @classmethod
+    def load(cls, path: Path, settings: str) -> Checkpoint:
+        """Read a checkpoint.
+
+        Raises:
+            UsageError: It belongs to a federation with other settings.
+            CorruptBlob: It is damaged.
+        """
+        with open_store(path) as store:
+            about = json.loads(bytes(store.get("about").tolist()))
+            if about["settings"] != settings:
+                raise UsageError(
+                    f"{path} holds a federation with other settings, data or model.",
+                    cure="Choose another folder, or delete the file to begin anew.",
+                )
+            state: dict[str, Tensor] = {}
+            private: dict[int, dict[str, Tensor]] = {}
+            for name in store.names():
+                kind, _, rest = name.partition("|")
+                if kind == "state":
+                    state[rest] = store.get(name)
+                elif kind == "private":
+                    client, _, own = rest.partition("|")
+                    private.setdefault(int(client), {})[own] = store.get(name)
+        return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.detach().cpu().contiguous()

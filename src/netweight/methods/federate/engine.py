@@ -1,0 +1,240 @@
+"""The engine in this process: rounds of a federation, its clients spread over the processor's cores.
+
+The command line, the benchmarks and the studies call it. The Flower app runs the same methods elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, final
+
+import torch
+
+from netweight.core import digest
+from netweight.core.environment import usable_cores
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import FederationStopped
+from netweight.methods.federate.checkpoint import Checkpoint
+from netweight.methods.federate.intake import examine
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Method, Trained, Weights
+from netweight.methods.federate.outgoing import check_outgoing
+from netweight.methods.federate.rounds import Federation, Round, sampled_clients, still_there
+from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.updates import Tensors
+
+__all__ = ["CHECKPOINT", "Run", "train"]
+
+CHECKPOINT = "federation.safetensors"
+"""The file within a run's folder that it resumes from."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A trained federation.
+
+    Attributes:
+        task: What was learned.
+        method: How.
+        state: The server's tensors after the last round.
+        private: Each client's private tensors.
+        rounds: What is known of each round.
+    """
+
+    task: FedTask
+    method: Method
+    state: Tensors
+    private: dict[int, Tensors]
+    rounds: tuple[Round, ...]
+
+    def weights(self, client: int) -> Weights:
+        """Return a client's personal model from the server's state and what the client keeps."""
+        return self.method.weights(self.task, self.method.message(self.state, client), self.private[client])
+
+
+def train(
+    task: FedTask,
+    method: Method,
+    settings: Federation = Federation(),
+    *,
+    folder: str | Path | None = None,
+    workers: int | None = None,
+    device: torch.device | str = "cpu",
+    save_every: int = 1,
+    progress: Progress = QUIET,
+) -> Run:
+    """Train a federation.
+
+    The same settings give the same result whatever the number of workers, up to rounding where a method multiplies
+    clients' vectors together.
+
+    Args:
+        task: The model in two halves and every client's data.
+        method: How clients train and what they share.
+        settings: Rounds, sampling, seed.
+        folder: Where to save a checkpoint and to resume from; None to keep everything in memory.
+        workers: Threads, each with a share of the clients; None takes one per usable core, and 1 on a GPU.
+        device: Where to train.
+        save_every: Rounds between checkpoints.
+        progress: Where to tell how far the work is.
+
+    Raises:
+        UsageError: The folder holds a federation with other settings.
+        FederationStopped: A round had too few sound updates and its retries were used up; the state is saved.
+        PrivateTensor: The method was about to send a private tensor.
+    """
+    federation = _Federation(task, method, settings, Path(folder) if folder else None, torch.device(device), workers)
+    with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
+        work.update(len(federation.rounds))
+        with federation.working():
+            while len(federation.rounds) < settings.rounds:
+                federation.run_round()
+                if len(federation.rounds) % save_every == 0:
+                    federation.save()
+                work.update(1)
+    federation.save()
+    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds))
+
+
+@final
+class _Federation:
+    """A federation under way."""
+
+    def __init__(
+        self,
+        task: FedTask,
+        method: Method,
+        settings: Federation,
+        folder: Path | None,
+        device: torch.device,
+        workers: int | None,
+    ) -> None:
+        self.task, self.method, self.settings, self.folder, self.device = task, method, settings, folder, device
+        self.workers = workers or (usable_cores() if device.type == "cpu" else 1)
+        self.workers = min(self.workers, len(task.clients))
+        self._models = [LocalModel(task, device) for _ in range(self.workers)]
+        self._digest = _digest(task, method, settings)
+        self.state: Tensors = method.start(task, seed=settings.seed)
+        self._private: dict[int, Tensors] = {}
+        self.rounds: list[Round] = []
+        if folder is not None and (folder / CHECKPOINT).exists():
+            saved = Checkpoint.load(folder / CHECKPOINT, self._digest)
+            self.state, self._private, self.rounds = saved.state, dict(saved.private), list(saved.rounds)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Hold the worker threads; each computes with one thread of torch's while there are several."""
+        threads = torch.get_num_threads()
+        with ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,)) as self._pool:
+            if self.workers > 1:
+                torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+
+    def private(self, client: int) -> Tensors:
+        """Return what a client keeps."""
+        if client not in self._private:
+            self._private[client] = self.method.private_start(self.task, client, seed=self.settings.seed)
+        return self._private[client]
+
+    def all_private(self) -> dict[int, Tensors]:
+        """Return what every client keeps, those included that never took part."""
+        return {client: self.private(client) for client in self.task.clients}
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is a folder for it."""
+        if self.folder is not None:
+            Checkpoint(self.state, self._private, self.rounds).save(self.folder / CHECKPOINT, self._digest)
+
+    def run_round(self) -> None:
+        """Run the next round, again if too few clients answer."""
+        number = len(self.rounds) + 1
+        for attempt in range(self.settings.retries + 1):
+            done = self._attempt(number, attempt)
+            if done is not None:
+                self.rounds.append(done)
+                return
+        self.save()
+        where = f"; its state is in {self.folder}" if self.folder else ""
+        raise FederationStopped(
+            f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
+            f"{self.settings.retries + 1} attempts{where}.",
+            cure="See the log for who was refused and why; run the same again to resume.",
+        )
+
+    def _attempt(self, number: int, attempt: int) -> Round | None:
+        asked = sampled_clients(self.task.clients, self.settings, number, attempt)
+        sent = {client: self.method.message(self.state, client) for client in asked}
+        present = still_there(asked, self.settings, number, attempt)
+        clients = [Client(client, self.private(client), sent[client]) for client in present]
+        measured = self.settings.evaluates(number)
+        before = self._accuracies([(c.number, self._received(c)) for c in clients]) if measured else {}
+        started = time.perf_counter()
+        trained = self._train(clients, number)
+        for one in trained:
+            check_outgoing(one.update.tensors, self.method.shared, client=one.update.client)
+        intake = examine(sent, [one.update for one in trained], round=number)
+        for client, why in intake.refused.items():
+            _LOG.warning("Round %d, attempt %d: client %d left out: %s.", number, attempt + 1, client, why)
+        if len(intake.accepted) < self.settings.min_clients:
+            return None
+        self.state = self.method.aggregate(self.state, intake.accepted)
+        seconds = time.perf_counter() - started
+        sound = {update.client for update in intake.accepted}
+        kept = [one for one in trained if one.update.client in sound]
+        self._private.update({one.update.client: one.private for one in kept})
+        after = self._accuracies([(one.update.client, one.weights) for one in kept]) if measured else {}
+        losses = {one.update.client: one.loss for one in kept}
+        return Round(number, asked, before, after, losses, seconds, intake.refused, attempt + 1)
+
+    def _received(self, client: Client) -> Weights:
+        return self.method.weights(self.task, client.received, client.private)
+
+    def _train(self, clients: Sequence[Client], number: int) -> list[Trained]:
+        def share(model: LocalModel, part: Sequence[Client]) -> list[Trained]:
+            return self.method.train(self.task, model, part, round=number, seed=self.settings.seed)
+
+        return self._spread(share, clients)
+
+    def _accuracies(self, models: Sequence[tuple[int, Weights]]) -> dict[int, float]:
+        def share(model: LocalModel, part: Sequence[tuple[int, Weights]]) -> list[float]:
+            return [model.accuracy(w.body, w.head, self.task.client(number).test, w.statistics) for number, w in part]
+
+        accuracies = self._spread(share, models)
+        return {number: accuracy for (number, _), accuracy in zip(models, accuracies, strict=True)}
+
+    def _spread(self, share: Callable[[LocalModel, Sequence[S]], list[T]], items: Sequence[S]) -> list[T]:
+        """Give every worker an equal share of the items; return the results in the order of the items."""
+        if not items:
+            return []
+        size = -(-len(items) // self.workers)
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
+        found = self._pool.map(share, self._models[: len(parts)], parts)
+        return [result for part in found for result in part]
+
+
+def _digest(task: FedTask, method: Method, settings: Federation) -> str:
+    """Digest what decides a federation's result but for the number of rounds, which may be raised to go on."""
+    asked = {field: value for field, value in vars(settings).items() if field not in ("rounds", "evaluate_every")}
+    data = {
+        client: [
+            digest.of_tensor(tensor.contiguous()) for tensor in (*task.client(client).train, *task.client(client).test)
+        ]
+        for client in task.clients
+    }
+    start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
+    layouts = [str(task.body_layout), str(task.head_layout)]
+    return digest.of_config([asked, repr(method), data, start, layouts])

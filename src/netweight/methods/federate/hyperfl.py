@@ -1,0 +1,141 @@
+"""HyperFL: each client's body comes from a shared hypernetwork and a private embedding; its head is private too.
+
+The method's settings and what an engine calls; the training itself is in `generated_training.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from netweight.core import seeds
+from netweight.errors import UsageError
+from netweight.generate import Hypernetwork
+from netweight.methods.federate.config import LocalTraining, Phase
+from netweight.methods.federate.direct import STATISTICS, prefixed, without
+from netweight.methods.federate.generated_training import HYPERNETWORK, Generated, train_generated
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.local_training import train_clients
+from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.updates import Tensors, Update, aggregate
+
+__all__ = ["HyperFL"]
+
+
+@final
+@dataclass(frozen=True)
+class HyperFL:
+    """HyperFL: clients share a hypernetwork that generates their bodies, and keep embedding and head.
+
+    Attributes:
+        training: Local training: `head_epochs` of the head, then `epochs` of hypernetwork and embedding jointly.
+        embedding: Length of an embedding.
+        hidden: Widths of the hypernetwork's hidden layers.
+        start_from: "hypernetwork" draws the heads as torch draws linear layers, as the paper does; "body" begins
+            with the body's own weights as the heads' biases and heads' weights of zero, so that clients start from
+            one well-scaled body and the hypernetwork learns how they differ.
+        joint_head: Train the head together with the body, too, after its own epochs.
+
+    Source: HyperFL (arXiv 2412.07187), section 4.2 and algorithm 1.
+    """
+
+    training: LocalTraining = LocalTraining()
+    embedding: int = 64
+    hidden: tuple[int, ...] = (128,)
+    start_from: Literal["hypernetwork", "body"] = "hypernetwork"
+    joint_head: bool = False
+    name: str = "hyperfl"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.start_from not in ("hypernetwork", "body"):
+            raise UsageError(f"HyperFL cannot start from {self.start_from!r}.", cure='Use "hypernetwork" or "body".')
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client: the hypernetwork alone."""
+        return (f"{HYPERNETWORK}**",)
+
+    def hypernetwork(self, task: FedTask) -> Hypernetwork:
+        """Return a hypernetwork for the task's body, with weights that are to be replaced."""
+        return Hypernetwork(task.body_layout.size, embedding=self.embedding, hidden=self.hidden)
+
+    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+        """Return a new hypernetwork."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.derive(seed, "hypernetwork"))
+            network = self.hypernetwork(task)
+        if self.start_from == "body":
+            with torch.no_grad():
+                network.heads.weight.zero_()
+                network.heads.bias.copy_(task.initial_body())
+        return prefixed(HYPERNETWORK, {name: value.detach() for name, value in network.named_parameters()})
+
+    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return the embedding and the head, the same for all clients as in the paper's code, and statistics."""
+        generator = seeds.torch_generator(seed, "embedding")
+        return (
+            {"embedding": torch.randn(self.embedding, generator=generator)}
+            | prefixed("head.", task.head_layout.split(task.initial_head()))
+            | prefixed(STATISTICS, LocalModel(task).initial_statistics())
+        )
+
+    def message(self, state: Tensors, client: int) -> Tensors:
+        """Return the hypernetwork: all clients get the same."""
+        return state
+
+    @torch.no_grad()
+    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+        """Return the body that the received hypernetwork generates now from the client's embedding, and its head."""
+        code = private["embedding"]
+        for layer in range(len(self.hidden)):
+            name = f"{HYPERNETWORK}trunk.{layer}"
+            code = torch.relu(torch.addmv(received[f"{name}.bias"], received[f"{name}.weight"], code))
+        body = torch.addmv(received[f"{HYPERNETWORK}heads.bias"], received[f"{HYPERNETWORK}heads.weight"], code)
+        return Weights(body, task.head_layout.join(without("head.", private)), without(STATISTICS, private))
+
+    def train(
+        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train each client's head, then all clients' hypernetworks and embeddings side by side."""
+        numbers = [client.number for client in clients]
+        draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
+        weights = [self.weights(task, client.received, client.private) for client in clients]
+        heads = Phase("head", self.training.head_epochs, self.training.head_lr)
+        weights, _ = train_clients(
+            model,
+            weights,
+            numbers,
+            heads,
+            self.training,
+            seeds_by_client=[seeds.derive(draw, "head") for draw in draws],
+        )
+        generated = train_generated(
+            model,
+            numbers,
+            weights,
+            [client.private["embedding"] for client in clients],
+            clients[0].received,
+            self.training,
+            joint_head=self.joint_head,
+            seeds_by_client=draws,
+        )
+        return [self._trained(task, number, found, round) for number, found in zip(numbers, generated, strict=True)]
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the weighted average of the hypernetworks."""
+        return aggregate(state, updates)
+
+    def _trained(self, task: FedTask, number: int, found: Generated, round: int) -> Trained:
+        private = (
+            {"embedding": found.embedding}
+            | prefixed("head.", task.head_layout.split(found.weights.head))
+            | prefixed(STATISTICS, found.weights.statistics)
+        )
+        update = Update(number, task.client(number).n, found.hypernetwork, round)
+        return Trained(update, private, found.weights, found.loss)

@@ -1,0 +1,204 @@
+"""Local SGD on weights as they are: what clients of every method without a hypernetwork do. Methods call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from netweight.core import seeds
+from netweight.errors import UsageError
+from netweight.methods.federate.batches import poisson_batches, shuffled_batches
+from netweight.methods.federate.config import LocalTraining, Phase
+from netweight.methods.federate.gradients import Batch, rule_for
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Weights
+
+__all__ = ["Descent", "Stream", "side_by_side", "train_clients"]
+
+
+@final
+class Descent:
+    """SGD with momentum and weight decay on rows of vectors, one row per client, in place.
+
+    Args:
+        vectors: Shape `(K, P)`.
+        lr: Learning rate.
+        training: Momentum and weight decay.
+    """
+
+    def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
+        self.vectors, self._lr, self._training = vectors, lr, training
+        self._velocity = torch.zeros_like(vectors)
+
+    def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
+        """Move the rows given; the others, whose clients have finished, stay."""
+        if len(rows) == len(self.vectors):
+            self._move(self.vectors, self._velocity, gradients)
+            return
+        for position, row in enumerate(rows):
+            self._move(self.vectors[row], self._velocity[row], gradients[position])
+
+    def _move(self, vectors: Tensor, velocity: Tensor, gradients: Tensor) -> None:
+        velocity.mul_(self._training.momentum).add_(gradients).add_(vectors, alpha=self._training.weight_decay)
+        vectors.sub_(velocity, alpha=self._lr)
+
+
+@final
+class Stream:
+    """One client's batches of one phase, in order, augmented where the task says so.
+
+    Args:
+        model: The thread's model.
+        client: The client's number.
+        epochs: Passes over its examples.
+        batch_size: Examples per step.
+        seed: Of the order and of the augmentation.
+        sampling: "shuffled" goes through the examples in turn, "poisson" draws each on its own.
+    """
+
+    def __init__(
+        self,
+        model: LocalModel,
+        client: int,
+        epochs: int,
+        batch_size: int,
+        seed: int,
+        sampling: Literal["shuffled", "poisson"] = "shuffled",
+    ) -> None:
+        inputs, self._targets = model.task.client(client).train
+        self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
+        self._augment = model.task.augment
+        self._generator = seeds.torch_generator(seed, "augment")
+        draw = poisson_batches if sampling == "poisson" else shuffled_batches
+        self.indices = draw(len(inputs), batch_size, epochs, seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches."""
+        for index in self.indices:
+            yield self.batch(index)
+
+    def batch(self, index: Tensor) -> Batch:
+        """Return the batch of the examples `index`."""
+        inputs = self._inputs[index]
+        return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
+
+
+def train_clients(
+    model: LocalModel,
+    weights: Sequence[Weights],
+    numbers: Sequence[int],
+    phase: Phase,
+    training: LocalTraining,
+    *,
+    seeds_by_client: Sequence[int],
+) -> tuple[list[Weights], list[float]]:
+    """Train clients by one phase without differential privacy; `private_training.py` is for the others.
+
+    Args:
+        model: The thread's model.
+        weights: Where each client starts.
+        numbers: The clients' numbers.
+        phase: What learns, how long and how fast.
+        training: Batch size, momentum, weight decay.
+        seeds_by_client: Of each client's batches.
+
+    Returns:
+        Each client's weights and mean loss.
+
+    Raises:
+        UsageError: The phase asks for differential privacy.
+    """
+    if phase.privacy is not None:
+        raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
+    if phase.trains == "head":
+        found = [
+            _train_head(model, w, number, phase, training, seed)
+            for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
+        ]
+        return [w for w, _ in found], [loss for _, loss in found]
+    if model.device.type == "cpu":  # one client at a time stays in the processor's cache
+        pairs = [
+            _train_group(model, [w], [number], phase, training, [seed])
+            for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
+        ]
+        return [w for group, _ in pairs for w in group], [loss for _, losses in pairs for loss in losses]
+    return _train_group(model, weights, numbers, phase, training, seeds_by_client)
+
+
+def _train_group(
+    model: LocalModel,
+    weights: Sequence[Weights],
+    numbers: Sequence[int],
+    phase: Phase,
+    training: LocalTraining,
+    seeds_by_client: Sequence[int],
+) -> tuple[list[Weights], list[float]]:
+    """Train clients step by step side by side."""
+    statistics = [{name: value.clone() for name, value in w.statistics.items()} for w in weights]
+    bodies = Descent(torch.stack([w.body for w in weights]), phase.lr, training)
+    heads = Descent(torch.stack([w.head for w in weights]), phase.lr, training)
+    model.train(phase.trains)
+    gradients = rule_for(model.device)
+    total, count = torch.zeros(len(weights)), torch.zeros(len(weights))
+    streams = [
+        iter(Stream(model, number, phase.epochs, training.batch_size, seed))
+        for number, seed in zip(numbers, seeds_by_client, strict=True)
+    ]
+    for rows, batches in side_by_side(streams):
+        found = gradients(
+            model, bodies.vectors[rows], heads.vectors[rows], batches, phase.trains, [statistics[row] for row in rows]
+        )
+        if found.body is not None:
+            bodies.step(found.body, rows)
+        if found.head is not None:
+            heads.step(found.head, rows)
+        total[rows] += found.losses.cpu()
+        count[rows] += 1
+    trained = [Weights(b, h, s) for b, h, s in zip(bodies.vectors, heads.vectors, statistics, strict=True)]
+    return trained, (total / count).tolist()
+
+
+def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
+    """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
+    rows = list(range(len(streams)))
+    while True:
+        step = [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]
+        if not step:
+            return
+        rows = [row for row, _ in step]
+        yield rows, [batch for _, batch in step]
+
+
+def _train_head(
+    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
+) -> tuple[Weights, float]:
+    """Train one client's head on the features of its body as it stands, which is in evaluation mode.
+
+    Features are computed once unless inputs are augmented.
+    """
+    model.train("head")
+    stream = Stream(model, number, phase.epochs, training.batch_size, seed)
+    head = Descent(weights.head.clone()[None], phase.lr, training)
+    losses = []
+    known = None if model.task.augment else _features(model, weights, model.task.client(number).train[0])
+    targets = model.task.client(number).train[1].to(model.device)
+    for index in stream.indices:
+        if known is None:
+            inputs, wanted = stream.batch(index)
+            features = _features(model, weights, inputs)
+        else:
+            features, wanted = known[index], targets[index]
+        vector = head.vectors[0].detach().requires_grad_()
+        loss = model.task.loss(model.classify(vector, features), wanted)
+        head.step(torch.autograd.grad(loss, vector)[0][None], [0])
+        losses.append(float(loss.detach()))
+    return Weights(weights.body, head.vectors[0], weights.statistics), sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
+    parts = torch.split(model.place(inputs), 256)
+    return torch.cat([model.features(weights.body, part, weights.statistics) for part in parts])

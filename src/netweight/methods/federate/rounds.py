@@ -1,0 +1,136 @@
+"""What a federation is asked to do and what is known of each round. Both engines call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+import torch
+
+from netweight.core import seeds
+from netweight.errors import UsageError
+
+__all__ = ["Federation", "Round", "sampled_clients", "still_there"]
+
+
+@final
+@dataclass(frozen=True)
+class Federation:
+    """The settings of a federation.
+
+    Attributes:
+        rounds: Number of rounds, at least 1.
+        fraction: Share of clients asked in each round, above 0 and up to 1: `max(int(fraction · clients), 1)`.
+        seed: Every draw derives from it.
+        evaluate_every: Measure accuracy before and after local training every so many rounds, and in the last.
+        drop_out: Share of the asked clients that vanish from each round at random, to rehearse it; 0 to below 1.
+        min_clients: A round with fewer sound updates is tried again.
+        retries: How often; then the federation stops with its state saved.
+
+    Raises:
+        UsageError: A value is out of its range.
+    """
+
+    rounds: int = 200
+    fraction: float = 1.0
+    seed: int = 520
+    evaluate_every: int = 1
+    drop_out: float = 0.0
+    min_clients: int = 1
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if min(self.rounds, self.evaluate_every, self.min_clients) < 1 or self.retries < 0:
+            raise UsageError(
+                f"A federation cannot have {self.rounds} rounds, evaluation every {self.evaluate_every}, at least "
+                f"{self.min_clients} clients, {self.retries} retries."
+            )
+        if not 0 < self.fraction <= 1 or not 0 <= self.drop_out < 1:
+            raise UsageError(
+                f"A federation cannot have fraction {self.fraction} and drop-out {self.drop_out}.",
+                cure="The fraction is above 0 and up to 1, drop-out at least 0 and below 1.",
+            )
+
+    def evaluates(self, round: int) -> bool:
+        """Whether accuracy is measured in a round."""
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+
+@final
+@dataclass(frozen=True)
+class Round:
+    """What is known of a finished round.
+
+    Attributes:
+        round: Its number, from 1.
+        clients: Who was asked, in order.
+        before: Accuracy of each client's model as received, by client, with freshly generated weights; empty in
+            rounds without evaluation.
+        after: The same after local training.
+        loss: Mean training loss by client.
+        seconds: Wall-clock time of local training and aggregation, without evaluation.
+        refused: Client → why its update was left out.
+        attempts: How often the round was tried.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    before: Mapping[int, float] = field(default_factory=dict)
+    after: Mapping[int, float] = field(default_factory=dict)
+    loss: Mapping[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    refused: Mapping[int, str] = field(default_factory=dict)
+    attempts: int = 1
+
+    @property
+    def mean_before(self) -> float | None:
+        """Mean accuracy over the round's clients before local training, each counted once."""
+        return _mean(self.before)
+
+    @property
+    def mean_after(self) -> float | None:
+        """Mean accuracy over the round's clients after local training, each counted once."""
+        return _mean(self.after)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean training loss over the round's clients."""
+        return _mean(self.loss)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Round:
+        """Return the round that `to_json` was asked for."""
+        maps = {
+            name: {int(client): value for client, value in values[name].items()}
+            for name in ("before", "after", "loss", "refused")
+        }
+        return cls(
+            values["round"], tuple(values["clients"]), seconds=values["seconds"], attempts=values["attempts"], **maps
+        )
+
+
+def _mean(values: Mapping[int, float]) -> float | None:
+    return sum(values.values()) / len(values) if values else None
+
+
+def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
+    """Return who is asked in a round: drawn uniformly without replacement, in order."""
+    count = max(int(settings.fraction * len(clients)), 1)
+    if count == len(clients):
+        return tuple(clients)
+    generator = seeds.torch_generator(settings.seed, "sample", round, attempt)
+    drawn = torch.randperm(len(clients), generator=generator)[:count].sort().values
+    return tuple(clients[index] for index in drawn.tolist())
+
+
+def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
+    """Return who does not vanish from the round."""
+    generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
+    draws = torch.rand(len(clients), generator=generator).tolist()
+    return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]

@@ -1,0 +1,150 @@
+"""What a client sends and how a server joins it: one pure function over dictionaries of tensors.
+
+Both engines call it: the one in this process and the Flower app. It knows nothing of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.errors import UsageError
+
+__all__ = ["LowRank", "Tensors", "Update", "aggregate", "from_wire", "to_wire"]
+
+Tensors = Mapping[str, Tensor]
+"""Named tensors."""
+
+_PARTS = ("scale", "left", "right")
+
+
+@final
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`.
+
+    That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
+
+    Attributes:
+        scale: Factor of the server's matrix W₀, which weight decay makes less than 1.
+        left: Shape `(rows, rank)`.
+        right: Shape `(columns, rank)`.
+    """
+
+    scale: float
+    left: Tensor
+    right: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return torch.Size((self.left.shape[0], self.right.shape[0]))
+
+    def dense(self, base: Tensor) -> Tensor:
+        """Return the matrix itself, given the server's."""
+        return torch.addmm(base, self.left, self.right.T, beta=self.scale, alpha=-1)
+
+
+@final
+@dataclass(frozen=True)
+class Update:
+    """What one client sends after a round.
+
+    Attributes:
+        client: Its number.
+        n: Number of training examples, its weight in the average; at least 1.
+        tensors: The shared tensors after local training, by the names of the server's state.
+        round: The round that it answers, from 1.
+    """
+
+    client: int
+    n: int
+    tensors: Mapping[str, Tensor | LowRank]
+    round: int = 1
+
+
+def aggregate(state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+    """Return the average of the clients' tensors, weighted by their numbers of examples.
+
+    Pure: nothing given is changed, and the order of `updates` does not matter, since clients are taken in the order
+    of their numbers. Low-rank matrices of all clients are joined by one product.
+
+    Args:
+        state: The server's tensors, which the clients started from.
+        updates: At least one, each with exactly the state's names and shapes (see `intake.examine`).
+
+    Raises:
+        UsageError: There is no update, two come from one client, or names differ from the state's.
+
+    Source: McMahan et al., FedAvg (arXiv 1602.05629), algorithm 1; HyperFL (arXiv 2412.07187), algorithm 1.
+    """
+    ordered = sorted(updates, key=lambda update: update.client)
+    _check(state, ordered)
+    total = sum(update.n for update in ordered)
+    shares = [update.n / total for update in ordered]
+    return {name: _average(base, [update.tensors[name] for update in ordered], shares) for name, base in state.items()}
+
+
+def _check(state: Tensors, ordered: Sequence[Update]) -> None:
+    if not ordered:
+        raise UsageError("There is no update to aggregate.", cure="Try the round again with more clients.")
+    numbers = [update.client for update in ordered]
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"A client sent two updates in one round; clients: {numbers}.")
+    for update in ordered:
+        if set(update.tensors) != set(state):
+            odd = sorted(set(update.tensors) ^ set(state))
+            raise UsageError(f"Client {update.client}'s update and the state differ in the tensors {odd}.")
+        if update.n < 1:
+            raise UsageError(f"Client {update.client} says that it has {update.n} examples.")
+
+
+def _average(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
+    dense = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, Tensor)]
+    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
+    if not base.is_floating_point():
+        return base.clone()
+    mean = torch.zeros_like(base)
+    for value, share in dense:
+        mean.add_(value.to(base), alpha=share)
+    if low:
+        scale = sum(value.scale * share for value, share in low)
+        left = torch.cat([value.left * share for value, share in low], dim=1)
+        right = torch.cat([value.right for value, _ in low], dim=1)
+        mean.add_(LowRank(scale, left, right).dense(base))
+    return mean
+
+
+def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
+    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`."""
+    sent: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            sent[name] = value
+        else:
+            parts = (torch.tensor([value.scale], dtype=torch.float64), value.left, value.right)
+            sent.update({f"{name}|{part}": tensor for part, tensor in zip(_PARTS, parts, strict=True)})
+    return sent
+
+
+def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
+    """Return what `to_wire` was given.
+
+    Raises:
+        UsageError: A low-rank matrix lacks a part, or its parts do not fit.
+    """
+    tensors: dict[str, Tensor | LowRank] = {name: value for name, value in sent.items() if "|" not in name}
+    for name in {name.rpartition("|")[0] for name in sent if "|" in name}:
+        parts = [sent.get(f"{name}|{part}") for part in _PARTS]
+        scale, left, right = parts
+        if scale is None or left is None or right is None:
+            raise UsageError(f"The low-rank matrix {name!r} came without one of its parts {_PARTS}.")
+        if scale.numel() != 1 or left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
+            shapes = [tuple(part.shape) for part in (scale, left, right)]
+            raise UsageError(f"The parts of the low-rank matrix {name!r} do not fit: shapes {shapes}.")
+        tensors[name] = LowRank(float(scale), left, right)
+    return tensors
