@@ -293,6 +293,13 @@ def test_schedules_scale_the_steps(schedule, path):
     assert moved.tolist() == pytest.approx(path, rel=1e-3)
 
 
+def test_total_variation_is_the_mean_step_between_neighbors():
+    image = torch.tensor([[0.0, 1.0, 1.0], [0.0, 3.0, 1.0]])
+    assert float(total_variation(image)) == pytest.approx((0 + 2 + 0) / 3 + (1 + 0 + 3 + 2) / 4)
+    assert float(total_variation(image[:1])) == 0.5
+    assert float(total_variation(image[:1, :1])) == 0
+
+
 def test_smoothness_is_weighed_less_and_less():
     def nothing(params, batch):
         return {"a": batch[0].sum().reshape(1) * 0 + 1}

@@ -84,8 +84,8 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
     from netweight.attacks.gradient_inversion.victim import known_parameters
 
     _check(options)
-    shape = tuple(_numbers(options["shape"], "--shape", int))
-    mean, std = (torch.tensor(_numbers(options[key], f"--{key}", float)).reshape(-1, 1, 1) for key in ("mean", "std"))
+    shape = _shape(options["shape"])
+    mean, std = _normalization(options["mean"], options["std"], shape)
     reference = _reference(options["reference"], shape)
     labels = None if options["labels"] is None else torch.tensor(_numbers(options["labels"], "--labels", int))
     if labels is not None and len(labels) != shape[0]:
@@ -104,7 +104,7 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
         progress=QUIET if output.as_json else Progress(),
         **{key: options[key] for key in ("classes", "layer", "steps", "restarts", "total_variation", "seed")},
     )
-    images = (found.images * std + mean).clamp(0, 1)
+    images = (found.images.cpu().float() * std + mean).clamp(0, 1)
     order = torch.arange(len(images)) if reference is None else in_order(images, reference)
     images = images[order]
     findings = findings_of(
@@ -115,7 +115,8 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
         options["out"], found, images, reference, findings, command=shlex.join(["netweight", *sys.argv[1:]]),
         inputs=_digests(options), seed=seed,
     )  # fmt: skip
-    labels_found = found.labels[order] if found.labels.ndim == 1 else found.labels[order].argmax(1)
+    labels_found = found.labels.cpu()[order]
+    labels_found = labels_found if labels_found.ndim == 1 else labels_found.argmax(1)
     output.line(f"{found.attack}: {len(images)} images, labels {', '.join(map(str, labels_found.tolist()))}", bold=True)
     output.table((), [_row(finding) for finding in findings], indent=2)
     output.line(f"Images and report: {page}")
@@ -154,6 +155,28 @@ def _numbers(text: str, option: str, kind: type[int] | type[float]) -> list[Any]
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} {text!r} is no list of numbers.", cure="Write them as 1,2,3.") from error
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(_numbers(text, "--shape", int))
+    if len(shape) != 4 or min(shape) < 1 or shape[1] not in (1, 3):
+        raise UsageError(
+            f"--shape {text} is not (n, c, h, w) of gray or color images.", cure="Write it as 1,3,32,32; c is 1 or 3."
+        )
+    return shape
+
+
+def _normalization(mean: str, std: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation per channel, shape `(channels or 1, 1, 1)` each."""
+    import torch
+
+    means, deviations = _numbers(mean, "--mean", float), _numbers(std, "--std", float)
+    if any(len(values) not in (1, shape[1]) for values in (means, deviations)) or min(deviations) <= 0:
+        raise UsageError(
+            f"--mean {mean} and --std {std} do not normalize images of {shape[1]} channels.",
+            cure="Give one number, or one per channel; deviations are above 0.",
+        )
+    return torch.tensor(means).reshape(-1, 1, 1), torch.tensor(deviations).reshape(-1, 1, 1)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -203,12 +226,11 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
     import torch
     from torch.func import functional_call
 
-    if len(shape) != 4 or min(shape) < 1:
-        raise UsageError(f"--shape {shape} is not (n, c, h, w).", cure="Write four numbers, such as 1,3,32,32.")
+    like = next(model.parameters(), torch.zeros(()))
     copies = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     try:
         with torch.no_grad():
-            functional_call(model, copies, (torch.zeros(shape),))
+            functional_call(model, copies, (torch.zeros(shape).to(like),))
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"The model does not take images of shape {shape}: {error}.") from error
 

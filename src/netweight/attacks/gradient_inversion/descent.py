@@ -26,7 +26,7 @@ _HISTORY = 100  # points of a history
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Descended:
     """Where a descent ended.
 

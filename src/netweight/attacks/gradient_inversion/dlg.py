@@ -87,7 +87,7 @@ def dlg(
     ]
 
     def batch(images: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-        return images, score.softmax(dim=1) if labels is None else labels
+        return images, score.softmax(dim=1) if labels is None else labels.to(images.device)
 
     chosen = chosen_tensors(observed, None, local_update(params, batch(starts[0], scores[0])))
 

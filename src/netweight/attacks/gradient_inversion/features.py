@@ -125,7 +125,7 @@ class _Problem:
         cls, recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, int, int, int], bounds: Bounds
     ) -> _Problem:
         chain, layout = read_chain(body), ParameterLayout.of(body)
-        weights, slopes = layout.split(recovered.generated), layout.split(recovered.gradient)
+        weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
         peels: list[Peel] = []
         size = shape[1:]
         for block in chain.blocks:

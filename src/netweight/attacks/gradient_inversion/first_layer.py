@@ -23,7 +23,7 @@ __all__ = ["LayerInputs", "first_layer", "layer_input", "layer_inputs"]
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerInputs:
     """Inputs of a layer that its rows agree on, the best supported first.
 

@@ -98,7 +98,9 @@ def invert(
     start = starting_points(params, shape, config.restarts, seed)
     low, high = _box(bounds, shape[1], start)
     start = start.clamp(low, high)
-    known = labels_of_update(local_update, params, observed, shape=shape, seed=seed) if labels is None else labels
+    if labels is None:
+        labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
+    known = labels.to(start.device)
     chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
 
     smoothness = config.total_variation
@@ -157,7 +159,8 @@ def total_variation(images: Tensor) -> Tensor:
     """
     vertical = images[..., 1:, :] - images[..., :-1, :]
     horizontal = images[..., :, 1:] - images[..., :, :-1]
-    return vertical.abs().mean() + horizontal.abs().mean()
+    parts = [part.abs().mean() for part in (vertical, horizontal) if part.numel()]  # a line has neighbors one way only
+    return torch.stack(parts).sum() if parts else images.sum() * 0
 
 
 def _box(bounds: Bounds, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:

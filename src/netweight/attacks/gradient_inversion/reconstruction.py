@@ -11,7 +11,7 @@ __all__ = ["Reconstruction"]
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reconstruction:
     """The outcome of one attack, without knowledge of the true images.
 
@@ -20,7 +20,8 @@ class Reconstruction:
         labels: int64 of shape `(n,)`, or probabilities of shape `(n, classes)`, as given, recovered or optimized.
         objective: What the attack minimized, at `images`; lower means a closer imitation. NaN if it diverged.
         objectives_by_restart: The same at the end of every restart; the least of them was kept.
-        history: Objective over time for the restart that was kept, from the start, at equal distances.
+        history: Objective over time for the restart that was kept, from the start, at equal distances. Where
+            the weight of a term changes on the way, each value has the weight of its time.
         steps: Optimization steps taken per restart; 0 for an analytic attack.
         attack: What was run, as reports show it.
     """

@@ -94,6 +94,7 @@ def rog(
     size = shape[2:]
     coarse = (*shape[:2], *(-(-side // config.factor) for side in size))
     latents = starting_points(params, coarse, config.restarts, seed)
+    labels = labels.to(latents.device)
     chosen = chosen_tensors(observed, None, local_update(params, (_enlarge(latents[0], size), labels)))
     # The latent's scale does not depend on the update's, but Adam's epsilon does: compare relative distances.
     length = squared_distance({name: tensor * 0 for name, tensor in chosen.items()}, chosen)
