@@ -76,7 +76,7 @@ class LocalTraining:
     Attributes:
         epochs: Passes over its examples that train what is shared (and, for some methods, the head).
         lr: Learning rate of these.
-        head_epochs: Passes before them that train the head alone, for methods with a private head.
+        head_epochs: Passes before them that train the head alone, for methods with a private head; 0 for none.
         head_lr: Learning rate of these.
         batch_size: Examples per step.
         momentum: Of SGD; the optimizer is fresh in every phase of every round.
@@ -100,7 +100,7 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if min(self.epochs, self.head_epochs, self.batch_size) < 1:
+        if min(self.epochs, self.batch_size) < 1 or self.head_epochs < 0:
             raise UsageError(
                 f"Local training cannot have {self.epochs} and {self.head_epochs} epochs, batches of {self.batch_size}."
             )
