@@ -30,7 +30,9 @@ class Peel:
         size: Shape `(c, h, w)` of the input.
     """
 
-    def __init__(self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]) -> None:
+    def __init__(
+        self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]
+    ) -> None:
         self.block, self.weight, self.bias, self.size = block, weight, bias, size
         channels, self.kernel = weight.shape[1], weight.shape[-1]
         self.unknowns = size[0] * size[1] * size[2]
@@ -95,11 +97,13 @@ class Peel:
 
     def pull(self, delta: Tensor) -> Tensor:
         """Return the gradient by the block's input."""
-        _, height, width = self.size
-        block = self.block
-        reached = (delta.shape[-2] - 1) * block.stride + self.kernel - 2 * block.padding
+        block, short = self.block, 2 * self.block.padding - self.kernel
+        missed = [
+            size - (reached - 1) * block.stride + short
+            for size, reached in zip(self.size[1:], delta.shape[1:], strict=True)
+        ]
         return F.conv_transpose2d(
-            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=height - reached
+            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=missed
         )[0]
 
     def gradient_rows(self, delta: Tensor) -> Tensor:
@@ -138,12 +142,14 @@ class Peel:
         if share > 0:
             steps = self.gradient_rows(self.delta(shares, cotangent))
             size = self.wanted.norm().square() / share
-            matrix = matrix + torch.block_diag(*[steps @ steps.T / size] * self.size[0])
+            matrix = matrix + torch.kron(torch.eye(self.size[0]).to(matrix), steps @ steps.T / size)
             right = right + (steps @ self.wanted / size).T.reshape(-1)
         return matrix, right
 
 
-def solve_in_box(matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12) -> Tensor:
+def solve_in_box(
+    matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
+) -> Tensor:
     """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
     found, free = start, torch.ones_like(start, dtype=torch.bool)
     for _ in range(rounds):
