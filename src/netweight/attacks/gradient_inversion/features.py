@@ -245,9 +245,7 @@ def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float
         target, cotangent = problem.behind(index, found, cotangent, 0.8 * doubt)
     first, single = problem.peels[0], len(problem.peels) == 1
     for _ in range(2):
-        system = first.normal_equations(
-            image, 0.4 * doubt, target, cotangent, activated=not single, share=float(single)
-        )
+        system = first.normal_equations(image, 0.4 * doubt, target, cotangent, activated=not single, share=0.0)
         image = problem.solve_image(*system, image, 1e-4 * doubt)
     reached = first.winners(image, 0)[1] if single else first.forward(image)
     return image, float((reached - target).norm() / target.norm())
