@@ -34,9 +34,26 @@ def test_images_of_a_batch_are_read_one_by_one(world):
     assert (best > 18).sum() >= 5
 
 
+def test_quiet_traps_pass_the_checks_and_still_give_images_away(world):
+    body, head, network, embedding, public, private = world
+    calm = named(network)
+    calm["hypernetwork.heads.weight"].zero_()
+    calm["hypernetwork.heads.bias"].copy_(ParameterLayout.of(body).join(dict(body.named_parameters())).detach())
+    sent = imprint(calm, body, public=public, images=8, quiet=0.3, seed=0)
+    assert sent.traps == 38
+    assert refuse_abnormal(sent.state, body=body, embedding=embedding, images=private) == []
+    clean = {name.removeprefix("hypernetwork."): value for name, value in sent.state.items()}
+    malicious = Hypernetwork(ParameterLayout.of(body).size, embedding=8, hidden=(16,))
+    malicious.load_state_dict(clean)
+    answer = train_client(malicious, body, head, embedding, private, torch.arange(8))
+    found, _ = read_imprint(sent, answer.after, body, shape=(1, 28, 28), lr=LR, weight_decay=WEIGHT_DECAY)
+    best = torch.stack([psnr(found, image.expand_as(found)).max() for image in private])
+    assert (best > 15).any()
+
+
 def test_settings_that_cannot_be_meant_are_refused(world):
     body, _, network, _, public, _ = world
-    for wrong in ({"share": 0.0}, {"images": 401}):
+    for wrong in ({"share": 0.0}, {"quiet": 2.0}, {"images": 401}):
         with pytest.raises(UsageError):
             imprint(named(network), body, **({"public": public, "images": 8, "seed": 0} | wrong))
 
