@@ -50,6 +50,7 @@ class Run:
         state: The server's tensors after the last round.
         private: Each client's private tensors.
         rounds: What is known of each round.
+        seed: Of the federation.
     """
 
     task: FedTask
@@ -57,6 +58,7 @@ class Run:
     state: Tensors
     private: dict[int, Tensors]
     rounds: tuple[Round, ...]
+    seed: int
 
     def weights(self, client: int) -> Weights:
         """Return a client's personal model from the server's state and what the client keeps."""
@@ -104,7 +106,7 @@ def train(
                     federation.save()
                 work.update(1)
     federation.save()
-    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds))
+    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
 
 
 @final

@@ -27,9 +27,8 @@ def dp_fedavg(
     """Return FedAvg whose clients train the whole model by DP-SGD.
 
     Args:
-        noise_multiplier: Standard deviation of the noise as a multiple of `clip`;
-            `netweight.integrations.opacus.noise_multiplier` turns an ε into one. One number for all clients: compute it
-            for the one with the fewest examples.
+        noise_multiplier: Standard deviation of the noise as a multiple of `clip`, the same for all clients;
+            `netweight.integrations.opacus.noise_multiplier_for_all` turns an ε into one that is enough for each.
         training: Epochs, learning rate, batch size, momentum, weight decay.
         clip: Largest norm of one example's gradient.
         sampling: "poisson", or "shuffled" as in the paper's code; see `epsilon_caveats`.

@@ -18,7 +18,7 @@ def crop_and_flip(
 
     Args:
         images: Shape `(n, channels, height, width)`, any dtype; not changed.
-        generator: Decides on shifts and mirrors; on the device of the images.
+        generator: Decides on shifts and mirrors; its device need not be the images'.
         padding: Most pixels of a shift, at least 0.
         fill: What comes in at the edges: a number, or a tensor of shape `(channels, 1, 1)`. Pixels of uint8 are black
             at 0; normalized ones at `Images.black`.
@@ -42,8 +42,9 @@ def crop_and_flip(
     if bool((value != 0).any()):
         inside = F.pad(torch.ones(1, 1, height, width, dtype=torch.bool, device=images.device), [padding] * 4)
         padded = torch.where(inside, padded, value.expand(channels, 1, 1))
-    draw = torch.randint(0, 2 * padding + 1, (2, count), generator=generator, device=images.device)
-    flip = torch.rand(count, generator=generator, device=images.device) < 0.5
+    draw = torch.randint(0, 2 * padding + 1, (2, count), generator=generator, device=generator.device)
+    flip = torch.rand(count, generator=generator, device=generator.device) < 0.5
+    draw, flip = draw.to(images.device), flip.to(images.device)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     crops = windows[torch.arange(count, device=images.device), :, draw[0], draw[1]]
     return torch.where(flip.view(-1, 1, 1, 1), crops.flip(-1), crops)
