@@ -6,7 +6,7 @@ The audit and the tables of attacks call it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,12 +17,13 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.hardening import Hardened, dense_tensors
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method
 from netweight.methods.federate.task import ClientData, FedTask
-from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
+from netweight.methods.federate.updates import Tensors, Update, aggregate
 
-__all__ = ["Observation", "ThreatModel", "dense_tensors", "observe", "shortened"]
+__all__ = ["Observation", "ThreatModel", "observe", "shortened"]
 
 
 @final
@@ -91,7 +92,7 @@ class Observation:
         """Return what the server sees come back, low-rank matrices made whole."""
         if len(self.updates) > 1:
             return aggregate(self.sent, self.updates)
-        return dense_tensors(self.updates[0], self.sent)
+        return dense_tensors(self.updates[0].tensors, self.sent)
 
 
 def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
@@ -130,7 +131,10 @@ def _observed(
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
-    trained = method.train(task, model, [client], round=1, seed=seed)[0]
+    found = method.train(task, model, [client], round=1, seed=seed)
+    if not found:
+        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
+    trained = found[0]
     weights = method.weights(run.task, client.received, private)
     inputs, targets = task.client(number).train
     model.train("body")
@@ -159,6 +163,8 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
         Unsupported: The method has no local training to shorten.
         UsageError: The steps are no whole number of passes over the examples.
     """
+    if isinstance(method, Hardened):  # the attacker may ask for fewer steps than the client agrees to
+        return dataclasses.replace(method, method=shortened(method.method, threat))
     per_epoch = -(-threat.held // threat.batch_size)
     epochs, rest = divmod(threat.local_steps, per_epoch)
     if rest:
@@ -176,9 +182,3 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
         kept = [phase for phase in method.phases if phase.trains != "head"]
         changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
-
-
-def dense_tensors(update: Update, state: Tensors) -> dict[str, Tensor]:
-    """Return an update's tensors, low-rank matrices made whole."""
-    tensors: Mapping[str, Tensor | LowRank] = update.tensors
-    return {name: value.dense(state[name]) if isinstance(value, LowRank) else value for name, value in tensors.items()}
