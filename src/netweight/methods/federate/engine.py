@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 import torch
+from torch import Tensor
 
 from netweight.core import digest
 from netweight.core.environment import usable_cores
