@@ -1,0 +1,113 @@
+"""The client: a ClientApp that trains by a method, keeps what is private and sends what is on the method's allow-list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from netweight.errors import UsageError
+from netweight.integrations.flower.private import Kept, private_file
+from netweight.integrations.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client, Method, Trained
+from netweight.methods.federate.outgoing import check_outgoing
+from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.updates import to_wire
+
+__all__ = ["client_app", "client_number"]
+
+
+def client_app(
+    task_of: Callable[[Context], FedTask],
+    method: Method | Callable[[Context], Method],
+    *,
+    folder: str | Path | Callable[[Context], str | Path | None] | None = None,
+    device: torch.device | str = "cpu",
+) -> ClientApp:
+    """Return the app that every client runs.
+
+    A client's number is `partition-id` of its node's configuration.
+
+    Args:
+        task_of: Makes the task; it needs this client's data only, `FedTask(body, head, {number: data})`.
+        method: How to train, the same as the server's, or a function of the context that returns it.
+        folder: Where this client keeps its private tensors between runs; None to keep them in the node's memory, where
+            they end with the run. Clients may share a folder: files carry their numbers.
+        device: Where to train.
+
+    Returns:
+        The app. It refuses an order by an exception, which the server gets as an error with the exception's text.
+    """
+    app = ClientApp()
+
+    @app.query()
+    def tell_number(message: Message, context: Context) -> Message:
+        report = ConfigRecord({"client": client_number(context)})
+        return Message(RecordDict({REPORT: report}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number, order = client_number(context), Order.of(message)
+        task, own_method = task_of(context), chosen(method, context)
+        place = chosen(folder, context)
+        file = None if place is None else private_file(place, number)
+        kept = _kept(context, number, file)
+        private = kept.at(order.federation, order.go_on_from)
+        if private is None:
+            private = own_method.private_start(task, number, seed=order.seed)
+        received = from_record(message.content.array_records[ARRAYS])
+        client = Client(number, private, received)
+        trained, metrics = _trained(task, own_method, client, order, torch.device(device))
+        wire = to_wire(trained.update.tensors)
+        check_outgoing(wire, own_method.shared, client=number)
+        _keep(Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private}), context, file)
+        return Message(Answer(trained.update, metrics).to_records(wire), reply_to=message)
+
+    return app
+
+
+def client_number(context: Context) -> int:
+    """Return a node's client number.
+
+    Raises:
+        UsageError: Its configuration says none.
+    """
+    number = context.node_config.get("partition-id")
+    if number is None:
+        raise UsageError(
+            "This node has no client number.",
+            cure="Start it with --node-config \"partition-id=NUMBER\", the client's number in the task.",
+        )
+    return int(number)
+
+
+def _kept(context: Context, number: int, file: Path | None) -> Kept:
+    return Kept.load(file) if file is not None and file.exists() else Kept.of_state(context.state, number)
+
+
+def _keep(kept: Kept, context: Context, file: Path | None) -> None:
+    """Keep private tensors before the update leaves: a server must not go on from what a client may have lost."""
+    if file is not None:
+        kept.save(file)
+    kept.to_state(context.state)
+
+
+def _trained(
+    task: FedTask, method: Method, client: Client, order: Order, device: torch.device
+) -> tuple[Trained, dict[str, float]]:
+    model = LocalModel(task, device)
+    test = task.client(client.number).test
+    metrics: dict[str, float] = {}
+    if order.evaluate:
+        before = method.weights(task, client.received, client.private)
+        metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
+    (trained,) = method.train(task, model, [client], round=order.round, seed=order.seed)
+    metrics["loss"] = trained.loss
+    if order.evaluate:
+        after = trained.weights
+        metrics["after"] = model.accuracy(after.body, after.head, test, after.statistics)
+    return trained, metrics
