@@ -1,9 +1,17 @@
-"""A small federation: three clients of noisy clusters, two layers, any method. Worker processes import it by name."""
+"""A small federation: three clients of noisy clusters, two layers, any method."""
 
 import torch
 from torch import nn
 
-from netweight.methods.federate import ClientData, FedTask, HyperFL, LocalTraining, fedavg, fedavg_private_head, local_only
+from netweight.methods.federate import (
+    ClientData,
+    FedTask,
+    HyperFL,
+    LocalTraining,
+    fedavg,
+    fedavg_private_head,
+    local_only,
+)
 
 CLIENTS = 3
 TRAINING = LocalTraining(epochs=1, batch_size=8)

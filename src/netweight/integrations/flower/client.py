@@ -1,4 +1,4 @@
-"""The client: a ClientApp that trains by a method, keeps what is private and sends what is on the method's allow-list."""
+"""The client: a ClientApp that trains by a method, keeps what is private and sends what the method's allow-list names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 from netweight.errors import UsageError
 from netweight.integrations.flower.private import Kept, private_file
 from netweight.integrations.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record
+from netweight.integrations.flower.secure_sum import masked_reply, under_masks
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.outgoing import check_outgoing
@@ -27,6 +28,7 @@ def client_app(
     *,
     folder: str | Path | Callable[[Context], str | Path | None] | None = None,
     device: torch.device | str = "cpu",
+    secure_sum: bool | Callable[[Context], bool] = False,
 ) -> ClientApp:
     """Return the app that every client runs.
 
@@ -38,6 +40,8 @@ def client_app(
         folder: Where this client keeps its private tensors between runs; None to keep them in the node's memory, where
             they end with the run. Clients may share a folder: files carry their numbers.
         device: Where to train.
+        secure_sum: Send updates under masks that cancel in the sum, and only so. See `secure_sum.py` for what it costs
+            and against whom it helps.
 
     Returns:
         The app. It refuses an order by an exception, which the server gets as an error with the exception's text.
@@ -47,10 +51,15 @@ def client_app(
     @app.query()
     def tell_number(message: Message, context: Context) -> Message:
         report = ConfigRecord({"client": client_number(context)})
+        if chosen(secure_sum, context):  # the scale of weights must be known before they are masked
+            report["n"] = task_of(context).client(client_number(context)).n
         return Message(RecordDict({REPORT: report}), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        return under_masks(message, context, train_once, wanted=chosen(secure_sum, context))
+
+    def train_once(message: Message, context: Context) -> Message:
         number, order = client_number(context), Order.of(message)
         task, own_method = task_of(context), chosen(method, context)
         place = chosen(folder, context)
@@ -65,7 +74,10 @@ def client_app(
         wire = to_wire(trained.update.tensors)
         check_outgoing(wire, own_method.shared, client=number)
         _keep(Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private}), context, file)
-        return Message(Answer(trained.update, metrics).to_records(wire), reply_to=message)
+        answer = Answer(trained.update, metrics)
+        if chosen(secure_sum, context):
+            return masked_reply(message, received, answer)
+        return Message(answer.to_records(wire), reply_to=message)
 
     return app
 
@@ -80,7 +92,7 @@ def client_number(context: Context) -> int:
     if number is None:
         raise UsageError(
             "This node has no client number.",
-            cure="Start it with --node-config \"partition-id=NUMBER\", the client's number in the task.",
+            cure='Start it with --node-config "partition-id=NUMBER", the client\'s number in the task.',
         )
     return int(number)
 

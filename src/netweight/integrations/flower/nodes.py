@@ -52,6 +52,7 @@ class Nodes:
         self._clients = frozenset(clients)
         self._timeout = timeout
         self._number: dict[int, int] = {}
+        self.examples: dict[int, int] = {}
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
         """Return client → node for all clients that can be asked, and client → why for those that cannot."""
@@ -72,12 +73,13 @@ class Nodes:
             if node is None:
                 continue
             try:
-                number = int(str(reply.content.config_records[REPORT]["client"]))
+                report = reply.content.config_records[REPORT]
+                number, examples = int(str(report["client"])), int(str(report.get("n", 0)))
             except Exception as error:  # an error message, or whatever a stranger sent instead of a number
                 _LOG.warning("Node %d did not say its client number: %s.", node, error)
                 continue
             if number in self._clients:
-                self._number[node] = number
+                self._number[node], self.examples[number] = number, examples
             else:
                 _LOG.warning("Node %d says that it is client %d, whom the task does not have.", node, number)
 

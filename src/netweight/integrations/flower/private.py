@@ -163,7 +163,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
         if _KEY not in metadata:
             raise UsageError(f"{source} was not written by export_private.", cure="Export the tensors again.")
         about = json.loads(metadata[_KEY])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     target = private_file(folder, about["client"])
     if target.exists():
         raise UsageError(

@@ -86,7 +86,6 @@ class Order:
         evaluate: Whether accuracies are wanted.
         go_on_from: The last round in which the server took this client's update; 0 for none. The client goes on from
             the private tensors that it had after it, so that a round that was lost or refused leaves no trace.
-        secure: Whether the update is to be summed under masks.
     """
 
     federation: str
@@ -94,7 +93,6 @@ class Order:
     seed: int
     evaluate: bool
     go_on_from: int
-    secure: bool = False
 
     def to_record(self) -> ConfigRecord:
         """Return it as a record."""
@@ -105,7 +103,7 @@ class Order:
         """Return the order that a message holds."""
         found = message.content.config_records[ORDER]
         numbers = {name: int(str(found[name])) for name in ("round", "seed", "go_on_from")}
-        return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), secure=bool(found["secure"]), **numbers)
+        return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The server: a ServerApp that runs rounds, tries a failed one again, and saves after each, so that it can be resumed."""
+"""The server: a ServerApp that runs rounds, tries a failed one again, and saves after each so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from netweight.core import digest
 from netweight.errors import FederationStopped, NameNotFound, UsageError
 from netweight.integrations.flower.nodes import exchange
 from netweight.integrations.flower.records import chosen, from_record, to_record
+from netweight.integrations.flower.secure_sum import masked_attempt
 from netweight.integrations.flower.strategy import MethodStrategy
 from netweight.methods.federate.checkpoint import Checkpoint
 from netweight.methods.federate.engine import CHECKPOINT
@@ -67,7 +68,7 @@ def server_app(
     *,
     folder: str | Path | Callable[[Context], str | Path],
     timeout: float | Callable[[Context], float] = 600.0,
-    patience: float = 120.0,
+    patience: float | Callable[[Context], float] = 120.0,
     secure_sum: bool | Callable[[Context], bool] = False,
 ) -> ServerApp:
     """Return the app that the server runs: each round once, in order, until all are done.
@@ -84,8 +85,8 @@ def server_app(
             working directory.
         timeout: Seconds to wait for a round's answers.
         patience: Seconds to wait at first for as many nodes as there are clients.
-        secure_sum: Let the server see only the sum of a round's updates. See `secure_sum.py` for what it costs and
-            against whom it helps; clients need nothing else.
+        secure_sum: Let the server see only the sum of a round's updates, from at least 3 clients; they must be asked
+            for it, too. See `secure_sum.py` for what it costs and against whom it helps.
 
     Returns:
         The app. It raises FederationStopped if a round has too few sound updates and its retries are used up.
@@ -94,13 +95,14 @@ def server_app(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        asked, place = chosen(settings, context), Path(chosen(folder, context))
+        asked: Federation = chosen(settings, context)
+        place = Path(folder(context) if callable(folder) else folder)
         if not place.is_absolute():
             raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
         chosen_method, task = chosen(method, context), task_of(context)
         secure, seconds = chosen(secure_sum, context), chosen(timeout, context)
         rounds = _Rounds(task, chosen_method, asked, place, timeout=seconds, secure=secure)
-        _wait_for_nodes(grid, len(task.clients), patience)
+        _wait_for_nodes(grid, len(task.clients), chosen(patience, context))
         rounds.run(grid, context)
 
     return app
@@ -136,7 +138,6 @@ class _Rounds:
             federation=self._digest,
             rounds=rounds,
             timeout=timeout,
-            secure=secure,
         )
 
     def run(self, grid: Grid, context: Context) -> None:
@@ -169,6 +170,8 @@ class _Rounds:
         )
 
     def _attempt(self, number: int, grid: Grid, context: Context) -> ArrayRecord | None:
+        if self.secure:
+            return masked_attempt(self.strategy, number, self.arrays, grid, context)
         messages = list(self.strategy.configure_train(number, self.arrays, ConfigRecord(), grid))
         replies = exchange(grid, messages, timeout=self.strategy.timeout) if messages else []
         return self.strategy.aggregate_train(number, replies)[0]

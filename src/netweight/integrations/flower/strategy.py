@@ -80,7 +80,6 @@ class MethodStrategy(Strategy):
         federation: Digest of the settings, by which clients know their private tensors.
         rounds: What is known of earlier rounds, when a federation is resumed.
         timeout: Seconds to wait for a round's answers.
-        secure: Tell clients that their updates are summed under masks.
     """
 
     def __init__(
@@ -92,9 +91,8 @@ class MethodStrategy(Strategy):
         federation: str,
         rounds: Sequence[Round] = (),
         timeout: float = 600.0,
-        secure: bool = False,
     ) -> None:
-        self.method, self.settings, self.federation, self.secure = method, settings, federation, secure
+        self.method, self.settings, self.federation = method, settings, federation
         self.clients = tuple(sorted(clients))
         self.timeout = timeout
         self.rounds = list(rounds)
@@ -159,17 +157,23 @@ class MethodStrategy(Strategy):
         accepted = [update for update in intake.accepted if update.client not in refused]
         if len(accepted) < self.settings.min_clients:
             return None, None
-        state = self.method.aggregate(trial.state, accepted)
         sound = {update.client for update in accepted}
-        return to_record(state), self.note(trial, [a for a in answers if a.update.client in sound], refused)
+        sound_answers = [answer for answer in answers if answer.update.client in sound]
+        return self.finish(trial, self.method.aggregate(trial.state, accepted), sound_answers, refused)
+
+    def examples(self, client: int) -> int:
+        """Return how many training examples a client said that it has; 0 if it did not say."""
+        return self._nodes.examples.get(client, 0)
 
     def log_refused(self, trial: Trial, refused: Mapping[int, str]) -> None:
         """Log who was left out of a round, and why."""
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
 
-    def note(self, trial: Trial, answers: Sequence[Answer], refused: Mapping[int, str]) -> MetricRecord:
-        """Add a finished round to the history and return its metrics."""
+    def finish(
+        self, trial: Trial, state: Tensors, answers: Sequence[Answer], refused: Mapping[int, str]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Add a finished round to the history; return the next state and the round's metrics."""
         said = {
             kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics}
             for kind in ("before", "after", "loss")
@@ -186,7 +190,9 @@ class MethodStrategy(Strategy):
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(answers), len(done.clients), means)
         each = {f"{kind}.{client}": value for kind, values in said.items() for client, value in values.items()}
-        return MetricRecord({**{kind: mean for kind, mean in means.items() if mean is not None}, **each})
+        return to_record(state), MetricRecord(
+            {**{kind: mean for kind, mean in means.items() if mean is not None}, **each}
+        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -206,7 +212,6 @@ class MethodStrategy(Strategy):
             self.settings.seed,
             self.settings.evaluates(round),
             max(taken, default=0),
-            self.secure,
         )
 
     def _trial(self, round: int) -> Trial:
