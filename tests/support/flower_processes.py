@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -205,3 +206,70 @@ class Deployment(Processes):
             return status if status.startswith("finished") else None
 
         return wait(ended, seconds, f"run {run}; {self.log('server')[-3000:]}", every=4.0)
+
+
+class Simulation(Processes):
+    """Flower's simulation: one SuperLink that starts on its own, nodes in processes of Ray."""
+
+    def __init__(self, folder, nodes=3):
+        super().__init__(folder)
+        self.environment["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"] = str(free_port())
+        (folder / "flwr" / "config.toml").write_text(
+            '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+        )
+        self.federation = (
+            f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus=2 "
+            "init-args-logging-level='ERROR' init-args-log-to-driver=false"
+        )
+
+    def finish(self, app, seconds=400, **config):
+        """Run an app and return how it ended."""
+        listed = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items())
+        options = ("--run-config", listed, "--federation-config", self.federation)
+        run = self.flwr("run", app, "local", *options, seconds=seconds)["run-id"]
+
+        def ended():
+            status = self.flwr("list", "local", "--run-id", run)["runs"][0]["status"]
+            return status if status.startswith("finished") else None
+
+        return wait(ended, seconds, f"run {run}", every=4.0)
+
+
+def faulty_example(folder):
+    """A copy of the example whose clients do in round 1 what the run's `fault` says, such as "hang 1" or "raise 2"."""
+    copy = folder / "faulty"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "digits" / "client_app.py").rename(copy / "digits" / "sound_client_app.py")
+    (copy / "digits" / "client_app.py").write_text(FAULTY)
+    described = copy / "pyproject.toml"
+    described.write_text(described.read_text() + 'fault = ""\nsigns = ""\n')
+    return copy
+
+
+FAULTY = """
+import time
+from pathlib import Path
+
+from digits.sound_client_app import app as sound
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.query()
+def query(message, context):
+    return sound(message, context)
+
+
+@app.train()
+def train(message, context):
+    fault, _, client = str(context.run_config["fault"]).partition(" ")
+    if str(context.node_config["partition-id"]) == client and message.metadata.group_id == "1":
+        masked = message.content.config_records.get("secaggplus_configs")
+        if fault == "hang":
+            (Path(context.run_config["signs"]) / "hangs").touch()
+            time.sleep(900)
+        elif masked is None or masked["stage"] == "collect_masked_vectors":
+            raise RuntimeError("out of memory")
+    return sound(message, context)
+"""

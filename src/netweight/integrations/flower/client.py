@@ -1,4 +1,4 @@
-"""The client: a ClientApp that trains by a method, keeps what is private and sends what the method's allow-list names."""
+"""The client: a ClientApp that trains by a method, keeps what is private and sends what the allow-list names."""
 
 from __future__ import annotations
 

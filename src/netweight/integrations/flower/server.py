@@ -1,4 +1,4 @@
-"""The server: a ServerApp that runs rounds, tries a failed one again, and saves after each so that it can be resumed."""
+"""The server: a ServerApp that runs rounds, tries failed ones again, and saves after each so that it can be resumed."""
 
 from __future__ import annotations
 
