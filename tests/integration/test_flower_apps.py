@@ -13,7 +13,7 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
 import numpy as np
-from federation_under_test import CLIENTS, METHODS, whole_task
+from flower_federation import CLIENTS, METHODS, whole_task
 from flower_under_test import (
     NODES,
     GridHere,

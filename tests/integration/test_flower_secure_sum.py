@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import numpy as np
-from federation_under_test import CLIENTS, METHODS, whole_task
+from flower_federation import CLIENTS, METHODS, whole_task
 from flower_under_test import NODES, Leaky, ToEachItsOwn, new_grid, same, serve
 
 from netweight.errors import FederationStopped, UsageError

@@ -5,7 +5,7 @@ import warnings
 from dataclasses import replace
 
 import torch
-from federation_under_test import CLIENTS, client_data, halves
+from flower_federation import CLIENTS, client_data, halves
 
 from netweight.integrations.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.methods.federate import Federation, FedTask, Round, Trained, Update, Weights
