@@ -9,7 +9,7 @@ from torch import Tensor
 
 from netweight.core import seeds
 
-__all__ = ["poisson_batches", "shuffled_batches", "steps_per_epoch"]
+__all__ = ["padded", "poisson_batches", "shuffled_batches", "steps_per_epoch"]
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
@@ -30,3 +30,13 @@ def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator
     rate = min(1.0, batch_size / n)
     for _ in range(epochs * steps_per_epoch(n, batch_size)):
         yield torch.nonzero(torch.rand(n, generator=generator) < rate).flatten()
+
+
+def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
+    """Return a batch's indices filled up to a multiple with its first one, and a mask of those that count.
+
+    Kernels are chosen and cached by shape: so a few shapes recur. The examples added are of the batch itself.
+    """
+    missing = -len(index) % multiple
+    mask = torch.arange(len(index) + missing) < len(index)
+    return torch.cat([index, index[:1].expand(missing)]), mask

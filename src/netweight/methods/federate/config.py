@@ -17,7 +17,8 @@ class Privacy:
 
     Attributes:
         noise_multiplier: Standard deviation of the noise as a multiple of `clip`; at least 0.
-            `netweight.integrations.opacus` turns an ε into one.
+            `netweight.integrations.opacus` turns an ε into one. Clients of different sizes need different noise for
+            one ε, and this is for all of them.
         clip: Largest norm of one example's gradient, above 0.
         sampling: "poisson" draws each example on its own, which accountants assume; "shuffled" goes through the
             examples in turn as the reference does, and then the ε that an accountant states is not valid.
@@ -49,7 +50,8 @@ class Phase:
         epochs: Passes over the client's training examples, at least 1.
         lr: Learning rate of SGD.
         privacy: Make the gradients differentially private; None for plain SGD.
-        head_lr: Learning rate of a plain step of the head before every step of the body; None for no such step.
+        head_lr: Learning rate of a plain step of the head before every private step of the body; None for no such
+            step.
     """
 
     trains: Literal["head", "body", "both"]
@@ -62,8 +64,8 @@ class Phase:
         """Check the values."""
         if self.epochs < 1 or self.lr <= 0:
             raise UsageError(f"A phase cannot have {self.epochs} epochs at learning rate {self.lr}.")
-        if self.head_lr is not None and self.trains != "body":
-            raise UsageError("head_lr goes with a phase that trains the body.")
+        if self.head_lr is not None and (self.trains != "body" or self.privacy is None or self.head_lr <= 0):
+            raise UsageError("head_lr, above 0, goes with a phase that trains the body privately.")
 
 
 @final
@@ -74,7 +76,7 @@ class LocalTraining:
     Attributes:
         epochs: Passes over its examples that train what is shared (and, for some methods, the head).
         lr: Learning rate of these.
-        head_epochs: Passes before them that train the head alone, for methods with a private head.
+        head_epochs: Passes before them that train the head alone, for methods with a private head; 0 for none.
         head_lr: Learning rate of these.
         batch_size: Examples per step.
         momentum: Of SGD; the optimizer is fresh in every phase of every round.
@@ -98,7 +100,7 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if min(self.epochs, self.head_epochs, self.batch_size) < 1:
+        if min(self.epochs, self.batch_size) < 1 or self.head_epochs < 0:
             raise UsageError(
                 f"Local training cannot have {self.epochs} and {self.head_epochs} epochs, batches of {self.batch_size}."
             )

@@ -16,6 +16,7 @@ from netweight.methods.federate.config import LocalTraining, Phase
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.local_training import train_clients
 from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.private_training import train_privately
 from netweight.methods.federate.task import FedTask
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 
@@ -93,7 +94,8 @@ class DirectMethod:
         losses: list[float] = []
         for order, phase in enumerate(self.phases):
             draws = [seeds.derive(seed, "client", number, "round", round, "phase", order) for number in numbers]
-            weights, losses = train_clients(model, weights, numbers, phase, self.training, seeds_by_client=draws)
+            train = train_clients if phase.privacy is None else train_privately
+            weights, losses = train(model, weights, numbers, phase, self.training, seeds_by_client=draws)
         return [self._trained(task, *found, round) for found in zip(numbers, weights, losses, strict=True)]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ class Run:
         state: The server's tensors after the last round.
         private: Each client's private tensors.
         rounds: What is known of each round.
+        seed: Of the federation.
     """
 
     task: FedTask
@@ -57,6 +58,7 @@ class Run:
     state: Tensors
     private: dict[int, Tensors]
     rounds: tuple[Round, ...]
+    seed: int
 
     def weights(self, client: int) -> Weights:
         """Return a client's personal model from the server's state and what the client keeps."""
@@ -104,7 +106,7 @@ def train(
                     federation.save()
                 work.update(1)
     federation.save()
-    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds))
+    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
 
 
 @final
@@ -181,7 +183,7 @@ class _Federation:
         present = still_there(asked, self.settings, number, attempt)
         clients = [Client(client, self.private(client), sent[client]) for client in present]
         measured = self.settings.evaluates(number)
-        before = self._accuracies(clients, [self._received(client) for client in clients]) if measured else {}
+        before = self._accuracies([(c.number, self._received(c)) for c in clients]) if measured else {}
         started = time.perf_counter()
         trained = self._train(clients, number)
         for one in trained:
@@ -196,7 +198,7 @@ class _Federation:
         sound = {update.client for update in intake.accepted}
         kept = [one for one in trained if one.update.client in sound]
         self._private.update({one.update.client: one.private for one in kept})
-        after = self._accuracies(clients, [one.weights for one in trained]) if measured else {}
+        after = self._accuracies([(one.update.client, one.weights) for one in kept]) if measured else {}
         losses = {one.update.client: one.loss for one in kept}
         return Round(number, asked, before, after, losses, seconds, intake.refused, attempt + 1)
 
@@ -209,14 +211,12 @@ class _Federation:
 
         return self._spread(share, clients)
 
-    def _accuracies(self, clients: Sequence[Client], weights: Sequence[Weights]) -> dict[int, float]:
-        def share(model: LocalModel, part: Sequence[tuple[Client, Weights]]) -> list[float]:
-            return [
-                model.accuracy(w.body, w.head, self.task.client(client.number).test, w.statistics) for client, w in part
-            ]
+    def _accuracies(self, models: Sequence[tuple[int, Weights]]) -> dict[int, float]:
+        def share(model: LocalModel, part: Sequence[tuple[int, Weights]]) -> list[float]:
+            return [model.accuracy(w.body, w.head, self.task.client(number).test, w.statistics) for number, w in part]
 
-        found = self._spread(share, list(zip(clients, weights, strict=True)))
-        return {client.number: accuracy for client, accuracy in zip(clients, found, strict=True)}
+        accuracies = self._spread(share, models)
+        return {number: accuracy for (number, _), accuracy in zip(models, accuracies, strict=True)}
 
     def _spread(self, share: Callable[[LocalModel, Sequence[S]], list[T]], items: Sequence[S]) -> list[T]:
         """Give every worker an equal share of the items; return the results in the order of the items."""

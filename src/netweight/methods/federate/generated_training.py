@@ -114,12 +114,10 @@ class _Group:
             training.epochs * steps_per_epoch(model.task.client(number).n, training.batch_size) for number in numbers
         )
         self._clip = training.clip
-        base = received[_WEIGHT].to(device)
         trunk = {name: value.to(device) for name, value in received.items() if name not in (_WEIGHT, _BIAS)}
         self._layout = ParameterLayout.of(trunk)
-        self._heads: Heads = heads_for(base, k, steps, training, training.lr)
+        self._heads: Heads = heads_for(received[_WEIGHT].to(device), received[_BIAS].to(device), k, steps, training)
         self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
-        self._bias = Descent(received[_BIAS].to(device).repeat(k, 1), training.lr, training)
         self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
         self.classifiers = Descent(torch.stack([w.head for w in weights]).to(device), training.lr, training)
         self.statistics = [{name: value.clone() for name, value in w.statistics.items()} for w in weights]
@@ -129,7 +127,7 @@ class _Group:
         trunk = self._trunk.vectors[rows].requires_grad_()
         embedding = self._embedding.vectors[rows].requires_grad_()
         codes = self._codes(trunk, embedding)
-        return self._heads.generate(codes.detach(), rows) + self._bias.vectors[rows], codes, (trunk, embedding)
+        return self._heads.generate(_with_one(codes.detach()), rows), codes, (trunk, embedding)
 
     def _codes(self, trunk: Tensor, embedding: Tensor) -> Tensor:
         layers = list(self._layout.split(trunk).values())
@@ -140,14 +138,12 @@ class _Group:
 
     def step(self, bodies: Tensor, codes: Tensor, inputs: tuple[Tensor, Tensor], rows: Sequence[int]) -> None:
         """Step hypernetworks and embeddings, given the gradients of the bodies, each clipped by its own norm."""
-        pulled = self._heads.pull_back(bodies, rows)
+        pulled = self._heads.pull_back(bodies, rows)[:, :-1]
         trunk, embedding = torch.autograd.grad(codes, inputs, pulled)
-        codes = codes.detach()
-        squared = bodies.square().sum(1)
-        norms = (squared * (1 + codes.square().sum(1)) + trunk.square().sum(1)).sqrt()
+        whole = _with_one(codes.detach())
+        norms = (bodies.square().sum(1) * whole.square().sum(1) + trunk.square().sum(1)).sqrt()
         clips = _clip_factors(norms, self._clip)
-        self._heads.step(bodies, codes, clips, rows)
-        self._bias.step(bodies * clips[:, None], rows)
+        self._heads.step(bodies, whole, clips, rows)
         self._trunk.step(trunk * clips[:, None], rows)
         own = _clip_factors(embedding.norm(dim=1), self._clip)
         self._embedding.step(embedding * own[:, None], rows)
@@ -157,19 +153,18 @@ class _Group:
         rows = range(len(losses))
         with torch.no_grad():
             bodies = self.generate(list(rows))[0]
-        return [
-            Generated(
-                {
-                    **self._layout.split(self._trunk.vectors[row]),
-                    _WEIGHT: self._heads.result(row),
-                    _BIAS: self._bias.vectors[row],
-                },
-                self._embedding.vectors[row],
-                Weights(bodies[row], self.classifiers.vectors[row], self.statistics[row]),
-                losses[row],
-            )
-            for row in rows
-        ]
+        return [self._result(row, bodies[row], losses[row]) for row in rows]
+
+    def _result(self, row: int, body: Tensor, loss: float) -> Generated:
+        weight, bias = self._heads.result(row)
+        hypernetwork = {**self._layout.split(self._trunk.vectors[row]), _WEIGHT: weight, _BIAS: bias}
+        weights = Weights(body, self.classifiers.vectors[row], self.statistics[row])
+        return Generated(hypernetwork, self._embedding.vectors[row], weights, loss)
+
+
+def _with_one(codes: Tensor) -> Tensor:
+    """Return codes with a 1 at their end, for the heads' bias."""
+    return torch.cat([codes, codes.new_ones(len(codes), 1)], dim=1)
 
 
 def _clip_factors(norms: Tensor, clip: float) -> Tensor:

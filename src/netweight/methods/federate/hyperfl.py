@@ -106,15 +106,7 @@ class HyperFL:
         numbers = [client.number for client in clients]
         draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
         weights = [self.weights(task, client.received, client.private) for client in clients]
-        heads = Phase("head", self.training.head_epochs, self.training.head_lr)
-        weights, _ = train_clients(
-            model,
-            weights,
-            numbers,
-            heads,
-            self.training,
-            seeds_by_client=[seeds.derive(draw, "head") for draw in draws],
-        )
+        weights = self._train_heads(model, numbers, weights, draws)
         generated = train_generated(
             model,
             numbers,
@@ -126,6 +118,15 @@ class HyperFL:
             seeds_by_client=draws,
         )
         return [self._trained(task, number, found, round) for number, found in zip(numbers, generated, strict=True)]
+
+    def _train_heads(
+        self, model: LocalModel, numbers: Sequence[int], weights: list[Weights], draws: Sequence[int]
+    ) -> list[Weights]:
+        if not self.training.head_epochs:
+            return weights
+        phase = Phase("head", self.training.head_epochs, self.training.head_lr)
+        own = [seeds.derive(draw, "head") for draw in draws]
+        return train_clients(model, weights, numbers, phase, self.training, seeds_by_client=own)[0]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the weighted average of the hypernetworks."""

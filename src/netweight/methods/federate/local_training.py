@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.methods.federate.batches import shuffled_batches
+from netweight.errors import UsageError
+from netweight.methods.federate.batches import poisson_batches, shuffled_batches, steps_per_epoch
 from netweight.methods.federate.config import LocalTraining, Phase
 from netweight.methods.federate.gradients import Batch, rule_for
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Weights
 
-__all__ = ["Descent", "Stream", "side_by_side", "train_clients"]
+__all__ = ["Descent", "Stream", "side_by_side", "train_clients", "train_steps"]
 
 
 @final
@@ -55,14 +57,24 @@ class Stream:
         epochs: Passes over its examples.
         batch_size: Examples per step.
         seed: Of the order and of the augmentation.
+        sampling: "shuffled" goes through the examples in turn, "poisson" draws each on its own.
     """
 
-    def __init__(self, model: LocalModel, client: int, epochs: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        client: int,
+        epochs: int,
+        batch_size: int,
+        seed: int,
+        sampling: Literal["shuffled", "poisson"] = "shuffled",
+    ) -> None:
         inputs, self._targets = model.task.client(client).train
         self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
         self._augment = model.task.augment
         self._generator = seeds.torch_generator(seed, "augment")
-        self.indices = shuffled_batches(len(inputs), batch_size, epochs, seed)
+        draw = poisson_batches if sampling == "poisson" else shuffled_batches
+        self.indices = draw(len(inputs), batch_size, epochs, seed)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches."""
@@ -84,7 +96,7 @@ def train_clients(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase.
+    """Train clients by one phase without differential privacy; `private_training.py` is for the others.
 
     Args:
         model: The thread's model.
@@ -96,44 +108,94 @@ def train_clients(
 
     Returns:
         Each client's weights and mean loss.
+
+    Raises:
+        UsageError: The phase asks for differential privacy.
     """
+    if phase.privacy is not None:
+        raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
     if phase.trains == "head":
         found = [
             _train_head(model, w, number, phase, training, seed)
             for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
         ]
         return [w for w, _ in found], [loss for _, loss in found]
-    if model.device.type == "cpu":  # one client at a time stays in the processor's cache
-        pairs = [
-            _train_group(model, [w], [number], phase, training, [seed])
-            for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
-        ]
-        return [w for group, _ in pairs for w in group], [loss for _, losses in pairs for loss in losses]
-    return _train_group(model, weights, numbers, phase, training, seeds_by_client)
+    streams = [
+        _batches(model, number, phase.epochs, training.batch_size, seed)
+        for number, seed in zip(numbers, seeds_by_client, strict=True)
+    ]
+    return _train_streams(model, weights, streams, phase.trains, phase.lr, training)
+
+
+def train_steps(
+    model: LocalModel,
+    weights: Sequence[Weights],
+    numbers: Sequence[int],
+    steps: int,
+    training: LocalTraining,
+    *,
+    seeds_by_client: Sequence[int],
+) -> tuple[list[Weights], list[float]]:
+    """Train both halves of clients by a number of steps, whatever their numbers of examples.
+
+    Args:
+        model: The thread's model.
+        weights: Where each client starts.
+        numbers: The clients' numbers.
+        steps: Steps of each client.
+        training: Learning rate, batch size, momentum, weight decay.
+        seeds_by_client: Of each client's batches.
+
+    Returns:
+        Each client's weights and mean loss.
+    """
+    streams = []
+    for number, seed in zip(numbers, seeds_by_client, strict=True):
+        epochs = -(-steps // steps_per_epoch(model.task.client(number).n, training.batch_size))
+        streams.append(itertools.islice(_batches(model, number, epochs, training.batch_size, seed), steps))
+    return _train_streams(model, weights, streams, "both", training.lr, training)
+
+
+def _batches(model: LocalModel, number: int, epochs: int, batch_size: int, seed: int) -> Iterator[Batch]:
+    """Yield a client's batches; its examples are placed when the first is asked for."""
+    yield from Stream(model, number, epochs, batch_size, seed)
+
+
+def _train_streams(
+    model: LocalModel,
+    weights: Sequence[Weights],
+    streams: Sequence[Iterator[Batch]],
+    trains: Literal["body", "both"],
+    lr: float,
+    training: LocalTraining,
+) -> tuple[list[Weights], list[float]]:
+    """Train clients by one stream of batches each."""
+    if model.device.type != "cpu":
+        return _train_group(model, weights, streams, trains, lr, training)
+    pairs = [  # one client at a time stays in the processor's cache
+        _train_group(model, [w], [stream], trains, lr, training) for w, stream in zip(weights, streams, strict=True)
+    ]
+    return [w for group, _ in pairs for w in group], [loss for _, losses in pairs for loss in losses]
 
 
 def _train_group(
     model: LocalModel,
     weights: Sequence[Weights],
-    numbers: Sequence[int],
-    phase: Phase,
+    streams: Sequence[Iterator[Batch]],
+    trains: Literal["body", "both"],
+    lr: float,
     training: LocalTraining,
-    seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
     """Train clients step by step side by side."""
     statistics = [{name: value.clone() for name, value in w.statistics.items()} for w in weights]
-    bodies = Descent(torch.stack([w.body for w in weights]), phase.lr, training)
-    heads = Descent(torch.stack([w.head for w in weights]), phase.lr, training)
-    model.train(phase.trains)
+    bodies = Descent(torch.stack([w.body for w in weights]), lr, training)
+    heads = Descent(torch.stack([w.head for w in weights]), lr, training)
+    model.train(trains)
     gradients = rule_for(model.device)
     total, count = torch.zeros(len(weights)), torch.zeros(len(weights))
-    streams = [
-        iter(Stream(model, number, phase.epochs, training.batch_size, seed))
-        for number, seed in zip(numbers, seeds_by_client, strict=True)
-    ]
     for rows, batches in side_by_side(streams):
         found = gradients(
-            model, bodies.vectors[rows], heads.vectors[rows], batches, phase.trains, [statistics[row] for row in rows]
+            model, bodies.vectors[rows], heads.vectors[rows], batches, trains, [statistics[row] for row in rows]
         )
         if found.body is not None:
             bodies.step(found.body, rows)

@@ -1,0 +1,152 @@
+"""What one client's change of a hypernetwork gives away without any search: its gradient, its weights, its embedding.
+
+Each head is linear with a bias, `θ = W m + b`. So the gradient by the bias is the gradient by the generated weights, and
+the gradient by W is that vector times mᵀ: both factors can be read from the difference of two states, and θ follows.
+The trunk's first layer gives the private embedding in the same way. Labels, classifier and loss are not needed.
+
+After several steps the change is a sum of such products, and what is read is a weighted sum of the steps' gradients. But
+the embedding still tells with which code m the client began and about with which it ended, and a code is a key: the part
+of the change that belongs to the first key and not to the last one is mostly the first steps' gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.attacks.gradient_inversion.victim import Tensors
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+
+__all__ = ["RecoveredGradient", "recover_gradient"]
+
+_HEADS = ("heads.weight", "heads.bias")
+_TRUNK = ("trunk.0.weight", "trunk.0.bias")
+_ONE = 1 - 1e-6  # share of a change of rank one; the rest is rounding
+
+
+@final
+@dataclass(frozen=True)
+class RecoveredGradient:
+    """What was read from one client's change of the hypernetwork; all vectors are float64.
+
+    Attributes:
+        gradient: The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the
+            client's clipping) after one step; after several, the weighted sum of the steps' gradients.
+        first: The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several,
+            what belongs to the code at the start and not to that at the end.
+        code: The hidden code m at the start, shape `(H,)`, exact after one step.
+        embedding: The private embedding, shape `(E,)`; after several steps, an average.
+        generated: θ as the client generated it from the state it received, shape `(P,)`.
+        movement: How θ moved, `θ after - θ before`, shape `(P,)`.
+        energies: Share of the change's energy in each of its singular values, largest first; after one step all of it
+            is in the first, and the spread over the others is what further steps hide.
+    """
+
+    gradient: Tensor
+    first: Tensor
+    code: Tensor
+    embedding: Tensor
+    generated: Tensor
+    movement: Tensor
+    energies: Tensor
+
+    @property
+    def exact(self) -> bool:
+        """Whether the change has rank one, so that `gradient` is one step's gradient and not a sum."""
+        return float(self.energies[0]) > _ONE
+
+
+def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> RecoveredGradient:
+    """Read a client's gradient, hidden code, embedding and generated weights from two states of its hypernetwork.
+
+    Args:
+        before: The shared state that the client received: `heads.weight` `(P, H)`, `heads.bias` `(P,)`,
+            `trunk.0.weight` `(H₁, E)` and `trunk.0.bias`, under any common prefix; other tensors are not read.
+        after: The state that it sent back, the same names and shapes.
+        lr: The client's learning rate; a wrong one changes the scale of `gradient` only.
+        weight_decay: The client's weight decay. It is removed exactly for one step.
+
+    Raises:
+        NameNotFound: A tensor is missing.
+        UsageError: Shapes differ, a value is not finite, the rate is not positive, or nothing has changed.
+
+    Source: follows from HyperFL (arXiv 2412.07187) equation 4, `θ = h(v; φ)`, with linear heads; not in the paper.
+    """
+    if not lr > 0:
+        raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
+    old, new = _named(before), _named(after)
+    slope = {}
+    for name, tensor in old.items():
+        if name not in new or new[name].shape != tensor.shape:
+            raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(tensor.shape)}, as before.")
+        slope[name] = (tensor - new[name]) / lr - weight_decay * tensor
+        if not slope[name].isfinite().all():
+            raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
+    heads, trunk = (tuple(slope[name] for name in names) for names in (_HEADS, _TRUNK))
+    if not heads[1].any():
+        raise UsageError("The heads' biases have not changed, so there is no gradient to read.")
+    energies, average = _energies(*heads), _input_of(*heads)
+    embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
+    still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
+    end = average if still else _code(new, embedding)
+    start = average if still or single else _code(old, embedding)
+    gradient = _output_gradient(*heads, average)
+    return RecoveredGradient(
+        gradient=gradient,
+        first=gradient if still or single else heads[0] @ torch.linalg.pinv(torch.stack([start, end], dim=1))[0],
+        code=start,
+        embedding=embedding,
+        generated=_generated(old, start),
+        movement=_generated(new, end) - _generated(old, start),
+        energies=energies,
+    )
+
+
+def _code(state: dict[str, Tensor], embedding: Tensor) -> Tensor:
+    """The hidden code that a trunk makes of an embedding."""
+    code, layer = embedding, 0
+    while f"trunk.{layer}.weight" in state:
+        code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
+        layer += 1
+    return code
+
+
+def _generated(state: dict[str, Tensor], code: Tensor) -> Tensor:
+    return state["heads.weight"] @ code + state["heads.bias"]
+
+
+def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The hypernetwork's tensors without their prefix, as float64: differences of float32 lose digits otherwise."""
+    prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
+    if len(prefixes) != 1:
+        near = ", ".join(nearest_names("heads.weight", state)) or "none"
+        raise NameNotFound(f"{len(prefixes)} tensors are called 'heads.weight', not one.", cure=f"Nearest: {near}.")
+    prefix = prefixes.pop()
+    found = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    for wanted in (*_HEADS, *_TRUNK):
+        if wanted not in found:
+            near = ", ".join(nearest_names(prefix + wanted, state)) or "none"
+            raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure=f"Nearest: {near}.")
+    chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
+    return {name: found[name].detach().double() for name in chosen}
+
+
+def _input_of(weight: Tensor, bias: Tensor) -> Tensor:
+    """The input of a linear layer from its gradients g xᵀ and g: least squares over all rows."""
+    return weight.T @ bias / (bias @ bias).clamp_min(torch.finfo(bias.dtype).tiny)
+
+
+def _output_gradient(weight: Tensor, bias: Tensor, code: Tensor) -> Tensor:
+    """The gradient g from g mᵀ and g together, which averages the rounding of H + 1 stored numbers for each value."""
+    return (weight @ code + bias) / (code @ code + 1)
+
+
+def _energies(weight: Tensor, bias: Tensor) -> Tensor:
+    both = torch.cat([weight, bias[:, None]], dim=1)
+    values = torch.linalg.eigvalsh(both.T @ both).flip(0).clamp_min(0)
+    return values / values.sum()

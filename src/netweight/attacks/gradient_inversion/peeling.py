@@ -1,0 +1,159 @@
+"""One block of a convolutional chain undone: its input from its output and its weights' gradient, by least squares.
+
+Max pooling is all that makes this hard. Were it known which value of each window won, both the block's output and the
+gradient of its convolution would be linear in its input, and there are more equations than unknowns. So the winners
+are guessed softly, the linear problem is solved, and the guesses are sharpened with what was found.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from netweight.attacks.gradient_inversion.chain import Block
+
+__all__ = ["Peel", "solve_in_box"]
+
+
+@final
+class Peel:
+    """A block with known weights and a known gradient, ready to be undone for one image.
+
+    Args:
+        block: Its shape.
+        weight: Of the convolution, `(C, c, k, k)`.
+        bias: `(C,)`.
+        gradient: The loss's gradient by `weight`, up to the factor of the cotangent given later.
+        size: Shape `(c, h, w)` of the input.
+    """
+
+    def __init__(self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]) -> None:
+        self.block, self.weight, self.bias, self.size = block, weight, bias, size
+        channels, self.kernel = weight.shape[1], weight.shape[-1]
+        self.unknowns = size[0] * size[1] * size[2]
+        basis = torch.eye(self.unknowns, dtype=weight.dtype, device=weight.device).view(-1, *size)
+        full = self._convolve(basis)
+        self.full = full.shape[1:]
+        self.response = self._windows(full)
+        plane = basis[: size[1] * size[2], :1]
+        self.patches = F.unfold(plane, self.kernel, padding=block.padding, stride=block.stride)
+        self.wanted = gradient.view(len(weight), channels, -1).permute(0, 2, 1).reshape(-1, channels)
+
+    @property
+    def out(self) -> tuple[int, int, int]:
+        """Shape of the output."""
+        _, channels, height, width, _ = self.response.shape
+        return channels, height, width
+
+    def _convolve(self, inputs: Tensor) -> Tensor:
+        return F.conv2d(inputs, self.weight, stride=self.block.stride, padding=self.block.padding)
+
+    def _windows(self, maps: Tensor) -> Tensor:
+        """Cut `(n, C, H, W)` into pooling windows, `(n, C, h, w, pool²)`; what no window covers is dropped."""
+        n, c, height, width = maps.shape
+        p, h, w = self.block.pool, height // self.block.pool, width // self.block.pool
+        cut = maps[..., : h * p, : w * p].reshape(n, c, h, p, w, p)
+        return cut.permute(0, 1, 2, 4, 3, 5).reshape(n, c, h, w, p * p)
+
+    def _spread(self, windows: Tensor) -> Tensor:
+        """The reverse of `_windows` for one image: `(C, h, w, pool²)` to `(C, H, W)`, zero where nothing is."""
+        c, h, w, _ = windows.shape
+        p = self.block.pool
+        maps = windows.new_zeros(self.full)
+        maps[..., : h * p, : w * p] = windows.view(c, h, w, p, p).permute(0, 1, 3, 2, 4).reshape(c, h * p, w * p)
+        return maps
+
+    def winners(self, inputs: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return how likely each value of a window is its greatest, and the values pooled with these weights.
+
+        Args:
+            inputs: Shape `(c, h, w)`.
+            temperature: In standard deviations of the values; 0 for certainty.
+        """
+        values = self._windows(self._convolve(inputs[None]))[0] + self.bias.view(-1, 1, 1, 1)
+        if temperature > 0:
+            shares = torch.softmax(values / (temperature * values.std()), dim=-1)
+        else:
+            shares = F.one_hot(values.argmax(-1), values.shape[-1]).to(values)
+        return shares, (values * shares).sum(-1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the block's output, `(C, h, w)`."""
+        pooled = self.winners(inputs, 0)[1]
+        return pooled * self.slopes(pooled)
+
+    def slopes(self, pooled: Tensor) -> Tensor:
+        """Return the activation's slope at each pooled value."""
+        return torch.where(pooled > 0, 1.0, self.block.slope).to(pooled)
+
+    def delta(self, shares: Tensor, cotangent: Tensor) -> Tensor:
+        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values."""
+        return self._spread(cotangent[..., None] * shares)
+
+    def pull(self, delta: Tensor) -> Tensor:
+        """Return the gradient by the block's input."""
+        _, height, width = self.size
+        block = self.block
+        reached = (delta.shape[-2] - 1) * block.stride + self.kernel - 2 * block.padding
+        return F.conv_transpose2d(
+            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=height - reached
+        )[0]
+
+    def gradient_rows(self, delta: Tensor) -> Tensor:
+        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each."""
+        return torch.einsum("cp,ikp->ick", delta.flatten(1), self.patches).flatten(1)
+
+    def misfit(self, inputs: Tensor, delta: Tensor) -> float:
+        """Return how far the gradient is from the wanted one, relative to it."""
+        rows = self.gradient_rows(delta)
+        found = rows.T @ inputs.reshape(self.size[0], -1).T
+        return float((found - self.wanted).norm() / self.wanted.norm())
+
+    def normal_equations(
+        self, inputs: Tensor, temperature: float, target: Tensor, cotangent: Tensor, *, activated: bool, share: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the matrix and right side of the least squares problem for the input, the winners held still.
+
+        Args:
+            inputs: The present estimate, which gives the winners.
+            temperature: How softly.
+            target: The wanted output, `(C, h, w)`: pooled values, or with `activated` values after the activation.
+            cotangent: Gradient by the pooled values; its factor is that of `gradient`.
+            activated: Which of the two `target` is. Noise in values after the activation must not be divided by a
+                small slope; exact values may.
+            share: Weight of the gradient's equations against the output's.
+        """
+        shares, pooled = self.winners(inputs, temperature)
+        scale = self.slopes(pooled) if activated else torch.ones_like(pooled)
+        rows = torch.einsum("icabk,cabk->icab", self.response, shares * scale[..., None]).flatten(1)
+        rest = (target - self.bias.view(-1, 1, 1) * scale).flatten()
+        if not activated and self.block.slope == 0:  # below zero, ReLU has kept nothing to compare with
+            seen = (target > 0).flatten()
+            rows, rest = rows[:, seen], rest[seen]
+        size = target.norm().square()
+        matrix, right = rows @ rows.T / size, rows @ rest / size
+        if share > 0:
+            steps = self.gradient_rows(self.delta(shares, cotangent))
+            size = self.wanted.norm().square() / share
+            matrix = matrix + torch.block_diag(*[steps @ steps.T / size] * self.size[0])
+            right = right + (steps @ self.wanted / size).T.reshape(-1)
+        return matrix, right
+
+
+def solve_in_box(matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12) -> Tensor:
+    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
+    found, free = start, torch.ones_like(start, dtype=torch.bool)
+    for _ in range(rounds):
+        held = right[free] - matrix[free][:, ~free] @ found[~free]
+        found = found.clone()
+        found[free] = torch.linalg.solve(matrix[free][:, free], held)
+        found = found.clamp(low, high)
+        slope = matrix @ found - right
+        now_free = ~(((found <= low) & (slope > 0)) | ((found >= high) & (slope < 0)))
+        if bool((now_free == free).all()) or not bool(now_free.any()):
+            break
+        free = now_free
+    return found

@@ -1,0 +1,374 @@
+"""The audit of a federation: what could the server have seen? The gradient, and images made from it, by threat model.
+
+Commands and reports call it. The attacks themselves are in `netweight.attacks.gradient_inversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
+from netweight.attacks.gradient_inversion.features import invert_generated
+from netweight.core import seeds
+from netweight.core.progress import QUIET, Progress, Task
+from netweight.errors import Unsupported
+from netweight.evidence.audit import register_audit, register_treatment
+from netweight.evidence.figures import Figure, image_grid
+from netweight.evidence.finding import Finding
+from netweight.evidence.image_metrics import psnr, ssim
+from netweight.evidence.report import Column, Table
+from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.report import accuracy_findings
+from netweight.methods.federate.threat import Observation, ThreatModel, observe
+
+__all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_figure", "exposure_table", "own_threat"]
+
+MARGIN_COSINE = 0.05
+"""How far the recovered gradient may be nearer to a client's than the published aggregate is."""
+MARGIN_PSNR = 1.0
+"""How far reconstructions may be above a random image of the same kind, in dB."""
+
+register_treatment("federate", audits=("accuracy", "gradient-inversion"))
+
+
+@final
+@dataclass(frozen=True)
+class AuditConfig:
+    """What is audited.
+
+    Attributes:
+        threats: Threat models beside the run's own schedule.
+        images: Images that are reconstructed per threat model; intervals need at least 5.
+        summed_over: Clients in the average that stands for the published aggregate.
+    """
+
+    threats: tuple[ThreatModel, ...] = (
+        ThreatModel(first_round=True),
+        ThreatModel(),
+        ThreatModel(batch_size=8, first_round=True),
+    )
+    images: int = 16
+    summed_over: int = 20
+
+
+@final
+@dataclass(frozen=True)
+class Exposure:
+    """What one threat model gives away.
+
+    Attributes:
+        threat: The threat model.
+        is_own: Whether it is the schedule that the run was trained with.
+        cosines: Cosine of the recovered gradient with the client's first gradient, per attacked client.
+        movements: Cosine with the movement of the client's body over the round.
+        aggregate: Cosine of the published aggregate's gradient with the client's first one: what is given away anyway.
+        psnr: Of each reconstruction with the nearest of the client's images, dB; empty if none could be made.
+        ssim: Likewise.
+        random_psnr: Of random images of other clients with the same images, chosen the same way: what guessing gives.
+        originals: The nearest images, shape `(n, c, h, w)`, within 0 and 1.
+        reconstructions: The same shape.
+        why_no_images: Why no image could be made, or empty.
+    """
+
+    threat: ThreatModel
+    is_own: bool
+    cosines: tuple[float, ...]
+    movements: tuple[float, ...]
+    aggregate: tuple[float, ...]
+    psnr: tuple[float, ...] = ()
+    ssim: tuple[float, ...] = ()
+    random_psnr: tuple[float, ...] = ()
+    originals: tuple[Tensor, ...] = field(default=(), repr=False)
+    reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
+    why_no_images: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What this means, in plain words."""
+        cosine, anyway = _mean(self.cosines), _mean(self.aggregate)
+        if cosine >= 0.99:
+            text = "the server computes the client's gradient exactly"
+        elif cosine > anyway + MARGIN_COSINE:
+            text = "the server learns more about the client's gradient than the aggregate tells"
+        else:
+            text = "the gradient is hidden as well as in the published aggregate"
+        if not self.psnr:
+            return text
+        gain = _mean(self.psnr) - _mean(self.random_psnr)
+        if gain > 3:
+            return f"{text}; its images can be reconstructed"
+        return f"{text}; {'images leak a little' if gain > MARGIN_PSNR else 'no image comes out'}"
+
+
+def own_threat(run: Run) -> ThreatModel:
+    """Return the schedule that the run was trained with, as a threat model of its smallest client."""
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    examples = min(run.task.client(number).n for number in run.task.clients)
+    size = min(training.batch_size, examples)
+    return ThreatModel(size, training.epochs * -(-examples // size), examples)
+
+
+def exposure(
+    run: Run,
+    threat: ThreatModel,
+    *,
+    images: int,
+    summed_over: int,
+    seed: int,
+    is_own: bool = False,
+    work: Task | None = None,
+) -> Exposure:
+    """Attack several clients under one threat model.
+
+    Args:
+        run: The federation.
+        threat: What the server sees.
+        images: Number of attacked updates, each of another client as far as there are enough.
+        summed_over: Clients in the published aggregate.
+        seed: Of the choice of examples and of the attack.
+        is_own: Whether this is the run's own schedule.
+        work: Told of every attacked update.
+    """
+    numbers = [run.task.clients[index % len(run.task.clients)] for index in range(images)]
+    low, high = _pixel_range(run)
+    found: dict[str, list[Any]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
+    pairs: list[tuple[Tensor, Tensor]] = []
+    why = ""
+    for draw, number in enumerate(numbers):
+        seen = observe(run, threat, client=number, draw=draw, seed=seed)
+        recovered = read_update(run, seen)
+        found["cosine"].append(_cosine(recovered.gradient, seen.gradient))
+        found["movement"].append(_cosine(-recovered.gradient, seen.movement))
+        found["aggregate"].append(_aggregate_cosine(run, threat, seen, number, draw, summed_over, seed))
+        try:
+            image = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw))
+        except Unsupported as reason:
+            why = str(reason)
+        else:
+            pair, quality = _nearest(_to_unit(image, low, high), _to_unit(seen.images, low, high))
+            other = run.task.client(numbers[(draw + 1) % len(numbers)]).train[0][draw : draw + 1]
+            found["psnr"].append(quality)
+            found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
+            found["random"].append(_nearest(_to_unit(other, low, high), _to_unit(seen.images, low, high))[1])
+            pairs.append(pair)
+        if work is not None:
+            work.update(1)
+    return Exposure(
+        threat,
+        is_own,
+        tuple(found["cosine"]),
+        tuple(found["movement"]),
+        tuple(found["aggregate"]),
+        tuple(found["psnr"]),
+        tuple(found["ssim"]),
+        tuple(found["random"]),
+        tuple(original for original, _ in pairs),
+        tuple(image for _, image in pairs),
+        why,
+    )
+
+
+def read_update(run: Run, seen: Observation) -> RecoveredGradient:
+    """Return what the server computes from what it sent and received.
+
+    Raises:
+        Unsupported: The method shares nothing of the body.
+    """
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    if any(name.endswith("heads.weight") for name in seen.sent):
+        return recover_gradient(seen.sent, seen.received, lr=training.lr, weight_decay=training.weight_decay)
+    body = {name.removeprefix("body."): value for name, value in seen.sent.items() if name.startswith("body.")}
+    if not body:
+        raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
+    layout = run.task.body_layout
+    before = layout.join(body).double()
+    after = layout.join({name: seen.received[f"body.{name}"] for name in body}).double()
+    gradient = (before - after) / training.lr - training.weight_decay * before
+    nothing = torch.empty(0, dtype=torch.float64)
+    return RecoveredGradient(gradient, nothing, nothing, before, after - before, torch.ones(1, dtype=torch.float64))
+
+
+def _aggregate_cosine(
+    run: Run, threat: ThreatModel, seen: Observation, client: int, draw: int, summed_over: int, seed: int
+) -> float:
+    """Return how near the average of many clients' updates is to this client's gradient: that much is published."""
+    many = min(summed_over, len(run.task.clients))
+    if many < 2:
+        return 1.0
+    summed = replace(threat, summed_over=many)
+    published = observe(run, summed, client=client, draw=draw, seed=seed)
+    return _cosine(read_update(run, published).gradient, seen.gradient)
+
+
+def _reconstruct(
+    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int
+) -> Tensor:
+    shape = (1, *seen.images.shape[1:])
+    if len(shape) != 4:
+        raise Unsupported("The inputs are no images.")
+    return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+
+
+def _nearest(image: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return the original nearest to an image, the image, and the PSNR between the two."""
+    qualities = psnr(image.expand_as(originals), originals)
+    best = int(qualities.argmax())
+    return (originals[best], image[0]), float(qualities[best])
+
+
+def _pixel_range(run: Run) -> tuple[float, float]:
+    """Return the range of all clients' inputs: the server knows how images are normalized."""
+    inputs = [run.task.client(number).train[0] for number in run.task.clients]
+    return min(float(x.min()) for x in inputs), max(float(x.max()) for x in inputs)
+
+
+def _to_unit(images: Tensor, low: float, high: float) -> Tensor:
+    return ((images - low) / (high - low)).clamp(0, 1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def audit_exposures(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
+    """Attack a run under its own schedule and under the threat models asked for.
+
+    Args:
+        run: The federation.
+        config: Threat models, number of images.
+        seed: Every draw derives from it.
+        progress: Where to tell how far the work is.
+    """
+    own = own_threat(run)
+    threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
+    with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
+        return [
+            exposure(
+                run, threat, images=config.images, summed_over=config.summed_over, seed=seed, is_own=is_own, work=work
+            )
+            for threat, is_own in threats
+        ]
+
+
+def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
+    """Return findings of each threat model; those of the run's own schedule have targets, the others are reported."""
+    findings: list[Finding] = []
+    for one in exposures:
+        anyway, label = _mean(one.aggregate), one.threat.label + (" (this run)" if one.is_own else "")
+        findings.append(
+            _finding(
+                f"gradient recovered, {label}",
+                one.cosines,
+                "cosine",
+                target=anyway + MARGIN_COSINE if one.is_own else None,
+                baseline=anyway,
+                seed=seed,
+                detail={"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)},
+            )
+        )
+        if one.psnr:
+            guess = _mean(one.random_psnr)
+            target = guess + MARGIN_PSNR if one.is_own else None
+            detail = {"random images": list(one.random_psnr)}
+            findings.append(
+                _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=guess, seed=seed, detail=detail)
+            )
+            findings.append(_finding(f"SSIM, {label}", one.ssim, "", target=None, baseline=None, seed=seed, detail={}))
+        else:
+            reason = one.why_no_images or "no image was attacked"
+            findings.append(Finding(f"PSNR, {label}", None, unit="dB", detail={"reason": reason}))
+    return findings
+
+
+def _finding(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    target: float | None,
+    baseline: float | None,
+    seed: int,
+    detail: dict[str, Any],
+) -> Finding:
+    ci95 = bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
+    return Finding(
+        name,
+        _mean(values),
+        ci95=ci95,
+        n=len(values),
+        unit=unit,
+        better="lower",
+        target=target,
+        baseline=baseline,
+        seeds=(seed,),
+        detail={**detail, "values": list(values)},
+    )
+
+
+def exposure_table(exposures: Sequence[Exposure]) -> Table:
+    """Return one row per threat model, with its verdict."""
+    columns = (
+        "threat model",
+        Column("gradient, cosine", "", "lower"),
+        Column("published aggregate, cosine"),
+        Column("PSNR", "dB", "lower"),
+        Column("random image", "dB"),
+        Column("SSIM", "", "lower"),
+        "verdict",
+    )
+    rows = [
+        (
+            one.threat.label + (" (this run)" if one.is_own else ""),
+            _mean(one.cosines),
+            _mean(one.aggregate),
+            _mean(one.psnr) if one.psnr else None,
+            _mean(one.random_psnr) if one.random_psnr else None,
+            _mean(one.ssim) if one.ssim else None,
+            one.verdict,
+        )
+        for one in exposures
+    ]
+    notes = ("Honest but curious server that knows model, settings and initial state; no label is used.",)
+    return Table("What the server could have seen", columns, rows, notes)
+
+
+def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure | None:
+    """Draw originals above reconstructions, threat model by threat model; None if there are none."""
+    shown = [one for one in exposures if one.reconstructions]
+    if not shown:
+        return None
+    rows, names = [], []
+    for one in shown:
+        for name, images in (("original", one.originals), (one.threat.label, one.reconstructions)):
+            rows.append([image.permute(1, 2, 0).float() for image in images[:most]])
+            names.append(name)
+    return image_grid(
+        rows,
+        rows=names,
+        columns=[str(index + 1) for index in range(len(rows[0]))],
+        alt="Originals and what the server reconstructs from one client's update, by threat model.",
+        caption="Each reconstruction lies below the nearest of the attacked client's images.",
+    )
+
+
+@register_audit("federate", "accuracy")
+def accuracy(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+    """Report accuracy before and after local training in the last round."""
+    return accuracy_findings(subject, seed=seed)
+
+
+@register_audit("federate", "gradient-inversion")
+def gradient_inversion(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+    """Attack the run's updates under its own schedule and other threat models."""
+    return exposure_findings(audit_exposures(subject, config, seed=seed, progress=progress), seed=seed)

@@ -1,0 +1,77 @@
+"""All federated methods by the names that the command line and the tables call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import final
+
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.direct import fedavg, fedavg_private_head, local_only
+from netweight.methods.federate.hyperfl import HyperFL
+from netweight.methods.federate.method import Method
+from netweight.methods.federate.pfedhn import pfedhn, pfedhn_pc
+from netweight.methods.federate.private_methods import centaur, dp_fedavg, ppsgd
+
+__all__ = ["METHODS", "Entry", "named_method"]
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A method in the catalog.
+
+    Attributes:
+        make: Returns the method; takes `training`, and a private one takes the noise multiplier before it.
+        private: Whether its local training is differentially private.
+    """
+
+    make: Callable[..., Method]
+    private: bool = False
+
+
+METHODS: Mapping[str, Entry] = {
+    "hyperfl": Entry(HyperFL),
+    "hyperfl-body": Entry(partial(HyperFL, start_from="body", joint_head=True, name="hyperfl-body")),
+    "fedavg": Entry(fedavg),
+    "fedavg-private-head": Entry(fedavg_private_head),
+    "local": Entry(local_only),
+    "pfedhn": Entry(pfedhn),
+    "pfedhn-pc": Entry(pfedhn_pc),
+    "dp-fedavg": Entry(dp_fedavg, private=True),
+    "centaur": Entry(centaur, private=True),
+    "ppsgd": Entry(ppsgd, private=True),
+}
+
+
+def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
+    """Return a method by its name.
+
+    Args:
+        name: One of `METHODS`.
+        training: Local training; None takes the method's own.
+        noise_multiplier: For private methods, and for these alone; see `netweight.integrations.opacus`.
+
+    Raises:
+        NameNotFound: There is no such method.
+        UsageError: A private method lacks its noise, or another was given some.
+    """
+    if name not in METHODS:
+        close = get_close_matches(name, METHODS)
+        raise NameNotFound(
+            f"There is no method {name!r}.",
+            cure=f"Did you mean {close[0]!r}?" if close else f"Methods are: {', '.join(METHODS)}.",
+        )
+    entry = METHODS[name]
+    if entry.private and noise_multiplier is None:
+        raise UsageError(
+            f"{name} is differentially private and needs noise.",
+            cure="Give a noise multiplier; netweight.integrations.opacus.noise_multiplier_for_all turns an ε into one.",
+        )
+    if not entry.private and noise_multiplier is not None:
+        raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
+    noise = () if noise_multiplier is None else (noise_multiplier,)
+    return entry.make(*noise, **({} if training is None else {"training": training}))

@@ -1,0 +1,261 @@
+"""Partitions: which samples of one data set belong to which client, as plain functions of labels or writers.
+
+They hold no data; engines, the Flower app and `netweight.zoo.federated` call them. Indices are int64 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from netweight.core.seeds import numpy_generator, torch_generator
+from netweight.errors import UsageError
+
+__all__ = [
+    "EMNIST_BYCLASS_GROUPS",
+    "TEN_CLASS_GROUPS",
+    "by_writer",
+    "dirichlet",
+    "dominant_groups",
+    "matching_test",
+]
+
+TEN_CLASS_GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
+"""Dominant classes of HyperFL's clients for data sets of ten classes."""
+EMNIST_BYCLASS_GROUPS: tuple[tuple[int, ...], ...] = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
+"""The same for EMNIST byclass: digits, upper case, lower case."""
+
+_MOST_DRAWS = 1000  # of a Dirichlet partition that leaves a client with too few samples
+
+
+def dominant_groups(
+    labels: Tensor,
+    *,
+    clients: int,
+    per_client: int,
+    groups: Sequence[Sequence[int]],
+    uniform: float = 0.2,
+    seed: int,
+    start: int = 0,
+) -> list[Tensor]:
+    """Give each client a share of all classes and, for the rest, only its group's dominant classes.
+
+    Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
+    run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
+    share cannot be divided evenly, the first classes get one sample more.
+
+    Args:
+        labels: int64, shape `(n,)`, from 0.
+        clients: Number of clients, at least 1.
+        per_client: Samples of each client, at least 1.
+        groups: The dominant classes of each group.
+        uniform: Share of a client's samples that is spread evenly over all classes, in [0, 1].
+        seed: Decides on the order of each class's samples.
+        start: How many samples of each class are passed over at first.
+
+    Returns:
+        Per client its indices, exactly `per_client` different ones.
+
+    Raises:
+        UsageError: A number is out of range, a group is empty or names a class that is not there, or a client would
+            need more samples of a class than there are.
+
+    Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
+    """
+    order = _class_order(labels, seed)
+    _check_groups(groups, len(order))
+    if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
+        raise UsageError(
+            f"There cannot be {clients} clients of {per_client} samples, {uniform} of them uniform, from {start} on.",
+            cure="Counts are at least 1, the uniform share lies in [0, 1], the start is at least 0.",
+        )
+    even = int(per_client * uniform)
+    wanted = []
+    for client in range(clients):
+        group = torch.tensor(list(groups[client % len(groups)]))
+        counts = _evenly(even, len(order))
+        counts[group] += _evenly(per_client - even, len(group))
+        wanted.append(counts)
+    return _take_runs(order, wanted, start)
+
+
+def dirichlet(labels: Tensor, *, clients: int, alpha: float, seed: int, minimum: int = 10) -> list[Tensor]:
+    """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution.
+
+    Args:
+        labels: int64, shape `(n,)`, from 0.
+        clients: Number of clients, at least 1.
+        alpha: Concentration, greater than 0: small ones give each client few classes, large ones all alike.
+        seed: Decides on proportions and on who gets which sample.
+        minimum: Least samples of a client; partitions are drawn again until all have as many.
+
+    Returns:
+        Per client its indices, ascending; every sample belongs to exactly one client.
+
+    Raises:
+        UsageError: A number is out of range, or no partition of 1,000 gave every client enough.
+
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
+    """
+    if clients < 1 or not alpha > 0 or minimum < 0 or clients * minimum > len(labels):
+        raise UsageError(
+            f"{len(labels)} samples cannot go to {clients} clients of at least {minimum}, with alpha {alpha}.",
+            cure="Use fewer clients or a smaller minimum; alpha is greater than 0.",
+        )
+    order = _class_order(labels, seed)
+    generator = numpy_generator(seed, "dirichlet")
+    for _ in range(_MOST_DRAWS):
+        shares = generator.dirichlet(np.full(clients, alpha), size=len(order))
+        parts = _divide(order, torch.from_numpy(shares))
+        if min(len(part) for part in parts) >= minimum:
+            return [part.sort().values for part in parts]
+    raise UsageError(
+        f"Of {_MOST_DRAWS} partitions with alpha {alpha} none gave all {clients} clients {minimum} samples.",
+        cure="Use a larger alpha, fewer clients, or a smaller minimum.",
+    )
+
+
+def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
+    """Make a client of each writer, or of several in a row.
+
+    Args:
+        writers: int64, shape `(n,)`: who wrote each sample.
+        writers_per_client: Writers of one client, in the order of their numbers; writers that are left over at the
+            end, fewer than that, make no client.
+
+    Returns:
+        Per client its indices, ascending.
+
+    Raises:
+        UsageError: The number is less than 1 or more than there are writers.
+    """
+    known = torch.unique(writers)
+    if not 1 <= writers_per_client <= len(known):
+        raise UsageError(
+            f"A client cannot have {writers_per_client} of {len(known)} writers.",
+            cure="Use a number from 1 to the number of writers.",
+        )
+    groups = torch.split(known, writers_per_client)
+    return [torch.isin(writers, group).nonzero().flatten() for group in groups if len(group) == writers_per_client]
+
+
+def matching_test(
+    labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int, start: int = 0
+) -> list[Tensor]:
+    """Give each client test samples with the same mixture of classes as its train samples.
+
+    Args:
+        labels: int64, shape `(n,)`: labels of the train samples.
+        parts: Per client the indices of its train samples, at least one each.
+        test_labels: int64, shape `(m,)`: labels of the test samples.
+        per_client: Test samples of each client, at least 1.
+        seed: Decides on the order of each class's samples.
+        start: How many samples of each class are passed over at first.
+
+    Returns:
+        Per client its indices among the test samples: `per_client` different ones, or fewer if it would need more of a
+        class than there are. Clients may share samples, as in `dominant_groups`.
+
+    Raises:
+        UsageError: A number is out of range, a client has no train samples, or none of its classes is tested.
+    """
+    order = _class_order(test_labels, seed)
+    if per_client < 1 or start < 0 or not all(len(part) for part in parts):
+        raise UsageError(
+            f"No {per_client} test samples from {start} on can match the train samples.",
+            cure="Every client needs a train sample, per_client is at least 1, the start at least 0.",
+        )
+    available = torch.tensor([len(own) for own in order])
+    wanted = []
+    for client, part in enumerate(parts):
+        counts = torch.bincount(labels[part], minlength=len(order))
+        if len(counts) > len(order):
+            raise UsageError(f"Client {client} has a class that no test sample has.", cure="Use other test samples.")
+        wanted.append(_apportion(counts, per_client).minimum(available))
+        if not int(wanted[-1].sum()):
+            raise UsageError(f"None of client {client}'s classes is tested.", cure="Use other test samples.")
+    return _take_runs(order, wanted, start)
+
+
+def _class_order(labels: Tensor, seed: int) -> list[Tensor]:
+    """List each class's samples, in an order that the seed decides on.
+
+    The reference sorts by label with a sort that keeps no order within a class, so any order is as faithful.
+    """
+    if labels.ndim != 1 or labels.dtype != torch.int64 or not len(labels) or int(labels.min()) < 0:
+        raise UsageError(
+            f"Labels of {labels.dtype} and shape {tuple(labels.shape)} cannot be divided.",
+            cure="Give int64 of shape (n,), at least one, counted from 0.",
+        )
+    shuffled = torch.randperm(len(labels), generator=torch_generator(seed, "partition"))
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]
+    return list(torch.split(by_class, torch.bincount(labels).tolist()))
+
+
+def _check_groups(groups: Sequence[Sequence[int]], classes: int) -> None:
+    """Check that every group names classes that are there, each once."""
+    for group in groups:
+        if not group or len(set(group)) != len(group) or not 0 <= min(group) <= max(group) < classes:
+            raise UsageError(
+                f"A group cannot have the dominant classes {tuple(group)}: the labels have {classes} classes.",
+                cure=f"Name different classes from 0 to {classes - 1}.",
+            )
+    if not groups:
+        raise UsageError("There are no groups of dominant classes.", cure="Give at least one group.")
+
+
+def _evenly(total: int, parts: int) -> Tensor:
+    """Divide a total into whole parts that differ by at most 1, the larger ones first."""
+    return torch.tensor([(total + parts - 1 - part) // parts for part in range(parts)])
+
+
+def _apportion(counts: Tensor, total: int) -> Tensor:
+    """Scale counts to a total in whole numbers: by the largest remainders, the first class first."""
+    exact = counts.double() * total / counts.sum()
+    whole = exact.floor().long()
+    remainder = (exact - whole).argsort(descending=True, stable=True)
+    whole[remainder[: total - int(whole.sum())]] += 1
+    return whole
+
+
+def _take_runs(order: Sequence[Tensor], wanted: Sequence[Tensor], start: int) -> list[Tensor]:
+    """Take, client after client, runs of each class's samples, each class from its own running place.
+
+    Args:
+        order: Each class's samples.
+        wanted: Per client how many of each class.
+        start: Where each class begins.
+
+    Raises:
+        UsageError: A client wants more of a class than there are.
+    """
+    place = [start] * len(order)
+    taken = []
+    for client, counts in enumerate(wanted):
+        runs = []
+        for label, count in enumerate(counts.tolist()):
+            if count > len(order[label]):
+                raise UsageError(
+                    f"Client {client} needs {count} samples of class {label}, which has {len(order[label])}.",
+                    cure="Use fewer samples per client, or larger groups.",
+                )
+            if place[label] + count > len(order[label]):
+                place[label] = 0
+            runs.append(order[label][place[label] : place[label] + count])
+            place[label] += count
+        taken.append(torch.cat(runs))
+    return taken
+
+
+def _divide(order: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
+    """Cut each class's samples at its cumulative shares; shares has shape `(classes, clients)`."""
+    parts: list[list[Tensor]] = [[] for _ in range(shares.shape[1])]
+    for own, share in zip(order, shares, strict=True):
+        cuts = (share.cumsum(0) * len(own)).round().long().clamp(0, len(own))
+        cuts[-1] = len(own)
+        for client, piece in enumerate(own.tensor_split(cuts[:-1])):
+            parts[client].append(piece)
+    return [torch.cat(pieces) for pieces in parts]

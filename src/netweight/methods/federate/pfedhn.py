@@ -1,0 +1,165 @@
+"""pFedHN: the server's hypernetwork generates each client's model; clients send back what training made of it.
+
+The method's settings and what an engine calls; the hypernetwork and its steps are in `server_hypernetwork.py`. The
+HyperFL paper does not say how it fitted pFedHN to its networks: the settings here are those of pFedHN's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.core import seeds
+from netweight.errors import UsageError
+from netweight.generate import Hypernetwork, ParameterLayout
+from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.direct import STATISTICS, prefixed, without
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.local_training import train_steps
+from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.server_hypernetwork import ServerDescent, ServerHypernetwork, first_state
+from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.updates import Tensors, Update
+
+__all__ = ["PFedHN", "pfedhn", "pfedhn_pc"]
+
+_TRAINING = LocalTraining(lr=5e-3, batch_size=64, momentum=0.9, weight_decay=5e-5)
+
+
+@final
+@dataclass(frozen=True)
+class PFedHN:
+    """pFedHN, and pFedHN-PC with `local_head`.
+
+    The hypernetwork, the embeddings and their optimizer are the server's. In a round it generates the models of all
+    clients asked, and afterwards takes one step per client, in the order of their numbers, along the difference that
+    local training made; its own code takes one client per round and 5,000 rounds, so 200 rounds of 20 clients compare.
+
+    Attributes:
+        name: As the command line calls it.
+        local_head: Keep the head with the client, which trains it together with the generated body.
+        steps: Local steps in a round; passes over the examples follow each other until then.
+        training: Local learning rate, batch size, momentum and weight decay; its other values are not used.
+        hidden: Widths of the hypernetwork's hidden layers, each followed by ReLU.
+        embedding: Length of an embedding; None takes 1 + N/4 for N clients.
+        lr: The server's learning rate.
+        momentum: The server's.
+        weight_decay: The server's; it takes hold of all embeddings in every step.
+        clip: Largest norm of a step's whole gradient.
+
+    Raises:
+        UsageError: A value is out of its range.
+
+    Source: Shamsian et al., pFedHN (arXiv 2103.04628), algorithm 1.
+    """
+
+    name: str = "pfedhn"
+    local_head: bool = False
+    steps: int = 50
+    training: LocalTraining = _TRAINING
+    hidden: tuple[int, ...] = (100, 100, 100)
+    embedding: int | None = None
+    lr: float = 1e-2
+    momentum: float = 0.9
+    weight_decay: float = 1e-3
+    clip: float = 50.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.steps < 1 or min(self.lr, self.clip) <= 0 or not 0 <= self.momentum < 1 or self.weight_decay < 0:
+            raise UsageError(
+                f"pFedHN cannot have {self.steps} local steps, learning rate {self.lr}, momentum {self.momentum}, "
+                f"weight decay {self.weight_decay}, clip {self.clip}.",
+                cure="Steps are at least 1, rate and clip above 0, momentum in [0, 1), weight decay at least 0.",
+            )
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client: its trained model, as far as it is generated."""
+        return ("body.**",) if self.local_head else ("body.**", "head.**")
+
+    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+        """Return a new hypernetwork, an embedding for every client, and an optimizer at rest."""
+        layout = self._generated(task)
+        length = self.embedding or 1 + len(task.clients) // 4
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.derive(seed, "hypernetwork"))
+            network = Hypernetwork(layout.size, embedding=length, hidden=self.hidden)
+        embeddings = torch.randn(len(task.clients), length, generator=seeds.torch_generator(seed, "embeddings"))
+        return first_state(network, embeddings, task.clients, layout)
+
+    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return running statistics, and the model's own head if it stays with the client."""
+        head = prefixed("head.", task.head_layout.split(task.initial_head())) if self.local_head else {}
+        return head | prefixed(STATISTICS, LocalModel(task).initial_statistics())
+
+    def message(self, state: Tensors, client: int) -> Tensors:
+        """Return the client's own model, which the hypernetwork generates."""
+        return ServerHypernetwork(state).generate(client)
+
+    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+        """Return the generated model, with the client's own head if it has one."""
+        tensors = {**received, **private}
+        return Weights(
+            task.body_layout.join(without("body.", tensors)),
+            task.head_layout.join(without("head.", tensors)),
+            without(STATISTICS, private),
+        )
+
+    def train(
+        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train each client's whole model by a number of steps."""
+        numbers = [client.number for client in clients]
+        weights = [self.weights(task, client.received, client.private) for client in clients]
+        draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
+        found, losses = train_steps(model, weights, numbers, self.steps, self.training, seeds_by_client=draws)
+        return [self._trained(task, *one, round) for one in zip(numbers, found, losses, strict=True)]
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the state after one step for every client, in the order of their numbers.
+
+        Raises:
+            UsageError: An update is of low rank, which this method's clients never send.
+        """
+        sent, server = ServerHypernetwork(state), ServerHypernetwork(state)
+        for update in sorted(updates, key=lambda update: update.client):
+            difference = {}
+            for name, before in sent.generate(update.client).items():
+                after = update.tensors[name]
+                if not isinstance(after, Tensor):
+                    raise UsageError(f"Client {update.client} sent {name!r} as a low-rank matrix; send it whole.")
+                difference[name] = before - after
+            server.step(update.client, difference, self._rule)
+        return server.state
+
+    @property
+    def _rule(self) -> ServerDescent:
+        return ServerDescent(self.lr, self.momentum, self.weight_decay, self.clip)
+
+    def _generated(self, task: FedTask) -> ParameterLayout:
+        """Return the layout of what the hypernetwork generates."""
+        halves = [("body.", task.body_layout)] + ([] if self.local_head else [("head.", task.head_layout)])
+        names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
+        return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
+
+    def _trained(self, task: FedTask, number: int, weights: Weights, loss: float, round: int) -> Trained:
+        body = prefixed("body.", task.body_layout.split(weights.body))
+        head = prefixed("head.", task.head_layout.split(weights.head))
+        private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})
+        update = Update(number, task.client(number).n, body if self.local_head else body | head, round)
+        return Trained(update, private, weights, loss)
+
+
+def pfedhn(training: LocalTraining = _TRAINING) -> PFedHN:
+    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server."""
+    return PFedHN(training=training)
+
+
+def pfedhn_pc(training: LocalTraining = _TRAINING) -> PFedHN:
+    """Return pFedHN-PC: the body is generated, the head stays with the client."""
+    return PFedHN("pfedhn-pc", local_head=True, training=training, lr=5e-2)

@@ -1,0 +1,137 @@
+"""Pictures as tensors: decoding of PNG and JPEG by Pillow, and the cache that keeps what takes long to decode.
+
+The cache lies in `NETWEIGHT_CACHE`, else in the user's cache folder; a file in it is named for what was decoded and by
+which version of Pillow, so that it can be deleted at any time and is never stale.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from netweight.core.digest import of_config
+from netweight.errors import OutputFailed, UsageError
+from netweight.store.atomic import whole_file
+from netweight.zoo.data.sources import module
+
+__all__ = ["cache_folder", "cached", "decode_splits"]
+
+
+def decode_splits(
+    splits: Sequence[Sequence[tuple[str, Any]]], *, of: str, size: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """Decode the pictures of one data set: all in gray if each of them is gray, else all in color.
+
+    Args:
+        splits: Per split, pairs of what a picture is called and the picture: bytes of a PNG or JPEG, a path, a uint8
+            array of shape `(h, w)` or `(h, w, channels)`, a Pillow image, or a mapping with `bytes` or `path`, as
+            undecoded columns of `datasets` hold.
+        of: What the data set is called, for errors.
+        size: Height and width to resize to (bilinear, antialiased); None if all have one size already.
+
+    Returns:
+        Per split, uint8 of shape `(n, channels, height, width)`; transparent parts become white.
+
+    Raises:
+        MissingExtra: Pillow is not installed.
+        UsageError: Something is no picture, there is none, or sizes differ.
+    """
+    # Two passes, since opening reads a header only and decoded pictures may be large.
+    gray = all(_open(source, name).mode in ("1", "L") for split in splits for name, source in split)
+    decoded = [[_decode(source, name, gray, size) for name, source in split] for split in splits]
+    shapes = sorted({tuple(picture.shape[1:]) for split in decoded for picture in split})
+    if len(shapes) > 1:
+        sizes = ", ".join(f"{height}×{width}" for height, width in shapes[:4])
+        raise UsageError(
+            f"The pictures of {of} have {len(shapes)} sizes ({sizes}{', …' if len(shapes) > 4 else ''}).",
+            cure="Pass size=(height, width) to resize them.",
+        )
+    if not all(decoded):
+        raise UsageError(f"{of} has a split without pictures.", cure="Check what was passed.")
+    return [torch.stack(split) for split in decoded]
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn what Pillow raises into an error that names the picture."""
+    try:
+        yield
+    except (OSError, TypeError, ValueError, SyntaxError) as error:
+        raise UsageError(f"{name} is no picture that Pillow can read: {error}", cure="Remove or repair it.") from error
+
+
+def _open(source: Any, name: str) -> Any:
+    """Open a picture without decoding it."""
+    image = module("PIL.Image", "Decoding pictures", "federated")
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    with _naming(name):
+        if isinstance(source, bytes):
+            return image.open(io.BytesIO(source))
+        if isinstance(source, str | Path):
+            return image.open(io.BytesIO(Path(source).read_bytes()))
+        return source if isinstance(source, image.Image) else image.fromarray(np.asarray(source, dtype=np.uint8))
+
+
+def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) -> Tensor:
+    """Decode a picture as uint8 of shape `(channels, height, width)`."""
+    image = module("PIL.Image", "Decoding pictures", "federated")
+    picture = _open(source, name)
+    with _naming(name):
+        if "A" in picture.getbands() or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+            picture = image.alpha_composite(image.new("RGBA", picture.size, "white"), picture)
+        picture = picture.convert("L" if gray else "RGB")
+        if size is not None and picture.size != size[::-1]:
+            picture = picture.resize(size[::-1], image.Resampling.BILINEAR)
+        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
+    return pixels.unsqueeze(0) if gray else pixels.permute(2, 0, 1)
+
+
+def cache_folder() -> Path:
+    """The folder of decoded pictures: `NETWEIGHT_CACHE`, else `netweight` in the user's cache folder."""
+    named = os.environ.get("NETWEIGHT_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netweight"
+
+
+def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors from the cache, or make them and keep them there.
+
+    Args:
+        name: What the file's name begins with.
+        key: Everything that decides on the tensors but the version of Pillow, as JSON values.
+        make: Makes them.
+
+    Returns:
+        The tensors. A cache that cannot be written costs a warning, one that is damaged is written again.
+    """
+    pillow = module("PIL", "Decoding pictures", "federated").__version__
+    file = cache_folder() / f"{name}-{of_config([key, pillow]).partition(':')[2]}.safetensors"
+    if file.is_file():
+        try:
+            return safetensors.torch.load_file(file)
+        except (OSError, safetensors.SafetensorError) as error:
+            warnings.warn(f"{file} is damaged and is made again: {error}", stacklevel=2)
+    tensors = make()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(file, overwrite=True) as output:
+            output.write(safetensors.torch.save(tensors))
+    except (OSError, OutputFailed) as error:
+        warnings.warn(f"Decoded pictures could not be kept in {file.parent}: {error}", stacklevel=2)
+    except UsageError:
+        pass  # Another process is writing the same file.
+    return tensors

@@ -1,0 +1,182 @@
+"""A federation from plain settings: data by name or folder, a network, a method by name. Commands and studies call it.
+
+The settings are kept beside a run's checkpoint, so that an audit finds the task again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from netweight.methods.federate import Federation, FedTask, LocalTraining, Method
+    from netweight.zoo.data import Images
+
+__all__ = ["PLAN_FILE", "FederationPlan"]
+
+PLAN_FILE = "federation.json"
+"""Name of the settings' file in a run's folder."""
+REFERENCE_SPLIT = 2022
+"""The seed with which the HyperFL paper's code splits data, whatever the seed of the model."""
+
+
+@final
+@dataclass(frozen=True)
+class FederationPlan:
+    """All that decides a federation.
+
+    Attributes:
+        data: A data set of `zoo.data.load`, or a folder of images with a subfolder per class.
+        method: A method of `methods.federate.catalog`.
+        clients: Number of clients.
+        rounds: Number of rounds.
+        fraction: Share of clients asked in each round.
+        seed: Of the model, batches and sampling.
+        partition: "dominant-groups", "dirichlet" or "by-writer".
+        alpha: Concentration of the Dirichlet partition.
+        epochs: Local epochs of what is shared.
+        batch_size: Examples per local step.
+        lr: Learning rate of what is shared.
+        epsilon: Privacy budget of differentially private methods over all rounds.
+        delta: Its δ.
+        drop_out: Share of clients that vanish from each round, to rehearse it.
+        min_clients: A round with fewer sound updates is tried again.
+        evaluate_every: Rounds between measurements of accuracy.
+        model: `"module:factory"`, which is called with channels, size and classes and returns `(body, head)`; None
+            for the small CNN of the HyperFL paper.
+    """
+
+    data: str = "digits"
+    method: str = "hyperfl"
+    clients: int = 20
+    rounds: int = 20
+    fraction: float = 1.0
+    seed: int = 520
+    partition: str = "dominant-groups"
+    alpha: float = 0.5
+    epochs: int = 5
+    batch_size: int = 50
+    lr: float = 0.02
+    epsilon: float = 4.0
+    delta: float = 1e-5
+    drop_out: float = 0.0
+    min_clients: int = 1
+    evaluate_every: int = 1
+    model: str | None = None
+
+    def images(self) -> Images:
+        """Return the data set.
+
+        Raises:
+            NameNotFound: It is neither a known name nor a folder.
+        """
+        from netweight.zoo.data import NAMES, load, load_folder
+
+        if self.data in NAMES:
+            return load(self.data)
+        if Path(self.data).is_dir():
+            return load_folder(Path(self.data))
+        near = ", ".join(nearest_names(self.data, NAMES))
+        raise NameNotFound(f"{self.data!r} is neither a data set nor a folder.", cure=f"Nearest names: {near}.")
+
+    def task(self) -> FedTask:
+        """Return the network and every client's data."""
+        from netweight.methods.federate import FedTask
+        from netweight.zoo.data import crop_and_flip
+        from netweight.zoo.federated import federated_images
+
+        images = self.images()
+        body, head = self._network(images)
+        parts = federated_images(
+            images,
+            clients=self.clients,
+            partition=self.partition,  # type: ignore[arg-type]  # refused there by name
+            alpha=self.alpha,
+            seed=REFERENCE_SPLIT,
+        )
+        natural = images.train[0].shape[1] == 3
+        return FedTask(body, head, parts, augment=crop_and_flip if natural else None)
+
+    def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
+        _, channels, height, width = images.train[0].shape
+        if self.model is not None:
+            return _factory(self.model)(channels, height, len(images.classes))  # type: ignore[no-any-return]
+        from netweight.zoo.small_cnn import small_cnn
+
+        if height != width:
+            raise UsageError(f"The small CNN takes square images, not {height} × {width}.", cure="Give a model.")
+        return small_cnn(channels, height, len(images.classes), seed=self.seed)
+
+    def training(self) -> LocalTraining:
+        """Return how clients train."""
+        from netweight.methods.federate import LocalTraining
+
+        return LocalTraining(epochs=self.epochs, batch_size=self.batch_size, lr=self.lr)
+
+    def make_method(self, task: FedTask) -> Method:
+        """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
+        from netweight.methods.federate.catalog import PRIVATE, method_named
+
+        training = self.training()
+        if self.method not in PRIVATE:
+            return method_named(self.method, training=training)
+        from netweight.integrations.opacus import noise_multiplier
+
+        smallest = min(task.client(number).n for number in task.clients)
+        noise = noise_multiplier(
+            self.epsilon,
+            self.delta,
+            n=smallest,
+            batch_size=self.batch_size,
+            epochs=self.epochs * self.rounds,
+        )
+        return method_named(self.method, training=training, noise_multiplier=noise)
+
+    def settings(self) -> Federation:
+        """Return rounds, sampling and seed."""
+        from netweight.methods.federate import Federation
+
+        return Federation(
+            rounds=self.rounds,
+            fraction=self.fraction,
+            seed=self.seed,
+            evaluate_every=self.evaluate_every,
+            drop_out=self.drop_out,
+            min_clients=self.min_clients,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the settings into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PLAN_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> FederationPlan:
+        """Read the settings of a run.
+
+        Raises:
+            UsageError: The folder holds no federation.
+        """
+        path = folder / PLAN_FILE
+        if not path.is_file():
+            raise UsageError(
+                f"{folder} holds no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
+            )
+        return cls(**json.loads(path.read_text()))
+
+
+def _factory(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"The model {name!r} cannot be imported: {error}.", cure='Give "module:factory".') from error

@@ -1,0 +1,214 @@
+"""The engine in this process: rounds, sampling, faults, drop-out, resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from federation_under_test import small_task
+
+from netweight.errors import FederationStopped, PrivateTensor, UsageError
+from netweight.methods.federate import (
+    Client,
+    ClientData,
+    DirectMethod,
+    Federation,
+    FedTask,
+    HyperFL,
+    LocalTraining,
+    Phase,
+    Run,
+    Trained,
+    fedavg,
+    fedavg_private_head,
+    local_only,
+    train,
+)
+
+TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
+METHODS = {
+    "fedavg": fedavg(TRAINING),
+    "private head": fedavg_private_head(TRAINING),
+    "local": local_only(TRAINING),
+    "hyperfl": HyperFL(TRAINING, embedding=4, hidden=(16,)),
+    "from the body": HyperFL(TRAINING, embedding=4, hidden=(16,), start_from="body", joint_head=True),
+}
+
+
+class Faulty:
+    """A method whose updates of some clients are spoiled on the way."""
+
+    def __init__(self, method: object, spoil: dict[int, object]) -> None:
+        self._method, self._spoil = method, spoil
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._method, name)
+
+    def train(self, task: object, model: object, clients: Sequence[Client], **settings: object) -> list[Trained]:
+        found = self._method.train(task, model, clients, **settings)  # type: ignore[attr-defined]
+        return [self._spoiled(one) for one in found if self._spoil.get(one.update.client) != "silent"]
+
+    def _spoiled(self, one: Trained) -> Trained:
+        change = self._spoil.get(one.update.client)
+        return one if change is None else dataclasses.replace(one, update=change(one.update))  # type: ignore[operator]
+
+
+def same(first: Run, second: Run, *, exact: bool = True) -> None:
+    for name, value in first.state.items():
+        torch.testing.assert_close(value, second.state[name], **({"rtol": 0, "atol": 0} if exact else {}))
+    for client, tensors in first.private.items():
+        for name, value in tensors.items():
+            other = second.private[client][name]
+            torch.testing.assert_close(value, other, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name: str) -> None:
+    run = train(small_task(n=40), METHODS[name], Federation(rounds=8))
+    first, last = run.rounds[0], run.rounds[-1]
+    assert last.mean_loss < 0.7 * first.mean_loss  # type: ignore[operator]
+    assert last.mean_after > 0.8  # type: ignore[operator]
+    assert last.mean_before > first.mean_before + 0.1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_number_of_workers_does_not_matter(name: str) -> None:
+    task = small_task(clients=5, sizes=(8, 20, 13, 9, 20))
+    one, three = (train(task, METHODS[name], Federation(rounds=2), workers=workers) for workers in (1, 3))
+    same(one, three, exact=not isinstance(METHODS[name], HyperFL))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_federation_goes_on_where_it_was_stopped(name: str, tmp_path: Path) -> None:
+    task = small_task(clients=5)
+    whole = train(task, METHODS[name], Federation(rounds=4, fraction=0.5), workers=1)
+    train(task, METHODS[name], Federation(rounds=2, fraction=0.5), workers=1, folder=tmp_path)
+    rest = train(task, METHODS[name], Federation(rounds=4, fraction=0.5), workers=1, folder=tmp_path)
+    same(whole, rest)
+    assert [r.loss for r in whole.rounds] == [r.loss for r in rest.rounds]
+
+
+def test_a_folder_of_another_federation_is_refused(tmp_path: Path) -> None:
+    train(small_task(), METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
+    with pytest.raises(UsageError, match="other settings"):
+        train(small_task(), METHODS["fedavg"], Federation(rounds=1, seed=2), folder=tmp_path)
+    with pytest.raises(UsageError, match="other settings"):
+        train(small_task(seed=3), METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
+
+
+def test_fedavg_is_plain_sgd_when_there_is_one_client_and_one_step() -> None:
+    task = small_task(clients=1, n=6)
+    training = LocalTraining(epochs=1, lr=0.1, batch_size=6, momentum=0.5, weight_decay=0.01)
+    run = train(task, fedavg(training), Federation(rounds=1))
+    model = torch.nn.Sequential(task.body, task.head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
+    task.loss(model(task.client(0).train[0]), task.client(0).train[1]).backward()
+    optimizer.step()
+    for half in ("body", "head"):
+        for name, value in getattr(task, half).named_parameters():
+            torch.testing.assert_close(run.state[f"{half}.{name}"], value.detach())
+
+
+def test_before_and_after_are_what_the_weights_give() -> None:
+    task = small_task(n=40)
+    method = METHODS["hyperfl"]
+    run = train(task, method, Federation(rounds=2))
+    again = train(task, method, Federation(rounds=3))
+    weights = run.weights(1)
+    body = torch.func.functional_call(task.body, task.body_layout.split(weights.body), (task.client(1).test[0],))
+    outputs = torch.func.functional_call(task.head, task.head_layout.split(weights.head), (body,))
+    accuracy = float((outputs.argmax(1) == task.client(1).test[1]).float().mean())
+    assert again.rounds[2].before[1] == pytest.approx(accuracy)
+
+
+def nan(update: object) -> object:
+    tensors = {name: torch.full(value.shape, torch.nan) for name, value in update.tensors.items()}  # type: ignore[attr-defined]
+    return dataclasses.replace(update, tensors=tensors)  # type: ignore[type-var]
+
+
+def test_faulty_clients_are_left_out_and_the_round_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    task = small_task(clients=5)
+    spoiled = Faulty(METHODS["hyperfl"], {1: nan, 3: "silent", 4: lambda u: dataclasses.replace(u, round=7)})
+    with caplog.at_level(logging.WARNING):
+        run = train(task, spoiled, Federation(rounds=2, min_clients=2))  # type: ignore[arg-type]
+    assert run.rounds[0].refused == {1: run.rounds[0].refused[1], 3: "sent nothing", 4: run.rounds[0].refused[4]}
+    assert all(torch.isfinite(value).all() for value in run.state.values())
+    assert "client 1 left out" in caplog.text
+    start = METHODS["hyperfl"].private_start(task, 1, seed=520)
+    assert all(torch.equal(run.private[1][name], value) for name, value in start.items())
+
+
+def test_too_few_clients_stop_the_federation_with_its_state_saved(tmp_path: Path) -> None:
+    task = small_task()
+    train(task, METHODS["fedavg"], Federation(rounds=1), folder=tmp_path)
+    spoiled = Faulty(METHODS["fedavg"], dict.fromkeys(range(4), "silent"))
+    spoiled.__class__.__repr__ = lambda self: repr(self._method)  # type: ignore[method-assign]
+    with pytest.raises(FederationStopped, match="Round 2 had fewer than 1"):
+        train(task, spoiled, Federation(rounds=2), folder=tmp_path)  # type: ignore[arg-type]
+    assert len(train(task, METHODS["fedavg"], Federation(rounds=2), folder=tmp_path).rounds) == 2
+
+
+def test_thirty_percent_drop_out_is_survived() -> None:
+    task = small_task(clients=10, n=40)
+    run = train(task, METHODS["hyperfl"], Federation(rounds=8, drop_out=0.3, min_clients=3))
+    missing = [len(r.refused) for r in run.rounds]
+    assert 0 < sum(missing) < 50
+    assert all(why == "sent nothing" for r in run.rounds for why in r.refused.values())
+    assert run.rounds[-1].mean_after > 0.8  # type: ignore[operator]
+
+
+def test_a_round_is_tried_again_with_other_clients() -> None:
+    run = train(small_task(clients=6), METHODS["fedavg"], Federation(rounds=6, drop_out=0.5, min_clients=4, retries=50))
+    assert max(r.attempts for r in run.rounds) > 1
+    assert all(6 - len(r.refused) >= 4 for r in run.rounds)
+
+
+def test_a_private_tensor_does_not_leave() -> None:
+    leaking = DirectMethod("leak", ("body", "head"), (Phase("both", 1, 0.1),), TRAINING)
+    object.__setattr__(leaking, "halves", ("body", "head"))
+
+    class Leak(Faulty):
+        shared = ("body.**",)
+
+    with pytest.raises(PrivateTensor, match=r"head\.bias"):
+        train(small_task(), Leak(leaking, {}), Federation(rounds=1))  # type: ignore[arg-type]
+
+
+def test_clients_are_sampled_without_replacement() -> None:
+    run = train(small_task(clients=10), METHODS["fedavg"], Federation(rounds=5, fraction=0.3, evaluate_every=5))
+    assert all(len(set(r.clients)) == 3 for r in run.rounds)
+    assert len({r.clients for r in run.rounds}) > 1
+    assert [bool(r.after) for r in run.rounds] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rounds": 0}, {"fraction": 0.0}, {"fraction": 1.1}, {"drop_out": 1.0}, {"min_clients": 0}, {"retries": -1}],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        Federation(**wrong)  # type: ignore[arg-type]
+
+
+def test_tasks_that_cannot_be_are_refused() -> None:
+    good = small_task()
+    with pytest.raises(UsageError, match="at least one client"):
+        FedTask(good.body, good.head, [])
+    with pytest.raises(UsageError, match="head requires gradients"):
+        FedTask(good.body, torch.nn.Tanh(), [good.client(0)])
+    with pytest.raises(UsageError, match="3 inputs and 2 targets"):
+        ClientData((torch.zeros(3, 6), torch.zeros(2)), (torch.zeros(1, 6), torch.zeros(1)))
+    with pytest.raises(UsageError, match="no client 9"):
+        good.client(9)
+
+
+def test_running_statistics_stay_with_their_client() -> None:
+    body = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+    run = train(small_task(body=body), METHODS["hyperfl"], Federation(rounds=2))
+    means = [run.private[client]["statistics.1.running_mean"] for client in range(4)]
+    assert not any(torch.equal(means[0], other) for other in means[1:])
+    assert not any("running" in name for name in run.state)
