@@ -62,7 +62,7 @@ def test_sampling_and_rehearsed_drop_out_are_the_engines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["hyperfl", "fedavg", "fedavg-private-head", "local", "pfedhn-pc"])
 def test_no_private_tensor_leaves_a_client(name, tmp_path):
     """Not by name, and not by any name: the bytes of what is private are in nothing that is sent."""
     method = METHODS[name]
@@ -76,7 +76,7 @@ def test_no_private_tensor_leaves_a_client(name, tmp_path):
         assert bool(private) == (name != "fedavg")
         last = [sent for node, sent in grid.traffic if NODES[node] == client][-1]
         assert not any(tensor in data for tensor in private for data in last.values())
-    shared = {name.partition(".")[0] for name in method.start(whole_task(), seed=0)}
+    shared = {name.partition(".")[0] for name in method.shared}
     sent = b"".join(data for _, messages in grid.traffic for data in messages.values())
     kinds = {"hypernetwork": b"hypernetwork.", "body": b'"body.', "head": b'"head.'}
     assert {kind for kind, sign in kinds.items() if sign in sent} == shared
@@ -183,6 +183,20 @@ def test_faulty_low_rank_factors_are_refused(change, said, tmp_path):
     state, rounds = serve(new_grid(method, spoil=spoiled(change)), method, tmp_path)
     assert said in rounds[1].refused[1]
     assert all(value.isfinite().all() for value in state.values())
+
+
+def test_low_rank_factors_for_a_message_of_its_own_are_taken_as_what_they_are(tmp_path):
+    """A method may expect dense tensors: factors, which any client can send, neither stop the server nor mislead it."""
+
+    def factors(arrays):
+        first = "body.0.weight"
+        rank = {"scale": np.ones(1), "left": np.zeros((6, 1), np.float32), "right": np.zeros((8, 1), np.float32)}
+        others = {name: value for name, value in arrays.items() if name != first}
+        return {**others, **{f"{first}|{part}": value for part, value in rank.items()}}
+
+    method = METHODS["pfedhn"]
+    _, rounds = serve(new_grid(method, spoil=spoiled(with_arrays(factors))), method, tmp_path)
+    assert [dict(done.refused) for done in rounds] == [{}, {}]
 
 
 def test_a_client_whose_update_was_refused_goes_on_from_where_it_was(tmp_path):

@@ -59,9 +59,9 @@ def example():
 @pytest.fixture(scope="module")
 def expected(example) -> Run:
     """The same federation's first round by the engine of one process."""
-    config = {**CONFIG, "rounds": 1}
-    data = [example.client_data(client, 3, 520) for client in range(3)]
-    return train(FedTask(*example.model(520), data), example.method(config), example.settings(config), workers=1)
+    config = {**CONFIG, "data": "digits", "rounds": 1}
+    task = FedTask(*example.model(config), example.everyones_data("digits", 3))
+    return train(task, example.method(config), example.settings(config), workers=1)
 
 
 def without_the_third(run) -> dict[str, torch.Tensor]:

@@ -46,11 +46,11 @@ def expected():
         from digits import task
     finally:
         sys.path.remove(str(EXAMPLE))
-    data = [task.client_data(client, 3, 520) for client in range(3)]
+    whole = FedTask(*task.model(CONFIG), task.everyones_data("digits", 3))
 
     def run(rounds):
         config = {**CONFIG, "rounds": rounds}
-        return train(FedTask(*task.model(520), data), task.method(config), task.settings(config), workers=1)
+        return train(whole, task.method(config), task.settings(config), workers=1)
 
     return {rounds: run(rounds) for rounds in (1, 2)}
 

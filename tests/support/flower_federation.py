@@ -12,6 +12,8 @@ from netweight.methods.federate import (
     fedavg_private_head,
     local_only,
 )
+from netweight.methods.federate.catalog import named_method
+from netweight.methods.federate.pfedhn import PFedHN
 
 CLIENTS = 3
 TRAINING = LocalTraining(epochs=1, batch_size=8)
@@ -20,6 +22,9 @@ METHODS = {
     "fedavg": fedavg(TRAINING),
     "fedavg-private-head": fedavg_private_head(TRAINING),
     "local": local_only(TRAINING),
+    "pfedhn": PFedHN(steps=3, hidden=(6,), training=TRAINING),
+    "pfedhn-pc": PFedHN("pfedhn-pc", local_head=True, steps=3, hidden=(6,), training=TRAINING),
+    "dp-fedavg": named_method("dp-fedavg", training=TRAINING, noise_multiplier=1.0),
 }
 
 

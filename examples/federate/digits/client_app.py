@@ -10,8 +10,7 @@ from netweight.methods.federate import FedTask
 def task(context: Context) -> FedTask:
     """The model and this client's data."""
     config, number = context.run_config, int(context.node_config["partition-id"])
-    seed = int(config["seed"])
-    return FedTask(*model(seed), {number: client_data(number, int(config["clients"]), seed)})
+    return FedTask(*model(config), {number: client_data(config, number)})
 
 
 def folder(context: Context) -> str | None:

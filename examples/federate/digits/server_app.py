@@ -10,7 +10,7 @@ from netweight.methods.federate import FedTask
 def task(context: Context) -> FedTask:
     """The model, and data that are elsewhere."""
     config = context.run_config
-    return FedTask(*model(int(config["seed"])), Elsewhere(int(config["clients"])))
+    return FedTask(*model(config), Elsewhere(int(config["clients"])))
 
 
 app = server_app(

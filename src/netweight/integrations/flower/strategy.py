@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from torch import Tensor
 
 from netweight.errors import UsageError
 from netweight.integrations.flower.nodes import Nodes
@@ -26,7 +27,7 @@ from netweight.integrations.flower.records import (
 from netweight.methods.federate.intake import examine
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.rounds import Federation, Round, sampled_clients, still_there
-from netweight.methods.federate.updates import Tensors
+from netweight.methods.federate.updates import LowRank, Tensors, Update
 
 __all__ = ["MethodStrategy", "Trial"]
 
@@ -154,7 +155,7 @@ class MethodStrategy(Strategy):
         intake = examine(trial.sent, [answer.update for answer in answers], round=server_round)
         refused = {**intake.refused, **trial.absent, **faults}
         self.log_refused(trial, refused)
-        accepted = [update for update in intake.accepted if update.client not in refused]
+        accepted = [_against_state(update, trial) for update in intake.accepted if update.client not in refused]
         if len(accepted) < self.settings.min_clients:
             return None, None
         sound = {update.client for update in accepted}
@@ -218,3 +219,14 @@ class MethodStrategy(Strategy):
         if self.trial is None or self.trial.round != round:
             raise UsageError(f"Round {round} was not configured.")
         return self.trial
+
+
+def _against_state(update: Update, trial: Trial) -> Update:
+    """Return an update whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
+    sent = trial.sent[update.client]
+
+    def of_state(name: str, value: Tensor | LowRank) -> Tensor | LowRank:
+        own = isinstance(value, LowRank) and sent[name] is not trial.state.get(name)
+        return value.dense(sent[name]) if own and isinstance(value, LowRank) else value
+
+    return replace(update, tensors={name: of_state(name, value) for name, value in update.tensors.items()})
