@@ -28,7 +28,7 @@ from flower_under_test import (
 )
 
 from netweight.errors import FederationStopped, UsageError
-from netweight.integrations.flower import client_app, export_private, import_private, server_app
+from netweight.integrations.flower import MethodStrategy, client_app, export_private, import_private, server_app
 from netweight.methods.federate import Federation, train
 from netweight.methods.federate.checkpoint import Checkpoint
 from netweight.methods.federate.engine import CHECKPOINT
@@ -254,6 +254,33 @@ def test_a_killed_server_costs_one_round(tmp_path):
     run = train(whole_task(), method, Federation(rounds=4), workers=1)
     assert same(state, run.state, TOLERANCE)
     assert [done.after for done in rounds] == [done.after for done in run.rounds]
+
+
+def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):
+    method = METHODS["fedavg"]
+    serve(new_grid(method), method, tmp_path, rounds=1)
+    state, rounds = serve(new_grid(method), method, tmp_path, rounds=2)
+    assert rounds[1].refused == {}
+    assert same(state, train(whole_task(), method, Federation(rounds=2), workers=1).state)
+
+
+def test_private_tensors_that_were_not_kept_are_missed(tmp_path, caplog):
+    method = METHODS["fedavg-private-head"]
+    serve(new_grid(method), method, tmp_path, rounds=1)
+    with pytest.raises(FederationStopped):
+        serve(new_grid(method), method, tmp_path, rounds=2)
+    assert "the server goes on from round 1" in caplog.text
+
+
+def test_flowers_own_loop_can_drive_the_strategy(tmp_path):
+    method, settings = METHODS["fedavg"], Federation(rounds=2)
+    strategy = MethodStrategy(method, settings, range(CLIENTS), federation="ours", timeout=0.0)
+    start = ArrayRecord({name: Array(value.numpy()) for name, value in method.start(whole_task(), seed=520).items()})
+    result = strategy.start(grid=new_grid(method), initial_arrays=start, num_rounds=2)
+    run = train(whole_task(), method, settings, workers=1)
+    assert same(result.arrays.to_torch_state_dict(), run.state)
+    assert result.train_metrics_clientapp[2]["after"] == run.rounds[1].mean_after
+    assert result.train_metrics_clientapp[2]["after.1"] == run.rounds[1].after[1]
 
 
 def test_another_federation_does_not_mix_with_the_one_in_the_folder(tmp_path, caplog):

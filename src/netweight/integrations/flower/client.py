@@ -65,9 +65,9 @@ def client_app(
         place = chosen(folder, context)
         file = None if place is None else private_file(place, number)
         kept = _kept(context, number, file)
-        private = kept.at(order.federation, order.go_on_from)
-        if private is None:
-            private = own_method.private_start(task, number, seed=order.seed)
+        start = own_method.private_start(task, number, seed=order.seed)
+        # A method that keeps nothing to itself needs nothing from earlier rounds.
+        private = (kept.at(order.federation, order.go_on_from) if start else None) or start
         received = from_record(message.content.array_records[ARRAYS])
         client = Client(number, private, received)
         trained, metrics = _trained(task, own_method, client, order, torch.device(device))

@@ -12,10 +12,13 @@ from flwr.serverapp import Grid
 
 from netweight.integrations.flower.records import REPORT
 
-__all__ = ["Nodes", "exchange"]
+__all__ = ["GRACE", "Nodes", "exchange"]
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
+GRACE = 60.0
+"""Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
+with an error that says less than that nothing came."""
 
 
 def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list[Message]:
@@ -67,7 +70,7 @@ class Nodes:
         return {client: nodes[0] for client, nodes in claims.items() if len(nodes) == 1}, absent
 
     def _ask(self, grid: Grid, strangers: Sequence[int]) -> None:
-        questions = [Message(RecordDict(), node, MessageType.QUERY, ttl=self._timeout) for node in strangers]
+        questions = [Message(RecordDict(), node, MessageType.QUERY, ttl=self._timeout + GRACE) for node in strangers]
         for reply in exchange(grid, questions, timeout=self._timeout) if questions else []:
             node = _asked(questions, reply)
             if node is None:

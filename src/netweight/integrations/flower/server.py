@@ -84,7 +84,8 @@ def server_app(
         folder: Where the server saves its state and its history; an absolute path, since Flower runs the app in its own
             working directory.
         timeout: Seconds to wait for a round's answers.
-        patience: Seconds to wait at first for as many nodes as there are clients.
+        patience: Seconds to wait at first for as many nodes as there are clients, and before a round is tried again for
+            as many as it needs.
         secure_sum: Let the server see only the sum of a round's updates, from at least 3 clients; they must be asked
             for it, too. See `secure_sum.py` for what it costs and against whom it helps.
 
@@ -101,8 +102,9 @@ def server_app(
             raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
         chosen_method, task = chosen(method, context), task_of(context)
         secure, seconds = chosen(secure_sum, context), chosen(timeout, context)
-        rounds = _Rounds(task, chosen_method, asked, place, timeout=seconds, secure=secure)
-        _wait_for_nodes(grid, len(task.clients), chosen(patience, context))
+        waits = chosen(patience, context)
+        rounds = _Rounds(task, chosen_method, asked, place, timeout=seconds, patience=waits, secure=secure)
+        _wait_for_nodes(grid, len(task.clients), waits)
         rounds.run(grid, context)
 
     return app
@@ -121,9 +123,17 @@ class _Rounds:
     """A federation on a server."""
 
     def __init__(
-        self, task: FedTask, method: Method, settings: Federation, folder: Path, *, timeout: float, secure: bool
+        self,
+        task: FedTask,
+        method: Method,
+        settings: Federation,
+        folder: Path,
+        *,
+        timeout: float,
+        patience: float,
+        secure: bool,
     ) -> None:
-        self.settings, self.folder, self.secure = settings, folder, secure
+        self.settings, self.folder, self.patience, self.secure = settings, folder, patience, secure
         self._digest = _digest(task, method, settings)
         self.arrays = to_record(method.start(task, seed=settings.seed))
         rounds = []
@@ -157,7 +167,9 @@ class _Rounds:
             file.write(json.dumps(about, indent=1).encode())
 
     def _run_round(self, number: int, grid: Grid, context: Context) -> None:
-        for _ in range(self.settings.retries + 1):
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                _wait_for_nodes(grid, self.settings.min_clients, self.patience)
             arrays = self._attempt(number, grid, context)
             if arrays is not None:
                 self.arrays = arrays

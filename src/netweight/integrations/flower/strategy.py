@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.integrations.flower.nodes import Nodes
+from netweight.integrations.flower.nodes import GRACE, Nodes
 from netweight.integrations.flower.records import (
     ARRAYS,
     ORDER,
@@ -121,7 +121,7 @@ class MethodStrategy(Strategy):
                 RecordDict({ARRAYS: records[id(tensors)], ORDER: self._order(server_round, client).to_record()}),
                 nodes[client],
                 MessageType.TRAIN,
-                ttl=self.timeout,
+                ttl=self.timeout + GRACE,
                 group_id=str(server_round),
             )
             for client, tensors in sent.items()
