@@ -46,21 +46,40 @@ def test_no_update_is_to_be_seen(tmp_path):
     assert abs(words.mean() - 0.5) < 5 / np.sqrt(12 * len(words))
 
 
-def test_who_vanishes_while_it_is_summed_is_left_out(tmp_path):
+@pytest.mark.parametrize("message", [1, 2, 3, 4], ids=["setup", "sharing", "masked", "unmasking"])
+def test_who_vanishes_while_it_is_summed_is_left_out(message, tmp_path):
     method = METHODS["fedavg"]
     grid = new_grid(method, secure_sum=True)
 
     def vanish(node, reply, grid):
-        """Client 1 is gone when masked vectors are collected: the third message of the protocol."""
+        """Client 1 does not answer one of the protocol's four messages."""
         vanish.count = getattr(vanish, "count", 0) + (reply.metadata.message_type == "train" and NODES[node] == 1)
-        return None if vanish.count == 3 and NODES[node] == 1 else reply
+        return None if NODES[node] == 1 and vanish.count >= message else reply
 
     grid.spoil = vanish
     state, rounds = serve(grid, method, tmp_path, secure_sum=True, rounds=1)
-    assert rounds[0].refused == {1: "sent nothing"}
-    reference = new_grid(method, spoil=lambda node, reply, g: None if NODES[node] == 1 else reply)
+    counts = message == 4  # its masked change is there, and the others have the shares that undo its mask
+    assert rounds[0].refused == ({} if counts else {1: "sent nothing"})
+    reference = new_grid(method, spoil=lambda node, reply, g: None if NODES[node] == 1 and not counts else reply)
     other, _ = serve(reference, method, tmp_path / "clear", rounds=1)
     assert same(state, other, 3 * STEP)
+
+
+def test_fewer_than_are_wanted_are_not_unmasked(tmp_path):
+    """Their sum, beside that of the next attempt with all, would give away the one who was missing."""
+    method = METHODS["fedavg"]
+    grid = new_grid(method, secure_sum=True)
+    stages = []
+
+    def vanish(node, reply, grid):
+        stages.append((node, reply.metadata.message_type))
+        return None if NODES[node] == 1 and stages.count((node, "train")) == 3 else reply
+
+    grid.spoil = vanish
+    with pytest.raises(FederationStopped):
+        serve(grid, method, tmp_path, secure_sum=True, rounds=1, min_clients=3, retries=0)
+    assert len(grid.masked) == 2
+    assert max(stages.count((node, "train")) for node in NODES) == 3  # nobody was asked for shares, the fourth message
 
 
 @pytest.mark.parametrize("client_masks", [True, False])

@@ -46,7 +46,7 @@ FEWEST = 3
 """A sum over fewer clients is refused by both sides."""
 
 _MOST = 1000  # words have 32 bits, values 22
-_THRESHOLD = 2 / 3  # share of a round's clients that must be there in the end, and that must collude to unmask one
+_THRESHOLD = 2 / 3  # least share of a round's clients that must be there in the end, or collude to unmask one
 _LOG = logging.getLogger(__name__)
 
 
@@ -213,13 +213,15 @@ def masked_attempt(
         return None
     listening = _Listening(grid, strategy.timeout)
     largest = max(1, *(strategy.examples(client) for client in trial.sent))
-    found = _summed(trial, listening, context, largest)
+    # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
+    threshold = max(_THRESHOLD, strategy.settings.min_clients / len(trial.sent))
+    found = _summed(trial, listening, context, largest, threshold)
     client_of = {message.metadata.dst_node_id: client for client, message in trial.messages.items()}
     faults = {client_of[node]: why for node, why in listening.faults.items()}
     return _concluded(strategy, trial, found, {client_of[node]: fit for node, fit in found.results.items()}, faults)
 
 
-def _summed(trial: Trial, grid: _Listening, context: Context, largest: int) -> _OneSum:
+def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, threshold: float) -> _OneSum:
     """Run the protocol; the mean is None if it was halted."""
     server, protocol = importlib.import_module("flwr.server"), _server_side()
     contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in trial.messages.values()}
@@ -233,17 +235,32 @@ def _summed(trial: Trial, grid: _Listening, context: Context, largest: int) -> _
         {protocol.WorkflowKey.CURRENT_ROUND: trial.round}
     )
     legacy.state.array_records[protocol.MAIN_PARAMS_RECORD] = ArrayRecord()
-    workflow = protocol.SecAggPlusWorkflow(1.0, _THRESHOLD, max_weight=float(largest), clipping_range=CLIP)
-    set_up = workflow.setup_stage
+    workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=float(largest), clipping_range=CLIP)
+    _amend(workflow, contents)
+    workflow(grid, legacy)
+    return one
+
+
+def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
+    """Send netweight's own records, and go on without those who vanish before they have shared their secrets.
+
+    Flower asks in the end for shares of their secrets too, which nobody has, and no masks are to be taken off for them.
+    """
+    set_up, share_keys = workflow.setup_stage, workflow.share_keys_stage
 
     def set_up_with_own_records(*arguments: Any) -> bool:
         done = bool(set_up(*arguments))
-        arguments[-1].nid_to_fitins = contents
+        arguments[-1].nid_to_fitins = dict(contents)
         return done
 
-    workflow.setup_stage = set_up_with_own_records
-    workflow(grid, legacy)
-    return one
+    def share_keys_of_who_is_there(*arguments: Any) -> bool:
+        done, state = bool(share_keys(*arguments)), arguments[-1]
+        here = set(state.active_node_ids)
+        state.sampled_node_ids = here
+        state.nid_to_neighbours = {node: others & here for node, others in state.nid_to_neighbours.items()}
+        return done
+
+    workflow.setup_stage, workflow.share_keys_stage = set_up_with_own_records, share_keys_of_who_is_there
 
 
 def _concluded(
