@@ -8,7 +8,8 @@ pytest.importorskip("flwr")
 
 import numpy as np
 from flower_federation import CLIENTS, METHODS, whole_task
-from flower_under_test import NODES, Leaky, ToEachItsOwn, new_grid, same, serve
+from flower_under_test import NODES, Leaky, ToEachItsOwn, history_in, new_grid, same, serve
+from flwr.common import ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.integrations.flower.secure_sum import CLIP, stream_mask
@@ -63,6 +64,24 @@ def test_who_vanishes_while_it_is_summed_is_left_out(message, tmp_path):
     reference = new_grid(method, spoil=lambda node, reply, g: None if NODES[node] == 1 and not counts else reply)
     other, _ = serve(reference, method, tmp_path / "clear", rounds=1)
     assert same(state, other, 3 * STEP)
+
+
+@pytest.mark.parametrize("spoiled", ["shape", "record"])
+def test_what_a_client_sends_does_not_stop_the_server(spoiled, tmp_path, caplog):
+    """The round fails, as nobody can tell whose words are wrong; the federation stops in order, its state saved."""
+    method = METHODS["fedavg"]
+
+    def spoil(node, reply, grid):
+        record = reply.content.config_records.get("secaggplus_configs") if reply.has_content() else None
+        if NODES[node] == 1 and record is not None and "masked_params" in record:
+            wrong = ndarray_to_bytes(np.zeros((7, 7), np.int64))
+            record["masked_params"] = [wrong] * 5 if spoiled == "shape" else "nothing"
+        return reply
+
+    with pytest.raises(FederationStopped):
+        serve(new_grid(method, secure_sum=True, spoil=spoil), method, tmp_path, secure_sum=True, retries=0)
+    assert "the sum" in caplog.text
+    assert history_in(tmp_path) == []
 
 
 def test_fewer_than_are_wanted_are_not_unmasked(tmp_path):

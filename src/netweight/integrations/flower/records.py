@@ -25,6 +25,7 @@ __all__ = [
     "Order",
     "chosen",
     "from_record",
+    "known_metrics",
     "read_answer",
     "to_record",
 ]
@@ -142,13 +143,17 @@ def read_answer(reply: Message, client: int) -> Answer:
         report = reply.content.config_records[REPORT]
         numbers = {name: int(str(report[name])) for name in ("client", "n", "round")}
         tensors = from_wire(from_record(reply.content.array_records[ARRAYS]))
-        metrics = reply.content.metric_records.get(METRICS, MetricRecord())
-        known = {name: value for name, value in metrics.items() if _can_be(name, value)}
+        metrics = known_metrics(reply.content.metric_records.get(METRICS, MetricRecord()))
     except Exception as error:  # whatever goes wrong in reading what a stranger sent is the stranger's fault
         raise UsageError(f"sent a reply that cannot be read ({type(error).__name__}: {error})") from error
     if numbers["client"] != client:
         raise UsageError(f"answered in the name of client {numbers['client']}")
-    return Answer(Update(client, numbers["n"], tensors, numbers["round"]), {k: float(str(v)) for k, v in known.items()})
+    return Answer(Update(client, numbers["n"], tensors, numbers["round"]), metrics)
+
+
+def known_metrics(said: Mapping[str, object]) -> dict[str, float]:
+    """Return those of a client's numbers that are known by name and can be."""
+    return {name: float(str(value)) for name, value in said.items() if _can_be(name, value)}
 
 
 def _can_be(name: str, value: object) -> bool:

@@ -33,7 +33,7 @@ from flwr.serverapp import Grid
 
 from netweight.errors import Unsupported, UsageError
 from netweight.integrations.flower.nodes import exchange
-from netweight.integrations.flower.records import Answer
+from netweight.integrations.flower.records import Answer, known_metrics
 from netweight.integrations.flower.strategy import MethodStrategy, Trial
 from netweight.methods.federate.intake import fault_of
 from netweight.methods.federate.updates import LowRank, Tensors, Update
@@ -237,7 +237,11 @@ def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, thre
     legacy.state.array_records[protocol.MAIN_PARAMS_RECORD] = ArrayRecord()
     workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=float(largest), clipping_range=CLIP)
     _amend(workflow, contents)
-    workflow(grid, legacy)
+    try:
+        workflow(grid, legacy)
+    except Exception as error:  # Flower's part of the protocol trusts what clients send; it must not stop the server
+        _LOG.warning("Round %d: the sum failed: %s: %s", trial.round, type(error).__name__, error)
+        one.mean = None
     return one
 
 
@@ -269,17 +273,20 @@ def _concluded(
     refused = {**{client: "is not in the sum" for client in trial.sent if client not in results}, **trial.absent}
     refused |= {client: why for client, why in faults.items() if client not in results}
     strategy.log_refused(trial, refused)
-    if found.mean is None or len(results) < max(FEWEST - 1, strategy.settings.min_clients):
-        return None
     names = sorted(trial.state)
+    if found.mean is None or len(found.mean) != len(names):
+        return None
     changes = {name: torch.from_numpy(mean) for name, mean in zip(names, found.mean, strict=True)}
+    if any(changes[name].shape != trial.state[name].shape for name in names):
+        _LOG.warning("Round %d, attempt %d: the sum has other shapes than the state.", trial.round, trial.attempt + 1)
+        return None
     state = {name: (trial.state[name].double() + changes[name]).to(trial.state[name]) for name in names}
     joint = Update(min(results), sum(result.num_examples for result in results.values()), state, trial.round)
     if (fault := fault_of(trial.state, joint, round=trial.round)) is not None:
         _LOG.warning("Round %d, attempt %d: the sum %s.", trial.round, trial.attempt + 1, fault)
         return None
     answers = [
-        Answer(Update(client, result.num_examples, {}, trial.round), cast(Mapping[str, float], result.metrics))
+        Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
         for client, result in results.items()
     ]
     return strategy.finish(trial, strategy.method.aggregate(trial.state, [joint]), answers, refused)[0]
