@@ -226,7 +226,7 @@ def test_the_trained_resnet20_reaches_its_accuracy(data_folder):
     tests = sorted((data_folder / "cifar10_jpeg").glob("test-*.parquet"))
     if not file.is_file() or not tests:
         pytest.skip("NETWEIGHT_DATA holds no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the llm extra")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
     from netweight.zoo.data.cifar10 import decoded
 
     rows = parquet.read_table(tests[0]).slice(0, 300).to_pydict()

@@ -126,7 +126,7 @@ def test_folders_that_are_refused(tmp_path):
 
 def rows_of(count, **columns):
     """A `datasets.Dataset` of random gray pictures."""
-    datasets = pytest.importorskip("datasets", reason="datasets is in the llm extra")
+    datasets = pytest.importorskip("datasets", reason="datasets is in the federated extra")
     image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
     pixels = np.random.default_rng(count).integers(0, 256, (count, 5, 5), dtype=np.uint8)
     given = {"picture": [image.fromarray(own) for own in pixels], **columns}
@@ -316,7 +316,7 @@ def test_omniglot_is_read_from_its_release(tmp_path, monkeypatch):
 
 
 def test_the_hub_s_rows_become_the_data_set(monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is in the llm extra")
+    datasets = pytest.importorskip("datasets", reason="datasets is in the federated extra")
     image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
     pixels = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
     asked = []

@@ -50,7 +50,7 @@ def test_emnist_letters_are_upright_and_counted_from_0(local):
 
 def test_jpeg_cifar_is_decoded_kept_and_called_by_its_name(local, tmp_path, monkeypatch):
     folder = local("cifar10_jpeg")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the llm extra")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
     image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
     few = {"train": tmp_path / "cifar10_jpeg" / "train-0.parquet", "test": tmp_path / "cifar10_jpeg" / "test-0.parquet"}
     few["train"].parent.mkdir()

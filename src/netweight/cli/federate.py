@@ -69,6 +69,7 @@ def federate() -> None:
 @click.pass_context
 def run_command(
     context: click.Context,
+    /,
     out: Path,
     workers: int | None,
     device: str,

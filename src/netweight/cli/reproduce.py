@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ __all__ = ["reproduce"]
     help="Folder for results; each table gets its own in it.",
 )
 @click.option("--model", help="A .safetensors file or model folder, for the tables that can use one.")
+@click.option("--only", metavar="PATTERN", help="Measure only these rows, for the tables that run row by row.")
 @click.option("--overwrite", is_flag=True, help="Measure again although a result is there.")
 @output_option
 @click.pass_context
@@ -43,6 +45,7 @@ def reproduce(
     scale: Any,
     out: Path,
     model: str | None,
+    only: str | None,
     overwrite: bool,
     output: Output,
 ) -> None:
@@ -59,7 +62,10 @@ def reproduce(
         _list(output)
         return
     command = f"netweight reproduce {table} --scale {scale}" + (f" --model {model}" if model else "")
-    result = run_table(table, scale=scale, out=out, overwrite=overwrite, options={"model": model}, command=command)
+    command += f" --only {shlex.quote(only)}" if only else ""
+    result = run_table(
+        table, scale=scale, out=out, overwrite=overwrite, options={"model": model, "only": only}, command=command
+    )
     _show(result, output)
     output.result(result.to_json())
     if any(finding.passed is False for finding in result.measured.findings):

@@ -101,7 +101,9 @@ def run_all(runs: Sequence[FederatedRun], out: Path) -> list[Result[FederatedRun
         NetweightError: A run failed.
     """
     results = []
-    for result in map_runs(partial(run_one, folder=out), runs, ledger=out / "runs.jsonl", engine=in_process):
+    for result in map_runs(
+        partial(run_one, folder=out), runs, ledger=out / "runs.jsonl", engine=in_process, ordered=True
+    ):
         if not result.ok:
             last = (result.error or "").strip().splitlines()[-1]
             raise NetweightError(f"{result.config.name} failed: {last}", cure="Run it again to continue.")

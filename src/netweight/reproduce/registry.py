@@ -24,6 +24,8 @@ from netweight.evidence.report import Table
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
 MODULES = (
+    "netweight.reproduce.hyperfl_accuracy",
+    "netweight.reproduce.hyperfl_clients",
     "netweight.reproduce.neuzip",
     "netweight.reproduce.neuzip_inference",
     "netweight.reproduce.neuzip_memory",

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -104,7 +105,8 @@ class FederationPlan:
             seed=REFERENCE_SPLIT,
         )
         natural = images.train[0].shape[1] == 3
-        return FedTask(body, head, parts, augment=crop_and_flip if natural else None)
+        augment = partial(crop_and_flip, fill=images.black) if natural else None
+        return FedTask(body, head, parts, augment=augment)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
         _, channels, height, width = images.train[0].shape
@@ -124,22 +126,21 @@ class FederationPlan:
 
     def make_method(self, task: FedTask) -> Method:
         """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
-        from netweight.methods.federate.catalog import PRIVATE, method_named
+        from netweight.methods.federate.catalog import METHODS, named_method
 
         training = self.training()
-        if self.method not in PRIVATE:
-            return method_named(self.method, training=training)
-        from netweight.integrations.opacus import noise_multiplier
+        if self.method not in METHODS or not METHODS[self.method].private:
+            return named_method(self.method, training=training)
+        from netweight.integrations.opacus import noise_multiplier_for_all
 
-        smallest = min(task.client(number).n for number in task.clients)
-        noise = noise_multiplier(
+        noise = noise_multiplier_for_all(
             self.epsilon,
             self.delta,
-            n=smallest,
+            sizes=[task.client(number).n for number in task.clients],
             batch_size=self.batch_size,
             epochs=self.epochs * self.rounds,
         )
-        return method_named(self.method, training=training, noise_multiplier=noise)
+        return named_method(self.method, training=training, noise_multiplier=noise)
 
     def settings(self) -> Federation:
         """Return rounds, sampling and seed."""

@@ -131,7 +131,9 @@ class _Problem:
         for block in chain.blocks:
             weight, bias = weights[f"{block.name}.weight"], weights[f"{block.name}.bias"]
             if weight.shape[1] != size[0]:
-                raise UsageError(f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}.")
+                raise UsageError(
+                    f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}."
+                )
             peels.append(Peel(block, weight, bias, slopes[f"{block.name}.weight"], size))
             size = peels[-1].out
         target, cotangent = _flattened(chain, weights, slopes, size)
@@ -160,7 +162,6 @@ class _Problem:
             errors.append(peel.misfit(inputs, delta))
             cotangent = peel.pull(delta)
         return sum(errors) / len(errors)
-
 
     def behind(self, index: int, found: Tensor, cotangent: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """The output of the block before `index`, and the gradient by its pooled values."""

@@ -30,7 +30,9 @@ class Peel:
         size: Shape `(c, h, w)` of the input.
     """
 
-    def __init__(self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]) -> None:
+    def __init__(
+        self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]
+    ) -> None:
         self.block, self.weight, self.bias, self.size = block, weight, bias, size
         channels, self.kernel = weight.shape[1], weight.shape[-1]
         self.unknowns = size[0] * size[1] * size[2]
@@ -143,7 +145,9 @@ class Peel:
         return matrix, right
 
 
-def solve_in_box(matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12) -> Tensor:
+def solve_in_box(
+    matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
+) -> Tensor:
     """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
     found, free = start, torch.ones_like(start, dtype=torch.bool)
     for _ in range(rounds):

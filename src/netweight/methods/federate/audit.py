@@ -144,7 +144,7 @@ def exposure(
     for draw, number in enumerate(numbers):
         seen = observe(run, threat, client=number, draw=draw, seed=seed)
         recovered = read_update(run, seen)
-        found["cosine"].append(_cosine(recovered.gradient, seen.gradient))
+        found["cosine"].append(_cosine(recovered.first, seen.gradient))
         found["movement"].append(_cosine(-recovered.gradient, seen.movement))
         found["aggregate"].append(_aggregate_cosine(run, threat, seen, number, draw, summed_over, seed))
         try:
@@ -192,7 +192,7 @@ def read_update(run: Run, seen: Observation) -> RecoveredGradient:
     after = layout.join({name: seen.received[f"body.{name}"] for name in body}).double()
     gradient = (before - after) / training.lr - training.weight_decay * before
     nothing = torch.empty(0, dtype=torch.float64)
-    return RecoveredGradient(gradient, nothing, nothing, before, after - before, torch.ones(1, dtype=torch.float64))
+    return RecoveredGradient(gradient, gradient, nothing, nothing, before, after - before, torch.ones(1).double())
 
 
 def _aggregate_cosine(
@@ -204,7 +204,7 @@ def _aggregate_cosine(
         return 1.0
     summed = replace(threat, summed_over=many)
     published = observe(run, summed, client=client, draw=draw, seed=seed)
-    return _cosine(read_update(run, published).gradient, seen.gradient)
+    return _cosine(read_update(run, published).first, seen.gradient)
 
 
 def _reconstruct(

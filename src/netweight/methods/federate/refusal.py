@@ -97,9 +97,7 @@ def refuse_abnormal(
     bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
     if bad:
         return [f"{name!r} holds NaN or infinity" for name in bad]
-    signs = signs_of(
-        received, body=body, embedding=embedding, images=images, previous=previous, own_change=own_change
-    )
+    signs = signs_of(received, body=body, embedding=embedding, images=images, previous=previous, own_change=own_change)
     reasons = []
     for name, words in _WORDS.items():
         value, limit = getattr(signs, name), getattr(limits, name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     if hasattr(method, "phases"):
         kept = [phase for phase in method.phases if phase.trains != "head"]
         changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)
-    return cast(Method, dataclasses.replace(method, **changes))  # type: ignore[type-var]
+    return dataclasses.replace(method, **changes)  # type: ignore[type-var]
 
 
 def dense_tensors(update: Update, state: Tensors) -> dict[str, Tensor]:

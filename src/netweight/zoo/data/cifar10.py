@@ -68,7 +68,7 @@ def from_rows(
     """
     # The names of the files of a data set in the hub's cache hold its revision; what lies in memory has none.
     key = [[file["filename"] for file in split.cache_files] for split in (train, test)]
-    feature = module("datasets", f"Decoding {name}", "llm").Image(decode=False)
+    feature = module("datasets", f"Decoding {name}", "federated").Image(decode=False)
     splits = [split.cast_column(image_column, feature) for split in (train, test)]
     encoded = [(list(split[image_column]), list(split["label"])) for split in splits]
     return decoded(name, key if all(key) else None, encoded[0], encoded[1], mean_std)
@@ -104,7 +104,7 @@ def decoded(
 
 def _parquet(folder: Path) -> Images:
     """Read the parquet files of a JPEG copy."""
-    parquet = module("pyarrow.parquet", "Reading CIFAR-10 from parquet files", "llm")
+    parquet = module("pyarrow.parquet", "Reading CIFAR-10 from parquet files", "federated")
     files = [sorted(folder.glob(f"{split}-*.parquet")) for split in ("train", "test")]
     if not all(files):
         raise CorruptBlob(f"{folder} lacks train-*.parquet or test-*.parquet.", cure="Put the missing files there.")

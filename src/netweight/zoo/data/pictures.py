@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.digest import of_config
-from netweight.errors import OutputFailed, UsageError
+from netweight.errors import NetweightError, UsageError
 from netweight.store.atomic import whole_file
 from netweight.zoo.data.sources import module
 
@@ -130,8 +130,6 @@ def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[s
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file, overwrite=True) as output:
             output.write(safetensors.torch.save(tensors))
-    except (OSError, OutputFailed) as error:
+    except (OSError, NetweightError) as error:  # a full disk, no permission, another process that writes the same file
         warnings.warn(f"Decoded pictures could not be kept in {file.parent}: {error}", stacklevel=2)
-    except UsageError:
-        pass  # Another process is writing the same file.
     return tensors

@@ -80,7 +80,7 @@ def from_hub(repository: str, *splits: str, name: str, folder: str, holding: str
     Raises:
         MissingExtra: `datasets` is not installed, or the hub is out of reach and its cache is empty.
     """
-    datasets = module("datasets", f"Fetching {name} from the Hugging Face hub", "llm")
+    datasets = module("datasets", f"Fetching {name} from the Hugging Face hub", "federated")
     try:
         return [datasets.load_dataset(repository, split=split) for split in splits]
     except (OSError, ValueError) as error:
