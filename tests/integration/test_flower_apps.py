@@ -222,6 +222,17 @@ def test_an_exception_in_a_client_is_named(tmp_path):
     assert all("the disk is gone" in done.refused[1] for done in rounds)
 
 
+def test_a_client_can_refuse_what_the_server_sends(tmp_path):
+    def inspect(task, client):
+        dictated = client.number == 1 and client.received["hypernetwork.heads.weight"].abs().max() < 9
+        return ["the server dictates the network"] if dictated else []
+
+    app = client_app(task_of_client, METHODS["hyperfl"], folder=tmp_path / "nodes", inspect=inspect)
+    _, rounds = serve(GridHere(dict.fromkeys(NODES, app), NODES), METHODS["hyperfl"], tmp_path)
+    assert all("refuses what the server sent: the server dictates" in done.refused[1] for done in rounds)
+    assert not (tmp_path / "nodes" / "client-1.safetensors").exists()
+
+
 def test_too_few_updates_stop_the_federation_with_its_state_saved(tmp_path):
     method = METHODS["hyperfl"]
     grid = new_grid(method, tmp_path / "nodes", spoil=lambda node, reply, g: reply if NODES[node] == 0 else None)

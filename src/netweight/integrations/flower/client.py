@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ def client_app(
     folder: str | Path | Callable[[Context], str | Path | None] | None = None,
     device: torch.device | str = "cpu",
     secure_sum: bool | Callable[[Context], bool] = False,
+    inspect: Callable[[FedTask, Client], Sequence[str]] | None = None,
 ) -> ClientApp:
     """Return the app that every client runs.
 
@@ -42,6 +43,8 @@ def client_app(
         device: Where to train.
         secure_sum: Send updates under masks that cancel in the sum, and only so. See `secure_sum.py` for what it costs
             and against whom it helps.
+        inspect: Looks at what the server sent, before anything is computed with it, and returns reasons to refuse it,
+            such as `methods.federate.refusal.refuse_abnormal` does; None to take what comes.
 
     Returns:
         The app. It refuses an order by an exception, which the server gets as an error with the exception's text.
@@ -70,6 +73,8 @@ def client_app(
         private = (kept.at(order.federation, order.go_on_from) if start else None) or start
         received = from_record(message.content.array_records[ARRAYS])
         client = Client(number, private, received)
+        if inspect is not None and (reasons := inspect(task, client)):
+            raise UsageError(f"Client {number} refuses what the server sent: {'; '.join(reasons)}.")
         trained, metrics = _trained(task, own_method, client, order, torch.device(device))
         wire = to_wire(trained.update.tensors)
         check_outgoing(wire, own_method.shared, client=number)
