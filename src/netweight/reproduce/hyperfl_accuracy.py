@@ -1,7 +1,8 @@
-"""HyperFL's table 1: accuracy of every method before and after local training, and figure 4's curves of their losses."""
+"""HyperFL's table 1: accuracy of every method before and after local training; and figure 4, their losses."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -121,14 +122,14 @@ def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> 
         labels=labels,
         differs=(
             *differs,
-            "Evaluation regenerates weights; the reference code evaluates HyperFL with the weights of the round before.",
+            "Evaluation regenerates weights; the reference code evaluates HyperFL by the last round's.",
             "FedAvg, DP-FedAvg and pFedHN are laid beside the published rows by the accuracy before local training, "
             "the others by the accuracy after it: the paper's table mixes the two readings.",
             "Private methods sample by Poisson, so that their budget holds; the reference shuffles.",
         ),
         findings=tuple(_findings(found, scale)),
         notes=(
-            f"Mean over clients in the last of {', '.join(map(str, rounds))} rounds; mean over seeds where several ran.",
+            f"Mean over clients in the last of {', '.join(map(str, rounds))} rounds, and over seeds where several ran.",
         ),
         inputs={f"{run.data}, {run.clients} clients": curve["data"] for run, curve in found.items()},
     )
@@ -263,6 +264,6 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
     for round in range(1, run.rounds + 1):
         settings = dataclasses.replace(plan.settings(), rounds=round, evaluate_every=run.rounds)
         bodies.append(train(task, method, settings, folder=out / "movements").weights(0).body)
-    moved = [float((after - before).norm()) for before, after in zip(bodies, bodies[1:], strict=False)]
+    moved = [float((after - before).norm()) for before, after in itertools.pairwise(bodies)]
     kept.write_text(json.dumps(moved))
     return moved

@@ -108,7 +108,7 @@ def _label_figure(counts: Tensor) -> Figure:
 
 
 def _map(embeddings: Tensor, groups: list[int], seed: int) -> Figure:
-    from sklearn.manifold import TSNE
+    from sklearn.manifold import TSNE  # type: ignore[import-untyped]
 
     from netweight.evidence.figures import canvas, series_color, to_figure
 

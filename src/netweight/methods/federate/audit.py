@@ -5,7 +5,7 @@ Commands and reports call it. The attacks themselves are in `netweight.attacks.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -27,6 +27,7 @@ from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.report import accuracy_findings
 from netweight.methods.federate.threat import Observation, ThreatModel, observe
+from netweight.methods.federate.updates import Tensors
 
 __all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_figure", "exposure_table", "own_threat"]
 
@@ -136,75 +137,85 @@ def exposure(
         is_own: Whether this is the run's own schedule.
         work: Told of every attacked update.
     """
-    numbers = [run.task.clients[index % len(run.task.clients)] for index in range(images)]
     low, high = _pixel_range(run)
-    found: dict[str, list[Any]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
+    found: dict[str, list[float]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
-    for draw, number in enumerate(numbers):
-        seen = observe(run, threat, client=number, draw=draw, seed=seed)
-        recovered = read_update(run, seen)
+    for seen, published in _observations(run, threat, images, summed_over, seed):
+        draw = len(found["cosine"])
+        recovered = read_update(run, seen.sent, seen.received())
         found["cosine"].append(_cosine(recovered.first, seen.gradient))
         found["movement"].append(_cosine(-recovered.gradient, seen.movement))
-        found["aggregate"].append(_aggregate_cosine(run, threat, seen, number, draw, summed_over, seed))
+        found["aggregate"].append(_cosine(published, seen.gradient))
         try:
             image = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw))
         except Unsupported as reason:
             why = str(reason)
         else:
-            pair, quality = _nearest(_to_unit(image, low, high), _to_unit(seen.images, low, high))
-            other = run.task.client(numbers[(draw + 1) % len(numbers)]).train[0][draw : draw + 1]
+            truth = _to_unit(seen.images, low, high)
+            pair, quality = _nearest(_to_unit(image, low, high), truth)
             found["psnr"].append(quality)
             found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
-            found["random"].append(_nearest(_to_unit(other, low, high), _to_unit(seen.images, low, high))[1])
+            found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
             pairs.append(pair)
         if work is not None:
             work.update(1)
     return Exposure(
         threat,
         is_own,
-        tuple(found["cosine"]),
-        tuple(found["movement"]),
-        tuple(found["aggregate"]),
-        tuple(found["psnr"]),
-        tuple(found["ssim"]),
-        tuple(found["random"]),
-        tuple(original for original, _ in pairs),
-        tuple(image for _, image in pairs),
-        why,
+        cosines=tuple(found["cosine"]),
+        movements=tuple(found["movement"]),
+        aggregate=tuple(found["aggregate"]),
+        psnr=tuple(found["psnr"]),
+        ssim=tuple(found["ssim"]),
+        random_psnr=tuple(found["random"]),
+        originals=tuple(original for original, _ in pairs),
+        reconstructions=tuple(image for _, image in pairs),
+        why_no_images=why,
     )
 
 
-def read_update(run: Run, seen: Observation) -> RecoveredGradient:
+def _observations(
+    run: Run, threat: ThreatModel, count: int, summed_over: int, seed: int
+) -> Iterator[tuple[Observation, Tensor]]:
+    """Yield attacked updates, each with the gradient that the average of `summed_over` clients gives away anyway."""
+    many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
+    for draw in range(-(-count // many)):
+        seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
+        everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
+        published = replace(seen[0], updates=everyone)
+        average = read_update(run, published.sent, published.received()).first
+        for one in seen[: count - draw * many]:
+            yield one, average
+
+
+def _another(run: Run, seen: Observation, seed: int) -> Tensor:
+    """Return a random image of another client: what a guess looks like."""
+    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
+    generator = seeds.torch_generator(seed, "guess", seen.client)
+    number = others[int(torch.randint(len(others), (1,), generator=generator))]
+    inputs = run.task.client(number).train[0]
+    return inputs[torch.randint(len(inputs), (1,), generator=generator)]
+
+
+def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
     """Return what the server computes from what it sent and received.
 
     Raises:
         Unsupported: The method shares nothing of the body.
     """
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
-    if any(name.endswith("heads.weight") for name in seen.sent):
-        return recover_gradient(seen.sent, seen.received, lr=training.lr, weight_decay=training.weight_decay)
-    body = {name.removeprefix("body."): value for name, value in seen.sent.items() if name.startswith("body.")}
+    if any(name.endswith("heads.weight") for name in sent):
+        return recover_gradient(sent, received, lr=training.lr, weight_decay=training.weight_decay)
+    body = {name.removeprefix("body."): value for name, value in sent.items() if name.startswith("body.")}
     if not body:
         raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
     layout = run.task.body_layout
     before = layout.join(body).double()
-    after = layout.join({name: seen.received[f"body.{name}"] for name in body}).double()
+    after = layout.join({name: received[f"body.{name}"] for name in body}).double()
     gradient = (before - after) / training.lr - training.weight_decay * before
     nothing = torch.empty(0, dtype=torch.float64)
     return RecoveredGradient(gradient, gradient, nothing, nothing, before, after - before, torch.ones(1).double())
-
-
-def _aggregate_cosine(
-    run: Run, threat: ThreatModel, seen: Observation, client: int, draw: int, summed_over: int, seed: int
-) -> float:
-    """Return how near the average of many clients' updates is to this client's gradient: that much is published."""
-    many = min(summed_over, len(run.task.clients))
-    if many < 2:
-        return 1.0
-    summed = replace(threat, summed_over=many)
-    published = observe(run, summed, client=client, draw=draw, seed=seed)
-    return _cosine(read_update(run, published).first, seen.gradient)
 
 
 def _reconstruct(
