@@ -32,6 +32,7 @@ from netweight.integrations.flower import MethodStrategy, client_app, export_pri
 from netweight.methods.federate import Federation, train
 from netweight.methods.federate.checkpoint import Checkpoint
 from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.hardening import Hardened, UpdateNoise
 from netweight.store import open_store
 
 TOLERANCE = 1e-6
@@ -40,7 +41,8 @@ TOLERANCE = 1e-6
 @pytest.mark.parametrize("name", METHODS)
 def test_both_engines_give_the_same_model(name, tmp_path):
     method, settings = METHODS[name], Federation(rounds=3)
-    state, rounds = serve(new_grid(method, tmp_path / "nodes"), method, tmp_path, rounds=3)
+    grid = new_grid(method, tmp_path / "nodes", seed=settings.seed)
+    state, rounds = serve(grid, method, tmp_path, rounds=3)
     run = train(whole_task(), method, settings, workers=1)
     assert same(state, run.state, TOLERANCE if name == "hyperfl" else 0)
     for mine, theirs in zip(rounds, run.rounds, strict=True):
@@ -222,15 +224,26 @@ def test_an_exception_in_a_client_is_named(tmp_path):
     assert all("the disk is gone" in done.refused[1] for done in rounds)
 
 
-def test_a_client_can_refuse_what_the_server_sends(tmp_path):
-    def inspect(task, client):
-        dictated = client.number == 1 and client.received["hypernetwork.heads.weight"].abs().max() < 9
-        return ["the server dictates the network"] if dictated else []
+def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
+    """Client 0 has the fewest examples, 20, which make 3 steps; the others 3 and 4."""
+    method = Hardened(METHODS["hyperfl"], minimum_steps=4)
+    _, rounds = serve(new_grid(method), method, tmp_path, min_clients=1)
+    assert sorted(rounds[0].after) == [2]
+    assert all("takes no part in round 1" in rounds[0].refused[client] for client in (0, 1))
+    assert "local steps are fewer than 4" in caplog.text
 
-    app = client_app(task_of_client, METHODS["hyperfl"], folder=tmp_path / "nodes", inspect=inspect)
-    _, rounds = serve(GridHere(dict.fromkeys(NODES, app), NODES), METHODS["hyperfl"], tmp_path)
-    assert all("refuses what the server sent: the server dictates" in done.refused[1] for done in rounds)
-    assert not (tmp_path / "nodes" / "client-1.safetensors").exists()
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
+def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
+    """Two runs of the same federation differ, and both from what the server could work out."""
+    method = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
+    first, _ = serve(new_grid(method), method, tmp_path / "first", rounds=1)
+    second, _ = serve(new_grid(method), method, tmp_path / "second", rounds=1)
+    run = train(whole_task(), method, Federation(rounds=1), workers=1)
+    assert not same(first, second, 1e-4)
+    assert not same(first, run.state, 1e-4)
+    given, _ = serve(new_grid(method, seed=520), method, tmp_path / "given", rounds=1)
+    assert same(given, run.state)
 
 
 def test_too_few_updates_stop_the_federation_with_its_state_saved(tmp_path):

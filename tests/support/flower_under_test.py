@@ -34,8 +34,8 @@ def task_of_server(context):
     return FedTask(*halves(), Elsewhere(CLIENTS))
 
 
-def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False):
-    app = client_app(task_of_client, method, folder=folder, secure_sum=secure_sum)
+def new_grid(method, folder=None, spoil=None, nodes=NODES, secure_sum=False, seed=None):
+    app = client_app(task_of_client, method, folder=folder, secure_sum=secure_sum, seed=seed)
     return GridHere(dict.fromkeys(nodes, app), nodes, spoil=spoil)
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
 from netweight.errors import UsageError
 from netweight.integrations.flower.private import Kept, private_file
 from netweight.integrations.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record
 from netweight.integrations.flower.secure_sum import masked_reply, under_masks
+from netweight.methods.federate.config import Privacy
+from netweight.methods.federate.hardening import UpdateNoise
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.outgoing import check_outgoing
 from netweight.methods.federate.task import FedTask
-from netweight.methods.federate.updates import to_wire
+from netweight.methods.federate.updates import Tensors, to_wire
 
 __all__ = ["client_app", "client_number"]
 
@@ -29,7 +34,7 @@ def client_app(
     folder: str | Path | Callable[[Context], str | Path | None] | None = None,
     device: torch.device | str = "cpu",
     secure_sum: bool | Callable[[Context], bool] = False,
-    inspect: Callable[[FedTask, Client], Sequence[str]] | None = None,
+    seed: int | None = None,
 ) -> ClientApp:
     """Return the app that every client runs.
 
@@ -43,8 +48,8 @@ def client_app(
         device: Where to train.
         secure_sum: Send updates under masks that cancel in the sum, and only so. See `secure_sum.py` for what it costs
             and against whom it helps.
-        inspect: Looks at what the server sent, before anything is computed with it, and returns reasons to refuse it,
-            such as `methods.federate.refusal.refuse_abnormal` does; None to take what comes.
+        seed: Of this client's batches and noise. None takes the federation's, which the server knows, so that a run can
+            be repeated; but a new secret one each time for methods whose noise is to hide something from the server.
 
     Returns:
         The app. It refuses an order by an exception, which the server gets as an error with the exception's text.
@@ -71,11 +76,12 @@ def client_app(
         start = own_method.private_start(task, number, seed=order.seed)
         # A method that keeps nothing to itself needs nothing from earlier rounds.
         private = (kept.at(order.federation, order.go_on_from) if start else None) or start
-        received = from_record(message.content.array_records[ARRAYS])
-        client = Client(number, private, received)
-        if inspect is not None and (reasons := inspect(task, client)):
-            raise UsageError(f"Client {number} refuses what the server sent: {'; '.join(reasons)}.")
-        trained, metrics = _trained(task, own_method, client, order, torch.device(device))
+        received = _on(device, from_record(message.content.array_records[ARRAYS]))
+        client = Client(number, _on(device, private), received)
+        draws = seed
+        if draws is None:
+            draws = secrets.randbits(62) if _hides_by_noise(own_method) else order.seed
+        trained, metrics = _trained(task, own_method, client, order, draws, torch.device(device))
         wire = to_wire(trained.update.tensors)
         check_outgoing(wire, own_method.shared, client=number)
         _keep(Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private}), context, file)
@@ -102,6 +108,19 @@ def client_number(context: Context) -> int:
     return int(number)
 
 
+def _on(device: torch.device | str, tensors: Tensors) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in tensors.items()}
+
+
+def _hides_by_noise(value: object) -> bool:
+    """Whether a method, or anything that it is made of, draws noise for the sake of privacy."""
+    if isinstance(value, Privacy | UpdateNoise):
+        return True
+    if dataclasses.is_dataclass(value):
+        return any(_hides_by_noise(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return isinstance(value, tuple) and any(_hides_by_noise(item) for item in value)
+
+
 def _kept(context: Context, number: int, file: Path | None) -> Kept:
     return Kept.load(file) if file is not None and file.exists() else Kept.of_state(context.state, number)
 
@@ -114,7 +133,7 @@ def _keep(kept: Kept, context: Context, file: Path | None) -> None:
 
 
 def _trained(
-    task: FedTask, method: Method, client: Client, order: Order, device: torch.device
+    task: FedTask, method: Method, client: Client, order: Order, seed: int, device: torch.device
 ) -> tuple[Trained, dict[str, float]]:
     model = LocalModel(task, device)
     test = task.client(client.number).test
@@ -122,7 +141,10 @@ def _trained(
     if order.evaluate:
         before = method.weights(task, client.received, client.private)
         metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
-    (trained,) = method.train(task, model, [client], round=order.round, seed=order.seed)
+    found = method.train(task, model, [client], round=order.round, seed=seed)
+    if not found:
+        raise UsageError(f"Client {client.number} takes no part in round {order.round}; its own log says why.")
+    (trained,) = found
     metrics["loss"] = trained.loss
     if order.evaluate:
         after = trained.weights
