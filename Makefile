@@ -1,7 +1,7 @@
 # make tour    install what the tour needs and run it: everything at work on a small real model
 # make test    install what the tests need and run them
 # make check   style, formatting, types, the layers of the architecture
-# make study   the slow studies, resumable: fuzzing, and the papers' tables
+# make study   the slow studies, resumable: faults of a federation's processes, fuzzing, and the papers' tables
 # make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
 # make clean   remove what was built, except downloaded packages
 
@@ -35,6 +35,7 @@ STUDY_WITH_DATA := neuzip-table1 neuzip-table2 neuzip-table3-decoder neuzip-tabl
 
 # Exit code 1 is a finding that failed, which a study reports and goes on; tables that train need NETWEIGHT_DATA.
 study: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m study
 	if [ -x fuzz/run.sh ]; then PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh; fi
 	for table in $(STUDY_AT_PAPER_SCALE); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done
 	if [ -z "$$NETWEIGHT_DATA" ]; then echo "NETWEIGHT_DATA is not set: $(STUDY_WITH_DATA) are left out."; else \
@@ -64,5 +65,5 @@ $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,bench]"
+	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,federated,dp,bench]"
 	touch $@
