@@ -14,6 +14,7 @@ from torch import Tensor
 
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
 from netweight.attacks.gradient_inversion.features import invert_generated
+from netweight.attacks.gradient_inversion.imprint import read_imprint
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import Unsupported
@@ -54,6 +55,7 @@ class AuditConfig:
         ThreatModel(first_round=True),
         ThreatModel(),
         ThreatModel(batch_size=8, first_round=True),
+        ThreatModel(batch_size=8, server="malicious"),
     )
     images: int = 16
     summed_over: int = 20
@@ -93,6 +95,8 @@ class Exposure:
     @property
     def verdict(self) -> str:
         """What this means, in plain words."""
+        if not self.cosines:
+            return self.why_no_images
         cosine, anyway = _mean(self.cosines), _mean(self.aggregate)
         if cosine >= 0.99:
             text = "the server computes the client's gradient exactly"
@@ -141,19 +145,23 @@ def exposure(
     found: dict[str, list[float]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
-    for seen, published in _observations(run, threat, images, summed_over, seed):
+    try:
+        observed = list(_observations(run, threat, images, summed_over, seed))
+    except Unsupported as reason:
+        return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
+    for seen, published in observed:
         draw = len(found["cosine"])
         recovered = read_update(run, seen.sent, seen.received())
         found["cosine"].append(_cosine(recovered.first, seen.gradient))
         found["movement"].append(_cosine(-recovered.gradient, seen.movement))
         found["aggregate"].append(_cosine(published, seen.gradient))
         try:
-            image = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw))
+            images_found = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed)
         except Unsupported as reason:
             why = str(reason)
         else:
             truth = _to_unit(seen.images, low, high)
-            pair, quality = _nearest(_to_unit(image, low, high), truth)
+            pair, quality = _nearest(_to_unit(images_found, low, high), truth)
             found["psnr"].append(quality)
             found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
             found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
@@ -219,19 +227,34 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
 
 
 def _reconstruct(
-    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int
+    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int, guess: int
 ) -> Tensor:
+    """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
     shape = (1, *seen.images.shape[1:])
     if len(shape) != 4:
         raise Unsupported("The inputs are no images.")
-    return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+    if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+        return _another(run, seen, guess)
+    if seen.trap is None:
+        return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    candidates, _ = read_imprint(
+        seen.trap,
+        seen.received(),
+        run.task.body,
+        shape=(shape[1], shape[2], shape[3]),
+        bounds=bounds,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+    )
+    return candidates if len(candidates) else _another(run, seen, guess)
 
 
-def _nearest(image: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return the original nearest to an image, the image, and the PSNR between the two."""
-    qualities = psnr(image.expand_as(originals), originals)
-    best = int(qualities.argmax())
-    return (originals[best], image[0]), float(qualities[best])
+def _nearest(found: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return the original and the found image that are nearest to each other, and the PSNR between the two."""
+    qualities = torch.stack([psnr(image[None].expand_as(originals), originals) for image in found])
+    image, original = divmod(int(qualities.argmax()), len(originals))
+    return (originals[original], found[image]), float(qualities.max())
 
 
 def _pixel_range(run: Run) -> tuple[float, float]:
@@ -276,6 +299,10 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
     """Return findings of each threat model; those of the run's own schedule have targets, the others are reported."""
     findings: list[Finding] = []
     for one in exposures:
+        if not one.cosines:
+            name = f"gradient recovered, {one.threat.label}"
+            findings.append(Finding(name, None, unit="cosine", detail={"reason": one.why_no_images}))
+            continue
         anyway, label = _mean(one.aggregate), one.threat.label + (" (this run)" if one.is_own else "")
         findings.append(
             _finding(
@@ -341,16 +368,12 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
     rows = [
         (
             one.threat.label + (" (this run)" if one.is_own else ""),
-            _mean(one.cosines),
-            _mean(one.aggregate),
-            _mean(one.psnr) if one.psnr else None,
-            _mean(one.random_psnr) if one.random_psnr else None,
-            _mean(one.ssim) if one.ssim else None,
+            *(_mean(v) if v else None for v in (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.ssim)),
             one.verdict,
         )
         for one in exposures
     ]
-    notes = ("Honest but curious server that knows model, settings and initial state; no label is used.",)
+    notes = ("The server knows model, settings and initial state; no label is used.",)
     return Table("What the server could have seen", columns, rows, notes)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.config import LocalTraining
@@ -37,6 +38,7 @@ class ThreatModel:
         examples: Examples that the client holds; None for as many as a batch.
         summed_over: Clients whose updates the server sees only as their average: 1 for none, more under secure
             aggregation.
+        server: "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
         first_round: Attack the first round, from the method's initial state, rather than one more round of the
             trained federation.
     """
@@ -45,6 +47,7 @@ class ThreatModel:
     local_steps: int = 1
     examples: int | None = None
     summed_over: int = 1
+    server: Literal["honest", "malicious"] = "honest"
     first_round: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +65,7 @@ class ThreatModel:
         """In words, for tables."""
         steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
         steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
+        steps += ", malicious server" if self.server == "malicious" else ""
         return steps + (", first round" if self.first_round else "")
 
 
@@ -73,6 +77,7 @@ class Observation:
     Attributes:
         client: Its number.
         sent: What the server sent.
+        trap: What a malicious server needs to read the answer; None for an honest one.
         updates: The updates whose average the server sees: the client's own, or those of a secure sum.
         images: The client's inputs, shape `(n, …)`; truth.
         labels: Their targets; truth.
@@ -82,6 +87,7 @@ class Observation:
 
     client: int
     sent: Tensors
+    trap: Imprinted | None
     updates: tuple[Update, ...]
     images: Tensor
     labels: Tensor
@@ -116,7 +122,9 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
         raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
     method = shortened(run.method, threat)
     state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
-    seen = [_observed(method, run, threat, number, state, draw, seed) for number in clients]
+    trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
+    state = trap.state if trap else state
+    seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
     size = threat.summed_over
     groups = [tuple(one.updates[0] for one in seen[start : start + size]) for start in range(0, len(seen), size)]
     if len(groups[-1]) < size:
@@ -124,8 +132,24 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
     return [dataclasses.replace(one, updates=groups[index // size]) for index, one in enumerate(seen)]
 
 
+def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
+    """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
+    if not any(name.endswith("heads.weight") for name in state):
+        raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
+    public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
+    bounds = (float(public.min()), float(public.max()))
+    return imprint(state, run.task.body, public=public, images=max(threat.held, 2), bounds=bounds, seed=seed)
+
+
 def _observed(
-    method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, draw: int, seed: int
+    method: Method,
+    run: Run,
+    threat: ThreatModel,
+    number: int,
+    state: Tensors,
+    trap: Imprinted | None,
+    draw: int,
+    seed: int,
 ) -> Observation:
     task = _small_task(run.task, number, threat.held, draw, seed)
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
@@ -143,7 +167,7 @@ def _observed(
     loss = model.loss(body, weights.head, model.place(inputs), targets, statistics)
     (gradient,) = torch.autograd.grad(loss, body)
     movement = trained.weights.body - weights.body
-    return Observation(number, client.received, (trained.update,), inputs, targets, gradient, movement)
+    return Observation(number, client.received, trap, (trained.update,), inputs, targets, gradient, movement)
 
 
 def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> FedTask:
