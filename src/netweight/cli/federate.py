@@ -85,13 +85,16 @@ def run_command(
     was stopped. For clients on other machines see docs/flower.md: the same methods run under Flower.
     """
     from netweight.methods.federate import train
+    from netweight.methods.federate.engine import CHECKPOINT
     from netweight.zoo.federation import FederationPlan
 
     plan = FederationPlan(**settings)
     task = plan.task()
     method = plan.make_method(task)
-    plan.save(out)
+    if not (out / CHECKPOINT).exists():
+        plan.save(out)  # so that a run that is stopped can be audited; settings that do not fit replace none
     done = train(task, method, plan.settings(), folder=out, workers=workers, device=device, progress=Progress())
+    plan.save(out)
     _show_rounds(output, done)
     _finish(context, output, done, plan, out, _AuditChoice(images, (), short=True) if audit else None)
 

@@ -309,7 +309,7 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
                 f"gradient recovered, {label}",
                 one.cosines,
                 "cosine",
-                target=anyway + MARGIN_COSINE if one.is_own else None,
+                target=round(anyway + MARGIN_COSINE, 4) if one.is_own else None,
                 baseline=anyway,
                 seed=seed,
                 detail={"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)},
@@ -317,7 +317,7 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         )
         if one.psnr:
             guess = _mean(one.random_psnr)
-            target = guess + MARGIN_PSNR if one.is_own else None
+            target = round(guess + MARGIN_PSNR, 2) if one.is_own else None
             detail = {"random images": list(one.random_psnr)}
             findings.append(
                 _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=guess, seed=seed, detail=detail)

@@ -1,0 +1,73 @@
+"""`netweight federate` as a newcomer types it, on the data that needs no download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from netweight import cli
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
+SMALL = ["--clients", "5", "--rounds", "2", "--images", "1"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.netweight, ["federate", *arguments], catch_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("federation")
+    answer = run("run", *SMALL, "--out", str(out))
+    assert answer.exit_code in (0, cli.FINDING_FAILED), answer.output
+    assert "What the server could have seen" in answer.output
+    assert "(this run)" in answer.output
+    return out
+
+
+def test_a_run_leaves_a_report_and_can_go_on(folder: Path) -> None:
+    assert (folder / "report.html").is_file()
+    answer = run("run", *SMALL, "--rounds", "3", "--no-audit", "--out", str(folder), "--json")
+    assert answer.exit_code == 0, answer.output
+    result = json.loads(answer.stdout)
+    assert [r["round"] for r in result["rounds"]] == [1, 2, 3]
+    assert result["audited"] is False
+
+
+def test_an_audit_attacks_what_was_trained(folder: Path) -> None:
+    answer = run("audit", str(folder), "--images", "1", "--threat", "1x1", "--json")
+    assert answer.exit_code in (0, cli.FINDING_FAILED), answer.output
+    names = [finding["name"] for finding in json.loads(answer.stdout)["findings"]]
+    assert "gradient recovered, 1 step of batch 1" in names
+    assert any("this run" in name for name in names)
+
+
+def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
+    answer = run("run", *SMALL, "--lr", "0.5", "--out", str(folder))
+    assert answer.exit_code == 2
+    assert "other settings" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--data", "digts"], "Nearest names: digits"),
+        (["run", "--method", "hyperfi"], "hyperfl"),
+        (["run", "--model", "nothing:here"], "cannot be imported"),
+        (["run", "--rounds", "0"], "0 rounds"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+    answer = run(*arguments, "--out", str(tmp_path / "out"))
+    assert answer.exit_code == 2
+    assert words in answer.output
+
+
+def test_a_folder_without_a_federation_and_a_wrong_threat_are_refused(tmp_path: Path, folder: Path) -> None:
+    answer = run("audit", str(tmp_path))
+    assert answer.exit_code == 2
+    assert "netweight federate run" in answer.output
+    assert "no threat model" in run("audit", str(folder), "--threat", "five").output

@@ -1,0 +1,182 @@
+"""The audit of a federation: what it finds where everything leaks, and where little does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from netweight.errors import UsageError
+from netweight.evidence.audit import audits_of, run_audits
+from netweight.evidence.report import Report
+from netweight.methods.federate import (
+    ClientData,
+    Federation,
+    FedTask,
+    HyperFL,
+    LocalTraining,
+    Run,
+    fedavg_private_head,
+    local_only,
+    train,
+)
+from netweight.methods.federate.audit import (
+    AuditConfig,
+    audit_exposures,
+    exposure,
+    exposure_figure,
+    exposure_findings,
+    exposure_table,
+    own_threat,
+)
+from netweight.methods.federate.hardening import Hardened, UpdateNoise
+from netweight.methods.federate.refusal import RefusalLimits
+from netweight.methods.federate.report import add_sections
+from netweight.methods.federate.threat import ThreatModel, observe
+
+ONE_STEP = ThreatModel(first_round=True)
+
+
+def picture_task(clients: int = 6, n: int = 12) -> FedTask:
+    """A small CNN on pictures of blobs, whose features are few and exact."""
+    torch.manual_seed(0)
+    body = nn.Sequential(
+        nn.Conv2d(1, 12, 3), nn.MaxPool2d(2), nn.LeakyReLU(), nn.Flatten(), nn.Linear(300, 16), nn.LeakyReLU()
+    )
+    y, x = torch.meshgrid(torch.arange(12.0), torch.arange(12.0), indexing="ij")
+    data = []
+    for client in range(clients):
+        generator = torch.Generator().manual_seed(client)
+        centers = torch.rand(n, 2, 1, 1, generator=generator) * 8 + 2
+        images = torch.exp(-((y - centers[:, 0]) ** 2 + (x - centers[:, 1]) ** 2) / 4)[:, None]
+        labels = (centers[:, 0, 0, 0] > 6).long()
+        data.append(ClientData((images, labels), (images, labels)))
+    return FedTask(body, nn.Linear(16, 2), data)
+
+
+METHOD = HyperFL(LocalTraining(epochs=2, batch_size=4), embedding=8, hidden=(16,))
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return train(picture_task(), METHOD, Federation(rounds=2))
+
+
+def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
+    found = exposure(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    sent = [cosine for cosine in found.cosines if cosine != 0]  # a client that is certain has no gradient
+    assert len(sent) >= 3
+    assert min(sent) > 0.999
+    assert sum(found.psnr) / 5 > sum(found.random_psnr) / 5 + 3
+    assert "exactly" in found.verdict
+    assert "reconstructed" in found.verdict
+
+
+def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> None:
+    found = exposure(run, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
+    assert found.cosines == pytest.approx(found.aggregate)
+    assert "hidden" in found.verdict
+
+
+def test_noise_hides_the_gradient() -> None:
+    task = picture_task()
+    noisy = train(task, Hardened(METHOD, noise=UpdateNoise(clip=1.0, multiplier=0.3)), Federation(rounds=1))
+    found = exposure(noisy, ONE_STEP, images=5, summed_over=6, seed=1)
+    assert max(map(abs, found.cosines)) < 0.5
+
+
+def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    malicious = ThreatModel(batch_size=4, server="malicious")
+    plain = exposure(run, malicious, images=5, summed_over=6, seed=1)
+    assert plain.psnr
+    careful = dataclasses.replace(run, method=Hardened(METHOD, refusal=RefusalLimits()))
+    refused = exposure(careful, malicious, images=5, summed_over=6, seed=1)
+    assert not refused.cosines
+    assert "takes no part" in refused.verdict
+    assert "takes no part" in caplog.text
+    stubborn = dataclasses.replace(run, method=Hardened(METHOD, minimum_steps=6))
+    assert "takes no part" in exposure(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict
+
+
+def test_honest_rounds_are_not_refused() -> None:
+    careful = Hardened(METHOD, minimum_steps=6, refusal=RefusalLimits())
+    run = train(picture_task(), careful, Federation(rounds=2))
+    assert not any(round.refused for round in run.rounds)
+
+
+def test_federated_averaging_with_a_private_head_leaks_too() -> None:
+    run = train(picture_task(), fedavg_private_head(LocalTraining(epochs=1, batch_size=4)), Federation(rounds=1))
+    found = exposure(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    assert min(found.cosines) > 0.99
+
+
+def test_the_own_schedule_is_that_of_the_smallest_client(run: Run) -> None:
+    assert own_threat(run) == ThreatModel(batch_size=4, local_steps=6, examples=12)
+
+
+def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None:
+    assert set(audits_of("federate")) == {"accuracy", "gradient-inversion"}
+    config = AuditConfig(threats=(ONE_STEP,), images=5, summed_over=6)
+    found = run_audits("federate", run, config, seed=3)
+    assert {finding.name for finding in found["accuracy"]} >= {"clients left out of rounds"}
+    names = [finding.name for finding in found["gradient-inversion"]]
+    assert any("this run" in name for name in names)
+    targets = [finding for finding in found["gradient-inversion"] if finding.target is not None]
+    assert targets
+    assert all("this run" in finding.name for finding in targets)
+    exposures = audit_exposures(run, config, seed=3)
+    assert exposure_findings(exposures, seed=3) == found["gradient-inversion"]
+    assert len(exposure_table(exposures).rows) == 2
+    assert exposure_figure(exposures) is not None
+    report = Report("test")
+    add_sections(report, run, exposures, seed=3)
+    page = report.write(str(tmp_path)).read_text()
+    assert "What the server could have seen" in page
+
+
+def test_a_report_without_an_audit_says_so(run: Run, tmp_path: object) -> None:
+    report = Report("test")
+    add_sections(report, run, [], seed=3)
+    assert "gradient-inversion" in report.write(str(tmp_path)).read_text()
+
+
+def test_what_is_observed_does_not_depend_on_who_else_is_attacked(run: Run) -> None:
+    alone, among = (observe(run, ONE_STEP, clients, seed=1)[0] for clients in ([0], [0, 1, 2]))
+    assert torch.equal(alone.images, among.images)
+    assert torch.equal(alone.gradient, among.gradient)
+
+
+def test_bodies_that_are_no_chains_are_reported_without_images() -> None:
+    task = picture_task()
+    body = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.Tanh())
+    run = train(FedTask(body, task.head, task.data), METHOD, Federation(rounds=1))
+    found = exposure(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    assert not found.psnr
+    assert found.why_no_images
+    value = next(f for f in exposure_findings([found], seed=1) if f.name.startswith("PSNR"))
+    assert value.value is None
+
+
+def test_what_cannot_be_attacked_is_refused(run: Run) -> None:
+    with pytest.raises(UsageError, match="whole passes"):
+        observe(run, ThreatModel(batch_size=4, local_steps=4, examples=12), [0], seed=1)
+    with pytest.raises(UsageError, match="12 examples"):
+        observe(run, ThreatModel(batch_size=40), [0], seed=1)
+    with pytest.raises(UsageError, match="cannot be summed"):
+        observe(run, ThreatModel(summed_over=9), [0, 1], seed=1)
+    alone = train(picture_task(), local_only(LocalTraining(epochs=1)), Federation(rounds=1))
+    assert "shares nothing" in exposure(alone, ONE_STEP, images=5, summed_over=6, seed=1).verdict
+
+
+def test_update_noise_has_the_stated_size_and_clip() -> None:
+    task = picture_task(clients=1)
+    clip, multiplier = 0.05, 0.01
+    noisy = Hardened(METHOD, noise=UpdateNoise(clip, multiplier))
+    state = METHOD.start(task, seed=520)
+    run = train(task, noisy, Federation(rounds=1))
+    change = torch.cat([(run.state[name] - value).flatten() for name, value in state.items()])
+    expected = math.sqrt(clip**2 + (clip * multiplier) ** 2 * len(change))
+    assert float(change.norm()) == pytest.approx(expected, rel=0.05)
