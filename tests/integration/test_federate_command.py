@@ -45,6 +45,16 @@ def test_an_audit_attacks_what_was_trained(folder: Path) -> None:
     assert any("this run" in name for name in names)
 
 
+def test_protections_are_asked_for_on_the_command_line(tmp_path: Path) -> None:
+    arguments = ["run", *SMALL, "--no-audit", "--json", "--refuse", "--noise", "0.0001", "--minimum-steps"]
+    answer = run(*arguments, "2", "--out", str(tmp_path / "careful"))
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["plan"]["refuse"] is True
+    stubborn = run(*arguments, "1000", "--out", str(tmp_path / "stubborn"))
+    assert stubborn.exit_code == 2
+    assert "Round 1 had fewer than 1 sound updates" in stubborn.output
+
+
 def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
     answer = run("run", *SMALL, "--lr", "0.5", "--out", str(folder))
     assert answer.exit_code == 2

@@ -30,7 +30,7 @@ def federate() -> None:
 
 @federate.command("run")
 @click.option("--data", default="digits", show_default=True, help="A data set by name, or a folder of images.")
-@click.option("--method", default="hyperfl", show_default=True, help="How clients train; see --help of the docs.")
+@click.option("--method", default="hyperfl", show_default=True, help="How clients train: see docs/federate.md.")
 @click.option("--clients", default=20, show_default=True, help="Number of clients.")
 @click.option("--rounds", default=20, show_default=True, help="Number of rounds.")
 @click.option("--fraction", default=1.0, show_default=True, help="Share of clients asked in each round.")
@@ -52,6 +52,12 @@ def federate() -> None:
 )
 @click.option("--min-clients", default=1, show_default=True, help="A round with fewer sound updates is tried again.")
 @click.option("--evaluate-every", default=1, show_default=True, help="Rounds between measurements of accuracy.")
+@click.option(
+    "--noise", default=0.0, show_default=True, help="Noise of clients on their updates, as a multiple of --clip."
+)
+@click.option("--clip", default=1.0, show_default=True, help="Largest norm of an update's change where there is noise.")
+@click.option("--minimum-steps", default=1, show_default=True, help="Clients refuse to train fewer local steps.")
+@click.option("--refuse", is_flag=True, help="Clients refuse abnormal hypernetworks.")
 @click.option("--model", help='Your own network, "module:factory": (channels, size, classes) to (body, head).')
 @click.option("--seed", default=520, show_default=True, help="Seed of everything but the split of the data.")
 @click.option("--workers", type=int, help="Threads; by default one per core.")

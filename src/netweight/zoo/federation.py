@@ -52,6 +52,10 @@ class FederationPlan:
         drop_out: Share of clients that vanish from each round, to rehearse it.
         min_clients: A round with fewer sound updates is tried again.
         evaluate_every: Rounds between measurements of accuracy.
+        noise: Noise that clients add to every value of their update, as a multiple of `clip`; 0 for none.
+        clip: Largest norm of an update's change where there is noise.
+        minimum_steps: Fewest local steps that clients agree to.
+        refuse: Whether clients refuse abnormal hypernetworks.
         model: `"module:factory"`, which is called with channels, size and classes and returns `(body, head)`; None
             for the small CNN of the HyperFL paper.
     """
@@ -72,6 +76,10 @@ class FederationPlan:
     drop_out: float = 0.0
     min_clients: int = 1
     evaluate_every: int = 1
+    noise: float = 0.0
+    clip: float = 1.0
+    minimum_steps: int = 1
+    refuse: bool = False
     model: str | None = None
 
     def images(self) -> Images:
@@ -125,6 +133,17 @@ class FederationPlan:
         return LocalTraining(epochs=self.epochs, batch_size=self.batch_size, lr=self.lr)
 
     def make_method(self, task: FedTask) -> Method:
+        """Return the method, with the protections asked for around it."""
+        from netweight.methods.federate.hardening import Hardened, UpdateNoise
+        from netweight.methods.federate.refusal import RefusalLimits
+
+        method = self._plain_method(task)
+        if not (self.noise or self.refuse or self.minimum_steps > 1):
+            return method
+        noise = UpdateNoise(self.clip, self.noise) if self.noise else None
+        return Hardened(method, noise, self.minimum_steps, RefusalLimits() if self.refuse else None)
+
+    def _plain_method(self, task: FedTask) -> Method:
         """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
         from netweight.methods.federate.catalog import METHODS, named_method
 
