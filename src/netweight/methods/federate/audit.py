@@ -35,7 +35,8 @@ __all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_f
 MARGIN_COSINE = 0.05
 """How far the recovered gradient may be nearer to a client's than the published aggregate is."""
 MARGIN_PSNR = 1.0
-"""How far reconstructions may be above a random image of the same kind, in dB."""
+"""How far reconstructions may be above the better of a random and the average image of the other clients, in dB."""
+_MEASURED = ("cosine", "movement", "aggregate", "psnr", "ssim", "random", "average")
 
 register_treatment("federate", audits=("accuracy", "gradient-inversion"))
 
@@ -74,7 +75,8 @@ class Exposure:
         aggregate: Cosine of the published aggregate's gradient with the client's first one: what is given away anyway.
         psnr: Of each reconstruction with the nearest of the client's images, dB; empty if none could be made.
         ssim: Likewise.
-        random_psnr: Of random images of other clients with the same images, chosen the same way: what guessing gives.
+        random_psnr: Of random images of other clients, chosen the same way: what guessing gives.
+        average_psnr: Of the average image of other clients: what guessing gives when it plays safe.
         originals: The nearest images, shape `(n, c, h, w)`, within 0 and 1.
         reconstructions: The same shape.
         why_no_images: Why no image could be made, or empty.
@@ -88,9 +90,15 @@ class Exposure:
     psnr: tuple[float, ...] = ()
     ssim: tuple[float, ...] = ()
     random_psnr: tuple[float, ...] = ()
+    average_psnr: tuple[float, ...] = ()
     originals: tuple[Tensor, ...] = field(default=(), repr=False)
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
     why_no_images: str = ""
+
+    @property
+    def guess(self) -> float:
+        """PSNR of the better of two guesses that need no update: a random image and the average image, dB."""
+        return max(_mean(self.random_psnr), _mean(self.average_psnr))
 
     @property
     def verdict(self) -> str:
@@ -106,7 +114,7 @@ class Exposure:
             text = "the gradient is hidden as well as in the published aggregate"
         if not self.psnr:
             return text
-        gain = _mean(self.psnr) - _mean(self.random_psnr)
+        gain = _mean(self.psnr) - self.guess
         if gain > 3:
             return f"{text}; its images can be reconstructed"
         return f"{text}; {'images leak a little' if gain > MARGIN_PSNR else 'no image comes out'}"
@@ -142,7 +150,7 @@ def exposure(
         work: Told of every attacked update.
     """
     low, high = _pixel_range(run)
-    found: dict[str, list[float]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
+    found: dict[str, list[float]] = {name: [] for name in _MEASURED}
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
     try:
@@ -165,6 +173,7 @@ def exposure(
             found["psnr"].append(quality)
             found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
             found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
+            found["average"].append(_nearest(_to_unit(_average_of_others(run, seen), low, high), truth)[1])
             pairs.append(pair)
         if work is not None:
             work.update(1)
@@ -177,6 +186,7 @@ def exposure(
         psnr=tuple(found["psnr"]),
         ssim=tuple(found["ssim"]),
         random_psnr=tuple(found["random"]),
+        average_psnr=tuple(found["average"]),
         originals=tuple(original for original, _ in pairs),
         reconstructions=tuple(image for _, image in pairs),
         why_no_images=why,
@@ -195,6 +205,12 @@ def _observations(
         average = read_update(run, published.sent, published.received()).first
         for one in seen[: count - draw * many]:
             yield one, average
+
+
+def _average_of_others(run: Run, seen: Observation) -> Tensor:
+    """Return the average image of the other clients."""
+    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
+    return torch.stack([run.task.client(number).train[0].mean(0) for number in others]).mean(0, keepdim=True)
 
 
 def _another(run: Run, seen: Observation, seed: int) -> Tensor:
@@ -316,11 +332,10 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
             )
         )
         if one.psnr:
-            guess = _mean(one.random_psnr)
-            target = round(guess + MARGIN_PSNR, 2) if one.is_own else None
-            detail = {"random images": list(one.random_psnr)}
+            target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
+            detail = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
             findings.append(
-                _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=guess, seed=seed, detail=detail)
+                _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=one.guess, seed=seed, detail=detail)
             )
             findings.append(_finding(f"SSIM, {label}", one.ssim, "", target=None, baseline=None, seed=seed, detail={}))
         else:
@@ -362,13 +377,24 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
         Column("published aggregate, cosine"),
         Column("PSNR", "dB", "lower"),
         Column("random image", "dB"),
+        Column("average image", "dB"),
         Column("SSIM", "", "lower"),
         "verdict",
     )
     rows = [
         (
             one.threat.label + (" (this run)" if one.is_own else ""),
-            *(_mean(v) if v else None for v in (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.ssim)),
+            *(
+                _mean(values) if values else None
+                for values in (
+                    one.cosines,
+                    one.aggregate,
+                    one.psnr,
+                    one.random_psnr,
+                    one.average_psnr,
+                    one.ssim,
+                )
+            ),
             one.verdict,
         )
         for one in exposures
