@@ -1,12 +1,13 @@
 """What one client's change of a hypernetwork gives away without any search: its gradient, its weights, its embedding.
 
-Each head is linear with a bias, `θ = W m + b`. So the gradient by the bias is the gradient by the generated weights, and
-the gradient by W is that vector times mᵀ: both factors can be read from the difference of two states, and θ follows.
-The trunk's first layer gives the private embedding in the same way. Labels, classifier and loss are not needed.
+Each head is linear with a bias, `θ = W m + b`. So the gradient by the bias is the gradient by the generated weights,
+and the gradient by W is that vector times mᵀ: both factors can be read from the difference of two states, and θ
+follows. The trunk's first layer gives the private embedding in the same way. Labels, classifier and loss are not
+needed.
 
-After several steps the change is a sum of such products, and what is read is a weighted sum of the steps' gradients. But
-the embedding still tells with which code m the client began and about with which it ended, and a code is a key: the part
-of the change that belongs to the first key and not to the last one is mostly the first steps' gradient.
+After several steps the change is a sum of such products, and what is read is a weighted sum of the steps' gradients.
+But the embedding still tells with which code m the client began and about with which it ended, and a code is a key: the
+part of the change that belongs to the first key and not to the last one is mostly the first steps' gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from netweight.attacks.gradient_inversion.victim import Tensors
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
-__all__ = ["RecoveredGradient", "recover_gradient"]
+__all__ = ["RecoveredGradient", "heads_gradient", "recover_gradient", "state_gradient"]
 
 _HEADS = ("heads.weight", "heads.bias")
 _TRUNK = ("trunk.0.weight", "trunk.0.bias")
@@ -56,8 +57,8 @@ class RecoveredGradient:
     energies: Tensor
 
     @property
-    def exact(self) -> bool:
-        """Whether the change has rank one, so that `gradient` is one step's gradient and not a sum."""
+    def rank_one(self) -> bool:
+        """Whether one code explains the change: after one step, or when all hidden units stayed silent."""
         return float(self.energies[0]) > _ONE
 
 
@@ -77,6 +78,36 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
 
     Source: follows from HyperFL (arXiv 2412.07187) equation 4, `θ = h(v; φ)`, with linear heads; not in the paper.
     """
+    old, slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)
+    new = _named(after)
+    heads = slope[_HEADS[0]], slope[_HEADS[1]]
+    trunk = slope[_TRUNK[0]], slope[_TRUNK[1]]
+    if not heads[1].any():
+        raise UsageError("The heads' biases have not changed, so there is no gradient to read.")
+    energies, average = _energies(*heads), _input_of(*heads)
+    embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
+    still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
+    end = average if still else _code(new, embedding)
+    start = average if still or single else _code(old, embedding)
+    gradient = _output_gradient(heads[0], heads[1], average)
+    return RecoveredGradient(
+        gradient=gradient,
+        first=gradient if still or single else heads[0] @ torch.linalg.pinv(torch.stack([start, end], dim=1))[0],
+        code=start,
+        embedding=embedding,
+        generated=_generated(old, start),
+        movement=_generated(new, end) - _generated(old, start),
+        energies=energies,
+    )
+
+
+def state_gradient(
+    before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the state before, without prefix, and the gradient of one step by it; both float64.
+
+    Arguments and errors as for `recover_gradient`.
+    """
     if not lr > 0:
         raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
     old, new = _named(before), _named(after)
@@ -87,24 +118,13 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
         slope[name] = (tensor - new[name]) / lr - weight_decay * tensor
         if not slope[name].isfinite().all():
             raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
-    heads, trunk = (tuple(slope[name] for name in names) for names in (_HEADS, _TRUNK))
-    if not heads[1].any():
-        raise UsageError("The heads' biases have not changed, so there is no gradient to read.")
-    energies, average = _energies(*heads), _input_of(*heads)
-    embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
-    still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
-    end = average if still else _code(new, embedding)
-    start = average if still or single else _code(old, embedding)
-    gradient = _output_gradient(*heads, average)
-    return RecoveredGradient(
-        gradient=gradient,
-        first=gradient if still or single else heads[0] @ torch.linalg.pinv(torch.stack([start, end], dim=1))[0],
-        code=start,
-        embedding=embedding,
-        generated=_generated(old, start),
-        movement=_generated(new, end) - _generated(old, start),
-        energies=energies,
-    )
+    return old, slope
+
+
+def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above."""
+    slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)[1]
+    return slope["heads.weight"], slope["heads.bias"]
 
 
 def _code(state: dict[str, Tensor], embedding: Tensor) -> Tensor:
@@ -148,5 +168,5 @@ def _output_gradient(weight: Tensor, bias: Tensor, code: Tensor) -> Tensor:
 
 def _energies(weight: Tensor, bias: Tensor) -> Tensor:
     both = torch.cat([weight, bias[:, None]], dim=1)
-    values = torch.linalg.eigvalsh(both.T @ both).flip(0).clamp_min(0)
+    values: Tensor = torch.linalg.eigvalsh(both.T @ both).flip(0).clamp_min(0)
     return values / values.sum()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -106,6 +105,10 @@ def _convolution(name: str, layer: nn.Conv2d) -> Block:
 
 
 def _window(node: fx.Node, module: nn.Module | None) -> int:
+    kernel: Any
+    stride: Any
+    padding: Any
+    dilation: Any
     if isinstance(module, nn.MaxPool2d):
         kernel, stride, padding, dilation = module.kernel_size, module.stride, module.padding, module.dilation
     else:

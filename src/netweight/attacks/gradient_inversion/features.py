@@ -150,7 +150,7 @@ class _Problem:
     def misfit(self, image: Tensor) -> float:
         """Mean relative error of the features (before the activation) and of each convolution's gradient."""
         maps, cotangent = self.maps(image), self.cotangent
-        errors = []
+        errors: list[float] = []
         for peel, inputs in zip(reversed(self.peels), reversed(maps), strict=True):
             shares, pooled = peel.winners(inputs, 0)
             if not errors:
@@ -258,7 +258,8 @@ def _solve_map(matrix: Tensor, right: Tensor, expected: Tensor, weight: float) -
     pull = weight * matrix.diagonal().mean()
     matrix = matrix.clone()
     matrix.diagonal().add_(pull)
-    return torch.linalg.solve(matrix, right + pull * expected.flatten()).view(expected.shape)
+    solved: Tensor = torch.linalg.solve(matrix, right + pull * expected.flatten())
+    return solved.view(expected.shape)
 
 
 def _roughness(size: tuple[int, int, int]) -> Tensor:
@@ -268,7 +269,7 @@ def _roughness(size: tuple[int, int, int]) -> Tensor:
     plane = torch.kron(lines[0], torch.eye(width, dtype=torch.float64))
     plane = plane + torch.kron(torch.eye(height, dtype=torch.float64), lines[1])
     plane.diagonal().add_(0.02)
-    return torch.block_diag(*[plane] * planes)
+    return torch.kron(torch.eye(planes, dtype=torch.float64), plane)
 
 
 def _second_difference(length: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""A malicious server: chosen biases of the heads dictate every client's network, which then prints images into its update.
+"""A malicious server: chosen head biases dictate every client's network, which prints images into its update.
 
-With `θ = W m + b`, a server that sets W to zero writes θ itself into b. Here θ becomes a network whose convolutions pass
-the image on, as greatest and least values of small windows, and whose first linear layer is a row of traps: each row
-has a direction of its own and a threshold that about one image of a batch exceeds. The gradient of such a row, divided
-by that of its bias, is that image's features. The client's classifier stays private and is not needed.
+With `θ = W m + b`, a server that sets W to zero writes θ itself into b. Here θ becomes a network whose convolutions
+pass the image on, as greatest and least values of small windows, and whose first linear layer is a row of traps: each
+row has a direction of its own and a threshold that about one image of a batch exceeds. The gradient of such a row,
+divided by that of its bias, is that image's features. The client's classifier stays private and is not needed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def imprint(
         Unsupported: The body is no such chain.
         UsageError: There are fewer public images than `images`, or the share is not in (0, 1].
 
-    Source: traps as in Boenisch et al. 2023 ("When the curious abandon honesty"), in the place of the bins of Fowl et al.
-        (arXiv 2110.13057), which need the layer after; dictating θ through the head biases is this library's own.
+    Source: traps as in Boenisch et al. 2023 ("When the curious abandon honesty"), in the place of the bins of Fowl et
+        al. (arXiv 2110.13057), which need the layer after; dictating θ through the head biases is this library's own.
     """
     if not 0 < share <= 1:
         raise UsageError(f"A share of {share} of the network cannot be dictated.", cure="Choose more than 0, up to 1.")
@@ -138,7 +138,8 @@ def _decoder(features: Tensor, images: Tensor) -> Tensor:
     rows, pixels = F.pad(features, (0, 1), value=1.0).double(), images.flatten(1).double()
     matrix = rows.T @ rows
     matrix.diagonal().add_(1e-3 * matrix.diagonal().mean())
-    return torch.linalg.solve(matrix, rows.T @ pixels).to(images)
+    solved: Tensor = torch.linalg.solve(matrix, rows.T @ pixels)
+    return solved.to(images)
 
 
 def _features(chain: Chain, body: nn.Module, parameters: Tensors, images: Tensor) -> Tensor:

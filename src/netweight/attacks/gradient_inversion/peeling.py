@@ -97,11 +97,13 @@ class Peel:
 
     def pull(self, delta: Tensor) -> Tensor:
         """Return the gradient by the block's input."""
-        _, height, width = self.size
-        block = self.block
-        reached = (delta.shape[-2] - 1) * block.stride + self.kernel - 2 * block.padding
+        block, short = self.block, 2 * self.block.padding - self.kernel
+        missed = [
+            size - (reached - 1) * block.stride + short
+            for size, reached in zip(self.size[1:], delta.shape[1:], strict=True)
+        ]
         return F.conv_transpose2d(
-            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=height - reached
+            delta[None], self.weight, stride=block.stride, padding=block.padding, output_padding=missed
         )[0]
 
     def gradient_rows(self, delta: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ class Peel:
         if share > 0:
             steps = self.gradient_rows(self.delta(shares, cotangent))
             size = self.wanted.norm().square() / share
-            matrix = matrix + torch.block_diag(*[steps @ steps.T / size] * self.size[0])
+            matrix = matrix + torch.kron(torch.eye(self.size[0]).to(matrix), steps @ steps.T / size)
             right = right + (steps @ self.wanted / size).T.reshape(-1)
         return matrix, right
 

@@ -1,9 +1,10 @@
 """A client's look at the hypernetwork it was sent: reasons to refuse it, before any private image is shown to it.
 
-A server chooses what every client generates. These checks compare what it sent with what training makes: weights without
-structure of their own, heads that listen to the embedding, a change no larger than clients make, and a first linear
-layer in which no row waits for one single image. They refuse imprints as they are published. What an attacker who knows
-them still achieves is measured in docs/gradient-inversion.md: they make an attack small, not impossible.
+A server chooses what every client generates. These checks compare what it sent with what training makes: weights
+without structure of their own, a change no larger than clients make, and a first linear layer in which few rows wait
+for one single image. Heads that ignore the embedding are no sign: honest training silences hidden units, too. The
+checks refuse imprints as they are published. What an attacker who knows them still achieves is told in
+docs/gradient-inversion.md: they make an attack small, not impossible.
 """
 
 from __future__ import annotations
@@ -28,19 +29,15 @@ class RefusalLimits:
     """The most that a client accepts; the defaults leave room above every state of the honest federations measured.
 
     Attributes:
-        dictated: Norm of a head's bias over that of what its weights generate, for the worst generated tensor.
         peaked: Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
         repeated: Share of rows, in the trunk or a generated weight, that repeat another row or are zero.
-        idle: Greatest distance of the share of active hidden units from one half.
         lonely: Share of rows of the first linear layer that exactly one of the client's images activates.
         change: Change of the shared state since the last round, as a multiple of the client's own in that round.
     """
 
-    dictated: float = 1.5
     peaked: float = 12.0
     repeated: float = 0.02
-    idle: float = 0.4
-    lonely: float = 0.15
+    lonely: float = 0.25
     change: float = 3.0
 
 
@@ -49,19 +46,15 @@ class RefusalLimits:
 class Signs:
     """What was measured; the names are those of the limits. None where nothing was given to measure it with."""
 
-    dictated: float
     peaked: float
     repeated: float
-    idle: float
     lonely: float | None
     change: float | None
 
 
 _WORDS = {
-    "dictated": "the heads' biases say more than their weights, so the server dictates the network",
     "peaked": "the generated weights are made of few large values, as kernels that copy an image are",
     "repeated": "rows repeat each other or are zero",
-    "idle": "nearly all or nearly no hidden units are active",
     "lonely": "rows of the first linear layer wait for one single image",
     "change": "the state changed more than clients change it",
 }
@@ -124,22 +117,15 @@ def signs_of(
             f"The heads generate {len(bias)} values from {state['trunk.0.weight'].shape[1]} numbers; "
             f"the body has {layout.size} parameters and the embedding {len(embedding)} numbers."
         )
-    code = _code(state, embedding)
-    by_weights = layout.split(weight @ code)
-    dictated = max(
-        float(part.norm() / by_weights[name].norm().clamp_min(1e-12)) for name, part in layout.split(bias).items()
-    )
-    generated = {name: part + by_weights[name] for name, part in layout.split(bias).items()}
+    generated = layout.split(weight @ _code(state, embedding) + bias)
     matrices = [part.flatten(1) for part in generated.values() if part.ndim > 1]
     change = None
     if previous is not None and own_change is not None:
         moved = sum(float((received[name] - previous[name]).double().square().sum()) for name in received)
         change = moved**0.5 / max(own_change, 1e-12)
     return Signs(
-        dictated=dictated,
         peaked=max(_kurtosis(matrix) for matrix in matrices),
         repeated=max(_repeated(matrix) for matrix in [*matrices, state["trunk.0.weight"]]),
-        idle=abs(float((code > 0).double().mean()) - 0.5),
         lonely=None if images is None else _lonely(body, generated, images),
         change=change,
     )
