@@ -1,17 +1,17 @@
-"""HyperFL's table 1: accuracy of every method before and after local training, and figure 4's curves of their losses."""
+"""HyperFL's table 1: accuracy of every method before and after local training, and figure 4's curves of losses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.reproduce.federated_run import FederatedRun, finished, run_all
+from netweight.reproduce.federated_run import FederatedRun, run_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["COLUMNS", "METHODS", "runs_of_table1", "table1"]
 
@@ -79,23 +79,11 @@ def table1(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
         NetweightError: A run failed.
     """
     runs = runs_of_table1(scale)
-    chosen = _chosen(runs, only)
-    run_all(chosen, out)
-    found = {run: curve for run, curve in finished(out).items() if run in set(runs)}
+    run_all(chosen(runs, only), out)
+    found = {run: curve for run, curve in finished(out, FederatedRun).items() if run in set(runs)}
     if not found:
         raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
     return _measured(found, scale)
-
-
-def _chosen(runs: Sequence[FederatedRun], only: str | None) -> list[FederatedRun]:
-    if only == "none":
-        return []
-    chosen = [run for run in runs if only is None or fnmatch(run.name, only)]
-    if not chosen:
-        raise UsageError(
-            f"The pattern {only!r} fits no run.", cure=f"Names are like {runs[0].name!r}; * fits any part."
-        )
-    return chosen
 
 
 def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> Measured:
@@ -121,14 +109,14 @@ def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> 
         labels=labels,
         differs=(
             *differs,
-            "Evaluation regenerates weights; the reference code evaluates HyperFL with the weights of the round before.",
+            "Evaluation regenerates weights; the reference code evaluates HyperFL by those of the round before.",
             "FedAvg, DP-FedAvg and pFedHN are laid beside the published rows by the accuracy before local training, "
             "the others by the accuracy after it: the paper's table mixes the two readings.",
             "Private methods sample by Poisson, so that their budget holds; the reference shuffles.",
         ),
         findings=tuple(_findings(found, scale)),
         notes=(
-            f"Mean over clients in the last of {', '.join(map(str, rounds))} rounds; mean over seeds where several ran.",
+            f"Mean over clients in the last of {', '.join(map(str, rounds))} rounds, and over seeds where several ran.",
         ),
         inputs={f"{run.data}, {run.clients} clients": curve["data"] for run, curve in found.items()},
     )
@@ -248,6 +236,7 @@ def figure4(scale: Scale, out: Path) -> Measured:
 def _movements(run: FederatedRun, out: Path) -> list[float]:
     """Return norms of the change of client 0's generated body between adjacent rounds, kept once computed."""
     import dataclasses
+    import itertools
     import json
 
     from netweight.methods.federate import train
@@ -263,6 +252,6 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
     for round in range(1, run.rounds + 1):
         settings = dataclasses.replace(plan.settings(), rounds=round, evaluate_every=run.rounds)
         bodies.append(train(task, method, settings, folder=out / "movements").weights(0).body)
-    moved = [float((after - before).norm()) for before, after in zip(bodies, bodies[1:], strict=False)]
+    moved = [float((after - before).norm()) for before, after in itertools.pairwise(bodies)]
     kept.write_text(json.dumps(moved))
     return moved
