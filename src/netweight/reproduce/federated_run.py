@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
@@ -19,14 +19,24 @@ from netweight.reproduce.resumed import LEDGER, Named, run_each
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Federation, FedTask, Method
+    from netweight.zoo.data import Images
     from netweight.zoo.federation import FederationPlan
 
-__all__ = ["FederatedRun", "Parts", "plan_of", "run_all"]
+__all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
 
 Parts: TypeAlias = "tuple[FedTask, Method, Federation]"
 """What `methods.federate.train` takes."""
 
 R = TypeVar("R", bound=Named)
+
+
+@cache
+def images_of(data: str) -> Images:
+    """Return a data set by its name, read once for all runs of a table."""
+    from netweight.zoo.data import load
+
+    return load(data)
+
 
 _EVALUATIONS = 40
 """How often accuracy is measured in a run of 200 rounds."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.reproduce.federated_run import Parts, run_all
+from netweight.reproduce.federated_run import Parts, images_of, run_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
@@ -33,7 +33,7 @@ _READ_BEFORE = ("fedavg-fixed", "fedavg")
 """Ways whose published column is the accuracy of the received model, as in table 1."""
 _EVALUATIONS = 40
 _CALIBRATION = 512
-_TRAINING = {"batch_size": 16, "lr": 0.01}
+_BATCH, _RATE = 16, 0.01
 
 
 @final
@@ -103,7 +103,7 @@ def table2(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
     found = {run: curve for run, curve in finished(out, AdapterRun).items() if run in set(runs)}
     if not found:
         raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
-    return _measured(found, scale)
+    return _measured(found)
 
 
 def _parts_of(run: AdapterRun) -> Parts:
@@ -113,11 +113,11 @@ def _parts_of(run: AdapterRun) -> Parts:
     from netweight.core import seeds
     from netweight.methods.federate import Federation, FedTask, LocalTraining
     from netweight.zoo.adapted_resnet import adapted_resnet20
-    from netweight.zoo.data import crop_and_flip, load
+    from netweight.zoo.data import crop_and_flip
     from netweight.zoo.federated import federated_images
     from netweight.zoo.federation import REFERENCE_SPLIT
 
-    images = load(run.data)
+    images = images_of(run.data)
     generator = seeds.torch_generator(REFERENCE_SPLIT, "calibration")
     public = torch.randperm(len(images.train[1]), generator=generator)[:_CALIBRATION]
     body, head = adapted_resnet20(
@@ -129,7 +129,11 @@ def _parts_of(run: AdapterRun) -> Parts:
     clients = federated_images(images, clients=run.clients, seed=REFERENCE_SPLIT, per_client=run.per_client)
     augment = partial(crop_and_flip, fill=images.black) if images.shape[0] == 3 else None
     settings = Federation(rounds=run.rounds, seed=run.seed, evaluate_every=max(1, run.rounds // _EVALUATIONS))
-    return FedTask(body, head, clients, augment=augment), _method(run.way, LocalTraining(**_TRAINING)), settings
+    return (
+        FedTask(body, head, clients, augment=augment),
+        _method(run.way, LocalTraining(batch_size=_BATCH, lr=_RATE)),
+        settings,
+    )
 
 
 def _method(way: str, training: LocalTraining) -> Method:
@@ -142,7 +146,7 @@ def _method(way: str, training: LocalTraining) -> Method:
     return DirectMethod(way, () if way.startswith("local") else ("head",), (head,), training)
 
 
-def _measured(found: Mapping[AdapterRun, Mapping[str, Any]], scale: Scale) -> Measured:
+def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> Measured:
     rows, labels = [], {}
     for data, title in DATA.items():
         curves = {run.way: curve for run, curve in found.items() if run.data == data}
@@ -155,13 +159,14 @@ def _measured(found: Mapping[AdapterRun, Mapping[str, Any]], scale: Scale) -> Me
                     Row(f"{title}, {reading} local training", tuple(_last(curves, way, reading) for way in WAYS))
                 )
     run = next(iter(found))
-    small = (f"A miniature: {run.clients} clients of {run.per_client[0]} images, {run.rounds} rounds.",)
+    sizes = run.per_client or ()
+    small = (f"A miniature: {run.clients} clients of {sizes[0]} images, {run.rounds} rounds.",) if sizes else ()
     return Measured(
         columns=tuple(Column(title, "%", "higher") for title in WAYS.values()),
         rows=tuple(rows),
         labels=labels,
         differs=(
-            *(small if scale == "small" else ()),
+            *small,
             "The frozen backbone is a ResNet-20 trained on CIFAR-10, not a ResNet-18 trained on ImageNet: it is smaller"
             " and has seen CIFAR-10's classes before.",
             "EMNIST letters (26 classes, 28 pixels, gray copied to color) stand in for EMNIST byclass; CIFAR-10 comes"

@@ -18,7 +18,7 @@ from netweight.reproduce.resumed import chosen, finished
 __all__ = ["DATA", "IG", "ROG", "TAILORED", "Line", "attacked", "measured", "runs_of", "table3", "table5"]
 
 DATA = {"emnist-letters": "EMNIST", "cifar10": "CIFAR-10", "digits": "digits"}
-_SMALL_STEPS = {"ig": 200, "rog": 100, "tailored": 20, "analytic": 4}
+_SMALL_STEPS = {"ig": 150, "rog": 100, "tailored": 20, "analytic": 3}
 _IMAGES = {"small": 2, "paper": 16}
 
 

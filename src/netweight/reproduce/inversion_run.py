@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from netweight.reproduce.federated_run import images_of
 from netweight.reproduce.resumed import LEDGER, run_each
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     from netweight.evidence.image_metrics import psnr, ssim
     from netweight.methods.federate.threat import ThreatModel, observe
 
-    images = _images(run.data)
+    images = images_of(run.data)
     victim = _victim(run, images)
     seen = observe(victim, ThreatModel(first_round=True), client=run.image, draw=0, seed=SEED)
     with torch.random.fork_rng(devices=[]):
@@ -127,13 +128,6 @@ def _text(image: Tensor) -> str:
     return base64.b64encode((image * 255).round().byte().numpy().tobytes()).decode()
 
 
-@cache
-def _images(data: str) -> Images:
-    from netweight.zoo.data import load
-
-    return load(data)
-
-
 def _victim(run: AttackRun, images: Images) -> Run:
     """Return a federation before its first round, each client with one test image."""
     import torch
@@ -160,7 +154,7 @@ def _noise(data: str) -> float:
     from netweight.integrations.opacus import noise_multiplier
     from netweight.zoo.federated import client_sizes
 
-    size = client_sizes(_images(data), CLIENTS)[0]
+    size = client_sizes(images_of(data), CLIENTS)[0]
     return noise_multiplier(_EPSILON, _DELTA, n=size, batch_size=_BATCH, epochs=_EPOCHS)
 
 

@@ -114,7 +114,7 @@ class _Draws:
         """Yield a client's batches."""
         inputs, targets = self._task.client(client).train
         for _ in range(epochs):
-            for index in torch.randperm(len(inputs), generator=self._generator).split(self._size):
+            for index in torch.split(torch.randperm(len(inputs), generator=self._generator), self._size):
                 yield inputs[index], targets[index]
 
 
