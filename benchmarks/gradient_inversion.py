@@ -1,6 +1,7 @@
 """IG measured: letters of EMNIST from the gradient that a FedAvg client sends after one step on one image.
 
-    NETWEIGHT_DATA=... python benchmarks/gradient_inversion.py [--images N] [--steps N] [--restarts N] [--output FILE]
+    NETWEIGHT_DATA=... python benchmarks/gradient_inversion.py [--images N] [--steps N] [--restarts N]
+        [--distance cosine|squared] [--output FILE]
 
 Each image gets its own network, untrained, and its own starting point; the label is known, as in the paper. Images are
 a random draw from the test letters, in the mean and deviation of MNIST. The file is written after every image, so that
@@ -73,12 +74,13 @@ def main():
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--steps", type=int, default=MatchingConfig.steps)
     parser.add_argument("--restarts", type=int, default=MatchingConfig.restarts)
+    parser.add_argument("--distance", choices=["cosine", "squared"], default=MatchingConfig.distance)
     today = datetime.date.today().isoformat()
     results = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=results / f"gradient-inversion-{today}.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = MatchingConfig(steps=arguments.steps, restarts=arguments.restarts)
+    config = MatchingConfig(steps=arguments.steps, restarts=arguments.restarts, distance=arguments.distance)
     result = {
         "benchmark": "gradient-inversion",
         "date": today,
@@ -86,6 +88,7 @@ def main():
         "threat": "FedAvg, gradient of one step on one image, label known, untrained SmallCNN of 26 classes",
         "data": "EMNIST letters, test",
         "config": {"steps": config.steps, "restarts": config.restarts, "lr": config.lr, "signed": config.signed}
+        | {"distance": config.distance}
         | {"total_variation": config.total_variation, "annealed": config.annealed, "schedule": config.schedule},
         "seeds": f"images {SEED}; network and starting point: the image's number",
         "environment": describe(),

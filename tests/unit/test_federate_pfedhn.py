@@ -59,13 +59,11 @@ def test_the_servers_steps_are_those_of_autograd() -> None:
         torch.testing.assert_close(server.state[name], value.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(server.state["embeddings"], embeddings.weight.detach(), rtol=1e-10, atol=1e-10)
     generated = network(embeddings(torch.tensor(1))).detach()
-    assert torch.equal(layout.join(server.generate(9)), generated) or torch.allclose(
-        layout.join(server.generate(9)), generated, rtol=1e-10
-    )
+    torch.testing.assert_close(layout.join(server.generate(9)), generated, rtol=1e-10, atol=1e-10)
     assert all(torch.equal(state[name], value) for name, value in given.items())  # what was given is unchanged
 
 
-def test_clients_differences_are_applied_in_the_order_of_their_numbers() -> None:
+def test_clients_have_their_turns_in_the_order_of_their_numbers() -> None:
     task, method = digits_task(), pfedhn()
     state = method.start(task, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -79,8 +77,8 @@ def test_clients_differences_are_applied_in_the_order_of_their_numbers() -> None
     assert all(torch.equal(joined[name], value) for name, value in method.aggregate(state, updates[::-1]).items())
     server = ServerHypernetwork(state)
     for one in updates:
-        sent = method.message(state, one.client)
-        difference = {name: value - _whole(one.tensors[name]) for name, value in sent.items()}
+        now = server.generate(one.client)
+        difference = {name: value - _whole(one.tensors[name]) for name, value in now.items()}
         server.step(one.client, difference, ServerDescent(1e-2, 0.9, 1e-3, 50.0))
     assert all(torch.equal(joined[name], value) for name, value in server.state.items())
 
@@ -93,13 +91,13 @@ def _whole(value: object) -> Tensor:
 @pytest.mark.parametrize("make", [pfedhn, pfedhn_pc])
 def test_digits_are_learned_before_and_after_local_training(make, tmp_path) -> None:  # type: ignore[no-untyped-def]
     task = digits_task()
-    method = dataclasses.replace(make(LocalTraining(lr=0.05, batch_size=32, momentum=0.9)), steps=10, lr=0.02)
-    asked = Federation(rounds=15, evaluate_every=15)
+    method = dataclasses.replace(make(LocalTraining(lr=0.02, batch_size=32, momentum=0.9)), steps=10, lr=1e-2)
+    asked = Federation(rounds=25, evaluate_every=25)
     run = train(task, method, asked, workers=1)
-    last = run.rounds[-1]
-    assert sum(last.before.values()) / 4 > 0.8  # what the hypernetwork alone gives each client
-    assert sum(last.after.values()) / 4 > 0.9
-    train(task, method, dataclasses.replace(asked, rounds=7), workers=2, folder=tmp_path)
+    before, after = (sum(found.values()) / 4 for found in (run.rounds[-1].before, run.rounds[-1].after))
+    assert before > 0.85  # what the hypernetwork alone gives each client
+    assert after > 0.9
+    train(task, method, dataclasses.replace(asked, rounds=12), workers=2, folder=tmp_path)
     resumed = train(task, method, asked, workers=2, folder=tmp_path)
     for client in task.clients:
         assert torch.equal(run.weights(client).body, resumed.weights(client).body)
@@ -136,7 +134,7 @@ def test_the_catalog_makes_every_method_under_its_name() -> None:
         assert method.name == name
         quick = named_method(name, training=LocalTraining(epochs=1, batch_size=100), noise_multiplier=noise)
         assert len(train(task, quick, Federation(rounds=1), workers=1).rounds) == 1
-    with pytest.raises(NameNotFound, match="'fedavg'"):
+    with pytest.raises(NameNotFound, match="Nearest names: fedavg"):
         named_method("fedavgg")
     with pytest.raises(UsageError, match="needs noise"):
         named_method("centaur")

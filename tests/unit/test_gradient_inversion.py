@@ -13,7 +13,13 @@ from netweight.attacks.gradient_inversion.descent import descend, starting_point
 from netweight.attacks.gradient_inversion.dlg import DLGConfig, dlg
 from netweight.attacks.gradient_inversion.first_layer import first_layer, layer_input, layer_inputs
 from netweight.attacks.gradient_inversion.labels import label_counts, label_of_one, labels_of_update
-from netweight.attacks.gradient_inversion.matching import MatchingConfig, cosine_distance, invert, total_variation
+from netweight.attacks.gradient_inversion.matching import (
+    MatchingConfig,
+    cosine_distance,
+    invert,
+    relative_distance,
+    total_variation,
+)
 from netweight.attacks.gradient_inversion.named import run_attack
 from netweight.attacks.gradient_inversion.rog import ROGConfig, rog, rog_client
 from netweight.attacks.gradient_inversion.victim import gradient_of, known_parameters, sgd_difference
@@ -219,6 +225,23 @@ def test_ig_finds_a_digit_without_its_label_from_a_gradient_and_from_two_local_s
         assert found.objective < 0.01 * found.history[0]
         assert found.images.min() >= 0
         assert found.images.max() <= 1
+
+
+def test_both_distances_agree_on_directions_and_one_of_them_counts_the_length():
+    torch.manual_seed(0)
+    one, other = ({"a": torch.randn(3), "b": torch.randn(2, 2)} for _ in range(2))
+    a, b = (torch.cat([part.flatten() for part in update.values()]) for update in (one, other))
+    assert float(cosine_distance(one, other)) == pytest.approx(1 - float(F.cosine_similarity(a, b, dim=0)), abs=1e-6)
+    assert float(cosine_distance({name: 3 * part for name, part in one.items()}, one)) == pytest.approx(0, abs=1e-6)
+    assert float(relative_distance(one, other)) == pytest.approx(float((a - b).norm() ** 2 / b.norm() ** 2 / 2))
+    model, (image, label) = network(), batch(1)
+    client, params = gradient_of(model), known_parameters(model)
+    observed = client(params, (image, label))
+    found = ig(client, params, observed, label, steps=100, total_variation=0, distance="squared")
+    assert found.attack == "IG (squared distance)"
+    assert float(psnr(found.images, image)) > 25
+    with pytest.raises(UsageError, match="no distance 'cubed'"):
+        MatchingConfig(distance="cubed")
 
 
 def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept():

@@ -57,7 +57,7 @@ def federate() -> None:
 @click.option("--workers", type=int, help="Threads; by default one per core.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train: cpu or cuda.")
 @click.option("--audit/--no-audit", default=True, show_default=True, help="Attack what was trained at the end.")
-@click.option("--images", default=16, show_default=True, help="Attacked updates per threat model of the audit.")
+@click.option("--images", default=5, show_default=True, help="Attacked updates per threat model of the audit.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -80,6 +80,7 @@ def run_command(
 ) -> None:
     """Train a federation in this process and audit it.
 
+    The audit at the end attacks the run's own schedule and a single step; `netweight federate audit` attacks more.
     Nothing is downloaded for the default data, scikit-learn's handwritten digits. The same command resumes a run that
     was stopped. For clients on other machines see docs/flower.md: the same methods run under Flower.
     """
@@ -92,7 +93,7 @@ def run_command(
     plan.save(out)
     done = train(task, method, plan.settings(), folder=out, workers=workers, device=device, progress=Progress())
     _show_rounds(output, done)
-    _finish(context, output, done, plan, out, _AuditChoice(images, ()) if audit else None)
+    _finish(context, output, done, plan, out, _AuditChoice(images, (), short=True) if audit else None)
 
 
 @federate.command("audit")
@@ -135,11 +136,15 @@ class _AuditChoice:
     images: int
     threats: tuple[str, ...]
     seed: int = 0
+    short: bool = False
 
     def config(self) -> AuditConfig:
         """Return the audit's settings."""
         from netweight.methods.federate.audit import AuditConfig
+        from netweight.methods.federate.threat import ThreatModel
 
+        if self.short:
+            return AuditConfig(threats=(ThreatModel(first_round=True),), images=self.images)
         if not self.threats:
             return AuditConfig(images=self.images)
         return AuditConfig(threats=tuple(_threat(text) for text in self.threats), images=self.images)

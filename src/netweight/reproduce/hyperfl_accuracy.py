@@ -1,7 +1,8 @@
-"""HyperFL's table 1: accuracy of every method before and after local training, and figure 4's curves of losses."""
+"""HyperFL's table 1: accuracy of every method before and after local training; and figure 4, their losses."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
@@ -109,7 +110,7 @@ def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> 
         labels=labels,
         differs=(
             *differs,
-            "Evaluation regenerates weights; the reference code evaluates HyperFL by those of the round before.",
+            "Evaluation regenerates weights; the reference code evaluates HyperFL by the last round's.",
             "FedAvg, DP-FedAvg and pFedHN are laid beside the published rows by the accuracy before local training, "
             "the others by the accuracy after it: the paper's table mixes the two readings.",
             "Private methods sample by Poisson, so that their budget holds; the reference shuffles.",
@@ -236,7 +237,6 @@ def figure4(scale: Scale, out: Path) -> Measured:
 def _movements(run: FederatedRun, out: Path) -> list[float]:
     """Return norms of the change of client 0's generated body between adjacent rounds, kept once computed."""
     import dataclasses
-    import itertools
     import json
 
     from netweight.methods.federate import train

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,13 +108,11 @@ def _label_figure(counts: Tensor) -> Figure:
 
 
 def _map(embeddings: Tensor, groups: list[int], seed: int) -> Figure:
+    from sklearn.manifold import TSNE  # type: ignore[import-untyped]
+
     from netweight.evidence.figures import canvas, series_color, to_figure
 
-    places = (
-        importlib.import_module("sklearn.manifold")
-        .TSNE(perplexity=5, random_state=seed, init="pca")
-        .fit_transform(embeddings.numpy())
-    )
+    places = TSNE(perplexity=5, random_state=seed, init="pca").fit_transform(embeddings.numpy())
     with canvas(1) as (drawing, (axes,)):
         for group in sorted(set(groups)):
             chosen = [index for index, own in enumerate(groups) if own == group]

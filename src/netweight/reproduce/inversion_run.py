@@ -89,7 +89,7 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
 
     images = images_of(run.data)
     victim = _victim(run, images)
-    seen = observe(victim, ThreatModel(first_round=True), client=run.image, draw=0, seed=SEED)
+    seen = observe(victim, ThreatModel(first_round=True), [run.image], seed=SEED)[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.image)
         found, cosine = _analytic(run, victim, seen, images) if run.attack == "analytic" else (
@@ -173,7 +173,7 @@ def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) ->
     from netweight.attacks.gradient_inversion.features import PeelingConfig, invert_generated
     from netweight.methods.federate.audit import read_update
 
-    recovered = read_update(victim, seen)
+    recovered = read_update(victim, seen.sent, seen.received())
     config = PeelingConfig() if run.steps is None else PeelingConfig(softening=run.steps, rounds=max(1, run.steps // 2))
     shape = (1, *images.shape)
     found = invert_generated(
@@ -191,18 +191,19 @@ def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> R
     from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
     from netweight.attacks.gradient_inversion.victim import gradient_of
 
+    received = seen.received()
     training = victim.method.training  # type: ignore[attr-defined]  # all of them have one
     shape, bounds, classes = (1, *images.shape), _bounds(images), len(images.classes)
     if run.attack == "tailored":
         return tailored(
-            seen.sent, seen.received, victim.task.body, shape=shape, classes=classes,
+            seen.sent, received, victim.task.body, shape=shape, classes=classes,
             features=victim.task.head_layout.shapes[0][1], lr=training.lr, weight_decay=training.weight_decay,
             labels=seen.labels, bounds=bounds, config=TailoredConfig(steps=run.steps or TailoredConfig.steps),
             seed=run.image,
         )  # fmt: skip
     model = nn.Sequential(victim.task.body, victim.task.head)
     model.train()
-    slopes = {name: (value - seen.received[name]) / training.lr - training.weight_decay * value
+    slopes = {name: (value - received[name]) / training.lr - training.weight_decay * value
               for name, value in seen.sent.items()}  # fmt: skip
     params, observed = _guessed(run, victim, seen, slopes) if run.method == "hyperfl" else _known(victim, seen, slopes)
     client = gradient_of(model)

@@ -128,7 +128,8 @@ class FederationPlan:
         """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
         from netweight.methods.federate.catalog import METHODS, named_method
 
-        training = self.training()
+        # pFedHN has local settings of its own, which are not HyperFL's.
+        training = None if self.method.startswith("pfedhn") else self.training()
         if self.method not in METHODS or not METHODS[self.method].private:
             return named_method(self.method, training=training)
         from netweight.integrations.opacus import noise_multiplier_for_all

@@ -169,12 +169,13 @@ class _Problem:
         back = peel.pull(peel.delta(peel.winners(found, temperature)[0], cotangent))
         return found, back * self.peels[index - 1].slopes(found)
 
-    def solve_image(self, matrix: Tensor, right: Tensor, image: Tensor, smoothness: float) -> Tensor:
+    def solve_image(self, rows: Tensor, rest: Tensor, image: Tensor, smoothness: float) -> Tensor:
         """The image within its box from its equations, smooth as far as they leave it open."""
+        matrix = rows @ rows.T
         scale = matrix.diagonal().mean()
         matrix = matrix + smoothness * scale * self.roughness
         matrix.diagonal().add_(1e-9 * scale)
-        return solve_in_box(matrix, right, image.flatten(), self.low, self.high).view(image.shape)
+        return solve_in_box(matrix, rows @ rest, image.flatten(), self.low, self.high).view(image.shape)
 
 
 def _flattened(
@@ -221,13 +222,11 @@ def _descend(problem: _Problem, config: PeelingConfig, generator: torch.Generato
         for step in range(steps):
             part = step / max(steps - 1, 1)
             temperature = _SOFT * (_SHARP / _SOFT) ** part
-            system = peel.normal_equations(
-                found, temperature, target, cotangent, activated=not last, share=float(index > 0)
-            )
             if index == 0:
-                found = problem.solve_image(*system, found, config.smoothness * 0.01**part)
+                rows, rest, _ = peel.output_equations(found, temperature, target, activated=not last)
+                found = problem.solve_image(rows, rest, found, config.smoothness * 0.01**part)
             else:
-                found = _solve_map(*system, found, 0.01 * 0.04**part)
+                found = peel.solve(found, temperature, target, cotangent, activated=not last, weight=0.01 * 0.04**part)
         if index > 0:
             target, cotangent = problem.behind(index, found, cotangent, _SHARP)
     return found
@@ -238,28 +237,16 @@ def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float
     target, cotangent, maps = problem.target, problem.cotangent, problem.maps(image)
     for index in range(len(problem.peels) - 1, 0, -1):
         last = index == len(problem.peels) - 1
-        system = problem.peels[index].normal_equations(
-            maps[index], 0.8 * doubt, target, cotangent, activated=not last, share=1.0
+        found = problem.peels[index].solve(
+            maps[index], 0.8 * doubt, target, cotangent, activated=not last, weight=config.prior
         )
-        found = _solve_map(*system, maps[index], config.prior)
         target, cotangent = problem.behind(index, found, cotangent, 0.8 * doubt)
     first, single = problem.peels[0], len(problem.peels) == 1
     for _ in range(2):
-        system = first.normal_equations(
-            image, 0.4 * doubt, target, cotangent, activated=not single, share=float(single)
-        )
-        image = problem.solve_image(*system, image, 1e-4 * doubt)
+        rows, rest, _ = first.output_equations(image, 0.4 * doubt, target, activated=not single)
+        image = problem.solve_image(rows, rest, image, 1e-4 * doubt)
     reached = first.winners(image, 0)[1] if single else first.forward(image)
     return image, float((reached - target).norm() / target.norm())
-
-
-def _solve_map(matrix: Tensor, right: Tensor, expected: Tensor, weight: float) -> Tensor:
-    """A hidden map from its equations and what is expected of it."""
-    pull = weight * matrix.diagonal().mean()
-    matrix = matrix.clone()
-    matrix.diagonal().add_(pull)
-    solved: Tensor = torch.linalg.solve(matrix, right + pull * expected.flatten())
-    return solved.view(expected.shape)
 
 
 def _roughness(size: tuple[int, int, int]) -> Tensor:

@@ -35,11 +35,13 @@ class Imprinted:
         state: The hypernetwork's state with chosen heads; names and shapes as given.
         parameters: The network that every client will generate from it, whatever its embedding (with `share` 1).
         decoder: From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images.
+        traps: How many rows of the first linear layer are traps; they come first.
     """
 
     state: dict[str, Tensor]
     parameters: dict[str, Tensor]
     decoder: Tensor
+    traps: int
 
 
 def imprint(
@@ -50,6 +52,8 @@ def imprint(
     images: int,
     bounds: tuple[float, float] = (0.0, 1.0),
     share: float = 1.0,
+    quiet: float | None = None,
+    code: Tensor | None = None,
     seed: int,
 ) -> Imprinted:
     """Choose the heads of a hypernetwork so that clients print their images into their updates.
@@ -62,32 +66,44 @@ def imprint(
         bounds: Least and greatest value of a pixel.
         share: How much of the dictated network is put in: 1 replaces the heads (W = 0), less mixes it with the honest
             heads, as a server would that fears to be noticed.
+        quiet: Keep the honest network and make traps of this share of its rows by their biases alone. Convolutions
+            that were not chosen pass less on, but there is little to notice.
+        code: The client's hidden code, shape `(H,)`, with which it generates; needed for `quiet` unless the heads'
+            weights are zero.
         seed: Seed of the directions.
 
     Raises:
         Unsupported: The body is no such chain.
-        UsageError: There are fewer public images than `images`, or the share is not in (0, 1].
+        UsageError: There are fewer public images than `images`, or a share is not in (0, 1].
 
     Source: traps as in Boenisch et al. 2023 ("When the curious abandon honesty"), in the place of the bins of Fowl et
         al. (arXiv 2110.13057), which need the layer after; dictating θ through the head biases is this library's own.
     """
-    if not 0 < share <= 1:
-        raise UsageError(f"A share of {share} of the network cannot be dictated.", cure="Choose more than 0, up to 1.")
+    if not (0 < share <= 1 and (quiet is None or 0 < quiet <= 1)):
+        raise UsageError(
+            f"A share of {share if quiet is None else quiet} of the network cannot be dictated.",
+            cure="Choose more than 0, up to 1.",
+        )
     if len(public) < images or images < 1:
         raise UsageError(f"Thresholds for {images} images cannot be set with {len(public)} public ones.")
     chain, layout = read_chain(body), ParameterLayout.of(body)
-    chosen = {name: parameter.detach().clone() for name, parameter in body.named_parameters()}
-    _pass_on(chain, chosen, bounds)
-    _set_traps(chain, body, chosen, public, images, seed)
+    names = {part: next(name for name in state if name.endswith(part)) for part in ("heads.weight", "heads.bias")}
+    weight, bias = (state[name].detach().clone() for name in names.values())
+    if quiet is None:
+        chosen = {name: parameter.detach().clone() for name, parameter in body.named_parameters()}
+        _pass_on(chain, chosen, bounds)
+        traps = _set_traps(chain, body, chosen, public, images, 1.0, seed)
+        weight, bias = weight * (1 - share), bias * (1 - share) + layout.join(chosen) * share
+    else:
+        honest = bias if code is None else bias + weight @ code.to(weight)
+        chosen = {name: part.clone() for name, part in layout.split(honest).items()}
+        traps = _set_traps(chain, body, chosen, public, images, quiet, None)
+        bias = bias + layout.join(chosen) - honest
     malicious = {name: tensor.detach().clone() for name, tensor in state.items()}
-    for name, tensor in malicious.items():
-        if name.endswith("heads.weight"):
-            tensor.mul_(1 - share)
-        elif name.endswith("heads.bias"):
-            tensor.mul_(1 - share).add_(layout.join(chosen), alpha=share)
+    malicious |= {names["heads.weight"]: weight, names["heads.bias"]: bias}
     with torch.no_grad():
         features = _features(chain, body, chosen, public)
-    return Imprinted(malicious, chosen, _decoder(features, public))
+    return Imprinted(malicious, chosen, _decoder(features, public), traps)
 
 
 def read_imprint(
@@ -122,8 +138,8 @@ def read_imprint(
     features = (rows / torch.where(biases == 0, torch.ones_like(biases), biases)[:, None]).float()
     weight, bias = sent.parameters[f"{chain.linear}.weight"], sent.parameters[f"{chain.linear}.bias"]
     # A trap that one image sprang shows features that spring it; mixtures of silent images do not.
-    sprung = ((weight * features).sum(1) + bias > 0) & (features.min(1).values > -0.2 * (bounds[1] - bounds[0]))
-    features = features[sprung]
+    sprung = (weight * features).sum(1) + bias > 0
+    features = features[: sent.traps][sprung[: sent.traps]]
     if not len(features):
         return torch.empty(0, *shape), torch.empty(0)
     pixels = F.pad(features, (0, 1), value=1.0) @ sent.decoder
@@ -186,14 +202,22 @@ def _pass_on(chain: Chain, chosen: dict[str, Tensor], bounds: tuple[float, float
 
 
 def _set_traps(
-    chain: Chain, body: nn.Module, chosen: dict[str, Tensor], public: Tensor, images: int, seed: int
-) -> None:
+    chain: Chain,
+    body: nn.Module,
+    chosen: dict[str, Tensor],
+    public: Tensor,
+    images: int,
+    share: float,
+    seed: int | None,
+) -> int:
+    """Set the biases of the first rows to thresholds, and their directions at random if there is a seed."""
     weight, bias = chosen[f"{chain.linear}.weight"], chosen[f"{chain.linear}.bias"]
+    traps = max(1, round(share * len(bias)))
     with torch.no_grad():
         features = _features(chain, body, chosen, public)
-        directions = torch.randn(weight.shape, generator=seeds.torch_generator(seed, "traps")).to(weight)
-        heights = F.linear(features, directions)
-        directions /= heights.std(0).clamp_min(1e-6)[:, None]
-        heights = F.linear(features, directions)
-        weight.copy_(directions)
-        bias.copy_(-torch.quantile(heights, 1 - 1 / images, dim=0))
+        if seed is not None:
+            directions = torch.randn(weight.shape, generator=seeds.torch_generator(seed, "traps")).to(weight)
+            weight.copy_(directions / F.linear(features, directions).std(0).clamp_min(1e-6)[:, None])
+        heights = F.linear(features, weight)
+        bias[:traps] = -torch.quantile(heights, 1 - 1 / images, dim=0)[:traps]
+    return traps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
-__all__ = ["Bounds", "MatchingConfig", "Term", "cosine_distance", "invert", "total_variation"]
+__all__ = ["Bounds", "MatchingConfig", "Term", "cosine_distance", "invert", "relative_distance", "total_variation"]
 
 Bounds: TypeAlias = tuple[float | Tensor, float | Tensor]
 """Least and greatest value of a pixel: two numbers, or two tensors with one value per channel."""
@@ -35,6 +35,8 @@ class MatchingConfig:
         lr: Its learning rate; lowered tenfold after 3/8, 5/8 and 7/8 of the steps.
         signed: Whether only the signs of the gradient are used.
         total_variation: Weight of the mean absolute difference between neighboring pixels.
+        distance: "cosine" compares directions, as the paper does; "squared" is half the squared distance over the
+            squared length of the observed update: the same for equal lengths, and else it counts the length too.
         annealed: Whether that weight falls with the cube root of the learning rate, to a tenth at the end: smooth at
             first, then true to the update. The paper keeps it.
         restarts: Starting points; the one with the least objective is kept.
@@ -47,12 +49,15 @@ class MatchingConfig:
     signed: bool = True
     total_variation: float = 0.01
     annealed: bool = True
+    distance: Literal["cosine", "squared"] = "cosine"
     restarts: int = 1
     tensors: str | tuple[str, ...] | None = None
     schedule: Schedule = "steps"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        if self.distance not in ("cosine", "squared"):
+            raise UsageError(f"IG knows no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
             raise UsageError(f"IG cannot run with {self}.", cure="Steps and restarts are at least 1, weights positive.")
 
@@ -103,6 +108,7 @@ def invert(
     known = labels.to(start.device)
     chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
 
+    distance = cosine_distance if config.distance == "cosine" else relative_distance
     smoothness = config.total_variation
 
     def anneal(share: float) -> None:
@@ -111,7 +117,7 @@ def invert(
 
     def objective(images: Tensor) -> Tensor:
         imitated = local_update(params, (images, known))
-        value = cosine_distance(imitated, chosen) + smoothness * total_variation(images)
+        value = distance(imitated, chosen) + smoothness * total_variation(images)
         for term in terms:
             value = value + term(images, known)
         return value
@@ -137,7 +143,7 @@ def invert(
         objectives_by_restart=found.objectives,
         history=found.history,
         steps=config.steps,
-        attack="IG",
+        attack="IG" if config.distance == "cosine" else "IG (squared distance)",
     )
 
 
@@ -149,6 +155,13 @@ def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
     )
     scale = (length * wanted) ** 0.5
     return 1 - product / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+def relative_distance(imitated: Tensors, observed: Tensors) -> Tensor:
+    """Return half the squared distance between two updates over the squared length of the observed one."""
+    apart = sum((imitated[name] - tensor).square().sum() for name, tensor in observed.items())
+    length = sum(tensor.square().sum() for tensor in observed.values())
+    return torch.as_tensor(apart / (2 * length))
 
 
 def total_variation(images: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.attacks.gradient_inversion.descent import descend, starting_points
-from netweight.attacks.gradient_inversion.dlg import squared_distance
+from netweight.attacks.gradient_inversion.matching import relative_distance
 from netweight.attacks.gradient_inversion.observation import chosen_tensors
 from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
 from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors, sgd_difference
@@ -81,8 +81,8 @@ def rog(
         progress: Where progress is shown.
 
     Returns:
-        The best restart. The objective is the distance relative to the squared length of the observed update, and is
-        that of stage 1 even where a network came after it.
+        The best restart. The objective is half the squared distance over the squared length of the observed
+        update, and is that of stage 1 even where a network came after it.
 
     Raises:
         NameNotFound: The observed names match nothing that the client would send.
@@ -96,13 +96,12 @@ def rog(
     latents = starting_points(params, coarse, config.restarts, seed)
     labels = labels.to(latents.device)
     chosen = chosen_tensors(observed, None, local_update(params, (_enlarge(latents[0], size), labels)))
-    # The latent's scale does not depend on the update's, but Adam's epsilon does: compare relative distances.
-    length = squared_distance({name: tensor * 0 for name, tensor in chosen.items()}, chosen)
-    if not length > 0:
+    # Relative, since Adam's epsilon is absolute and updates after small local steps are tiny.
+    if not any(tensor.any() for tensor in chosen.values()):
         raise UsageError("The observed update is zero, so there is nothing to match.")
 
     def objective(latent: Tensor) -> Tensor:
-        return squared_distance(local_update(params, (_enlarge(latent, size), labels)), chosen) / length
+        return relative_distance(local_update(params, (_enlarge(latent, size), labels)), chosen)
 
     found = descend(
         objective,

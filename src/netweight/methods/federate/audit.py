@@ -5,7 +5,7 @@ Commands and reports call it. The attacks themselves are in `netweight.attacks.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
 from netweight.attacks.gradient_inversion.features import invert_generated
+from netweight.attacks.gradient_inversion.imprint import read_imprint
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import Unsupported
@@ -27,6 +28,7 @@ from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.report import accuracy_findings
 from netweight.methods.federate.threat import Observation, ThreatModel, observe
+from netweight.methods.federate.updates import Tensors
 
 __all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_figure", "exposure_table", "own_threat"]
 
@@ -53,6 +55,7 @@ class AuditConfig:
         ThreatModel(first_round=True),
         ThreatModel(),
         ThreatModel(batch_size=8, first_round=True),
+        ThreatModel(batch_size=8, server="malicious"),
     )
     images: int = 16
     summed_over: int = 20
@@ -92,6 +95,8 @@ class Exposure:
     @property
     def verdict(self) -> str:
         """What this means, in plain words."""
+        if not self.cosines:
+            return self.why_no_images
         cosine, anyway = _mean(self.cosines), _mean(self.aggregate)
         if cosine >= 0.99:
             text = "the server computes the client's gradient exactly"
@@ -136,91 +141,120 @@ def exposure(
         is_own: Whether this is the run's own schedule.
         work: Told of every attacked update.
     """
-    numbers = [run.task.clients[index % len(run.task.clients)] for index in range(images)]
     low, high = _pixel_range(run)
-    found: dict[str, list[Any]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
+    found: dict[str, list[float]] = {name: [] for name in ("cosine", "movement", "aggregate", "psnr", "ssim", "random")}
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
-    for draw, number in enumerate(numbers):
-        seen = observe(run, threat, client=number, draw=draw, seed=seed)
-        recovered = read_update(run, seen)
+    try:
+        observed = list(_observations(run, threat, images, summed_over, seed))
+    except Unsupported as reason:
+        return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
+    for seen, published in observed:
+        draw = len(found["cosine"])
+        recovered = read_update(run, seen.sent, seen.received())
         found["cosine"].append(_cosine(recovered.first, seen.gradient))
         found["movement"].append(_cosine(-recovered.gradient, seen.movement))
-        found["aggregate"].append(_aggregate_cosine(run, threat, seen, number, draw, summed_over, seed))
+        found["aggregate"].append(_cosine(published, seen.gradient))
         try:
-            image = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw))
+            images_found = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed)
         except Unsupported as reason:
             why = str(reason)
         else:
-            pair, quality = _nearest(_to_unit(image, low, high), _to_unit(seen.images, low, high))
-            other = run.task.client(numbers[(draw + 1) % len(numbers)]).train[0][draw : draw + 1]
+            truth = _to_unit(seen.images, low, high)
+            pair, quality = _nearest(_to_unit(images_found, low, high), truth)
             found["psnr"].append(quality)
             found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
-            found["random"].append(_nearest(_to_unit(other, low, high), _to_unit(seen.images, low, high))[1])
+            found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
             pairs.append(pair)
         if work is not None:
             work.update(1)
     return Exposure(
         threat,
         is_own,
-        tuple(found["cosine"]),
-        tuple(found["movement"]),
-        tuple(found["aggregate"]),
-        tuple(found["psnr"]),
-        tuple(found["ssim"]),
-        tuple(found["random"]),
-        tuple(original for original, _ in pairs),
-        tuple(image for _, image in pairs),
-        why,
+        cosines=tuple(found["cosine"]),
+        movements=tuple(found["movement"]),
+        aggregate=tuple(found["aggregate"]),
+        psnr=tuple(found["psnr"]),
+        ssim=tuple(found["ssim"]),
+        random_psnr=tuple(found["random"]),
+        originals=tuple(original for original, _ in pairs),
+        reconstructions=tuple(image for _, image in pairs),
+        why_no_images=why,
     )
 
 
-def read_update(run: Run, seen: Observation) -> RecoveredGradient:
+def _observations(
+    run: Run, threat: ThreatModel, count: int, summed_over: int, seed: int
+) -> Iterator[tuple[Observation, Tensor]]:
+    """Yield attacked updates, each with the gradient that the average of `summed_over` clients gives away anyway."""
+    many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
+    for draw in range(-(-count // many)):
+        seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
+        everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
+        published = replace(seen[0], updates=everyone)
+        average = read_update(run, published.sent, published.received()).first
+        for one in seen[: count - draw * many]:
+            yield one, average
+
+
+def _another(run: Run, seen: Observation, seed: int) -> Tensor:
+    """Return a random image of another client: what a guess looks like."""
+    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
+    generator = seeds.torch_generator(seed, "guess", seen.client)
+    number = others[int(torch.randint(len(others), (1,), generator=generator))]
+    inputs = run.task.client(number).train[0]
+    return inputs[torch.randint(len(inputs), (1,), generator=generator)]
+
+
+def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
     """Return what the server computes from what it sent and received.
 
     Raises:
         Unsupported: The method shares nothing of the body.
     """
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
-    if any(name.endswith("heads.weight") for name in seen.sent):
-        return recover_gradient(seen.sent, seen.received, lr=training.lr, weight_decay=training.weight_decay)
-    body = {name.removeprefix("body."): value for name, value in seen.sent.items() if name.startswith("body.")}
+    if any(name.endswith("heads.weight") for name in sent):
+        return recover_gradient(sent, received, lr=training.lr, weight_decay=training.weight_decay)
+    body = {name.removeprefix("body."): value for name, value in sent.items() if name.startswith("body.")}
     if not body:
         raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
     layout = run.task.body_layout
     before = layout.join(body).double()
-    after = layout.join({name: seen.received[f"body.{name}"] for name in body}).double()
+    after = layout.join({name: received[f"body.{name}"] for name in body}).double()
     gradient = (before - after) / training.lr - training.weight_decay * before
     nothing = torch.empty(0, dtype=torch.float64)
     return RecoveredGradient(gradient, gradient, nothing, nothing, before, after - before, torch.ones(1).double())
 
 
-def _aggregate_cosine(
-    run: Run, threat: ThreatModel, seen: Observation, client: int, draw: int, summed_over: int, seed: int
-) -> float:
-    """Return how near the average of many clients' updates is to this client's gradient: that much is published."""
-    many = min(summed_over, len(run.task.clients))
-    if many < 2:
-        return 1.0
-    summed = replace(threat, summed_over=many)
-    published = observe(run, summed, client=client, draw=draw, seed=seed)
-    return _cosine(read_update(run, published).first, seen.gradient)
-
-
 def _reconstruct(
-    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int
+    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int, guess: int
 ) -> Tensor:
+    """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
     shape = (1, *seen.images.shape[1:])
     if len(shape) != 4:
         raise Unsupported("The inputs are no images.")
-    return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+    if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+        return _another(run, seen, guess)
+    if seen.trap is None:
+        return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    candidates, _ = read_imprint(
+        seen.trap,
+        seen.received(),
+        run.task.body,
+        shape=(shape[1], shape[2], shape[3]),
+        bounds=bounds,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+    )
+    return candidates if len(candidates) else _another(run, seen, guess)
 
 
-def _nearest(image: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return the original nearest to an image, the image, and the PSNR between the two."""
-    qualities = psnr(image.expand_as(originals), originals)
-    best = int(qualities.argmax())
-    return (originals[best], image[0]), float(qualities[best])
+def _nearest(found: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return the original and the found image that are nearest to each other, and the PSNR between the two."""
+    qualities = torch.stack([psnr(image[None].expand_as(originals), originals) for image in found])
+    image, original = divmod(int(qualities.argmax()), len(originals))
+    return (originals[original], found[image]), float(qualities.max())
 
 
 def _pixel_range(run: Run) -> tuple[float, float]:
@@ -265,6 +299,10 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
     """Return findings of each threat model; those of the run's own schedule have targets, the others are reported."""
     findings: list[Finding] = []
     for one in exposures:
+        if not one.cosines:
+            name = f"gradient recovered, {one.threat.label}"
+            findings.append(Finding(name, None, unit="cosine", detail={"reason": one.why_no_images}))
+            continue
         anyway, label = _mean(one.aggregate), one.threat.label + (" (this run)" if one.is_own else "")
         findings.append(
             _finding(
@@ -330,16 +368,12 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
     rows = [
         (
             one.threat.label + (" (this run)" if one.is_own else ""),
-            _mean(one.cosines),
-            _mean(one.aggregate),
-            _mean(one.psnr) if one.psnr else None,
-            _mean(one.random_psnr) if one.random_psnr else None,
-            _mean(one.ssim) if one.ssim else None,
+            *(_mean(v) if v else None for v in (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.ssim)),
             one.verdict,
         )
         for one in exposures
     ]
-    notes = ("Honest but curious server that knows model, settings and initial state; no label is used.",)
+    notes = ("The server knows model, settings and initial state; no label is used.",)
     return Table("What the server could have seen", columns, rows, notes)
 
 

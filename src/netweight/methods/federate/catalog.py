@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import final
 
+from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.direct import fedavg, fedavg_private_head, local_only
@@ -60,11 +60,8 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
         UsageError: A private method lacks its noise, or another was given some.
     """
     if name not in METHODS:
-        close = get_close_matches(name, METHODS)
-        raise NameNotFound(
-            f"There is no method {name!r}.",
-            cure=f"Did you mean {close[0]!r}?" if close else f"Methods are: {', '.join(METHODS)}.",
-        )
+        near = ", ".join(nearest_names(name, METHODS))
+        raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")
     entry = METHODS[name]
     if entry.private and noise_multiplier is None:
         raise UsageError(

@@ -1,6 +1,6 @@
 """A federation at rest: the server's state, every client's private tensors and the history, in one compressed file.
 
-The engine in this process calls it. A Flower server and its clients keep theirs apart, see `integrations/flower.py`.
+The engine in this process calls it. A Flower server and its clients keep theirs apart, see `integrations/flower`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 import torch
+from torch import Tensor
 
 from netweight.core import digest
 from netweight.core.environment import usable_cores
@@ -143,12 +144,16 @@ class _Federation:
         self.workers = min(self.workers, len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
         self._digest = _digest(task, method, settings)
-        self.state: Tensors = method.start(task, seed=settings.seed)
+        self.state: Tensors = self._placed(method.start(task, seed=settings.seed))
         self._private: dict[int, Tensors] = {}
         self.rounds: list[Round] = []
         if folder is not None and (folder / CHECKPOINT).exists():
             saved = Checkpoint.load(folder / CHECKPOINT, self._digest)
-            self.state, self._private, self.rounds = saved.state, dict(saved.private), list(saved.rounds)
+            self.state, self.rounds = self._placed(saved.state), list(saved.rounds)
+            self._private = {client: self._placed(tensors) for client, tensors in saved.private.items()}
+
+    def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
+        return {name: value.to(self.device) for name, value in tensors.items()}
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -165,7 +170,8 @@ class _Federation:
     def private(self, client: int) -> Tensors:
         """Return what a client keeps."""
         if client not in self._private:
-            self._private[client] = self.method.private_start(self.task, client, seed=self.settings.seed)
+            start = self.method.private_start(self.task, client, seed=self.settings.seed)
+            self._private[client] = self._placed(start)
         return self._private[client]
 
     def all_private(self) -> dict[int, Tensors]:

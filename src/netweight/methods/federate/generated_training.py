@@ -120,7 +120,7 @@ class _Group:
         self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
         self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
         self.classifiers = Descent(torch.stack([w.head for w in weights]).to(device), training.lr, training)
-        self.statistics = [{name: value.clone() for name, value in w.statistics.items()} for w in weights]
+        self.statistics = [{name: value.to(device, copy=True) for name, value in w.statistics.items()} for w in weights]
 
     def generate(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return bodies `(k, P)`, codes `(k, H)` with their graph, and what the graph begins with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -73,10 +74,19 @@ def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
 def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
     if value.shape != base.shape:
         return f"has shape {tuple(value.shape)}, not {tuple(base.shape)}"
-    parts = (value,) if isinstance(value, Tensor) else (torch.tensor(value.scale), value.left, value.right)
-    for part in parts:
-        if base.is_floating_point() != part.is_floating_point():
+    for part in (value,) if isinstance(value, Tensor) else (value.left, value.right):
+        if part.dtype != base.dtype:
             return f"has dtype {part.dtype}, not {base.dtype}"
         if not torch.isfinite(part).all():
             return "holds NaN or Inf"
+    if isinstance(value, LowRank) and not _product_is_finite(value):
+        return "holds NaN or Inf, or factors whose product could overflow"
     return None
+
+
+def _product_is_finite(value: LowRank) -> bool:
+    """Whether no element of `left · rightᵀ` can overflow: finite factors alone do not say so."""
+    if not value.left.numel() or not value.right.numel():
+        return math.isfinite(value.scale)
+    largest = value.left.abs().amax().double() * value.right.abs().amax().double() * value.left.shape[1]
+    return math.isfinite(value.scale) and float(largest) < torch.finfo(value.left.dtype).max

@@ -77,6 +77,8 @@ class LocalModel:
         """Return the share of examples whose largest output is the target's, in evaluation mode."""
         self.body.eval()
         self.head.eval()
+        body, head = body.to(self.device), head.to(self.device)
+        statistics = {name: value.to(self.device) for name, value in (statistics or {}).items()}
         right = 0
         for inputs, targets in zip(*(torch.split(part, _EVALUATED_AT_ONCE) for part in data), strict=True):
             outputs = self.classify(head, self.features(body, self.place(inputs), statistics))

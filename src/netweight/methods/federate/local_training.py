@@ -187,9 +187,9 @@ def _train_group(
     training: LocalTraining,
 ) -> tuple[list[Weights], list[float]]:
     """Train clients step by step side by side."""
-    statistics = [{name: value.clone() for name, value in w.statistics.items()} for w in weights]
-    bodies = Descent(torch.stack([w.body for w in weights]), lr, training)
-    heads = Descent(torch.stack([w.head for w in weights]), lr, training)
+    statistics = [{name: value.to(model.device, copy=True) for name, value in w.statistics.items()} for w in weights]
+    bodies = Descent(torch.stack([w.body for w in weights]).to(model.device), lr, training)
+    heads = Descent(torch.stack([w.head for w in weights]).to(model.device), lr, training)
     model.train(trains)
     gradients = rule_for(model.device)
     total, count = torch.zeros(len(weights)), torch.zeros(len(weights))
@@ -227,7 +227,7 @@ def _train_head(
     """
     model.train("head")
     stream = Stream(model, number, phase.epochs, training.batch_size, seed)
-    head = Descent(weights.head.clone()[None], phase.lr, training)
+    head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
     losses = []
     known = None if model.task.augment else _features(model, weights, model.task.client(number).train[0])
     targets = model.task.client(number).train[1].to(model.device)
@@ -241,10 +241,12 @@ def _train_head(
         loss = model.task.loss(model.classify(vector, features), wanted)
         head.step(torch.autograd.grad(loss, vector)[0][None], [0])
         losses.append(float(loss.detach()))
-    return Weights(weights.body, head.vectors[0], weights.statistics), sum(losses) / len(losses)
+    return Weights(weights.body.to(model.device), head.vectors[0], weights.statistics), sum(losses) / len(losses)
 
 
 @torch.no_grad()
 def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
     parts = torch.split(model.place(inputs), 256)
-    return torch.cat([model.features(weights.body, part, weights.statistics) for part in parts])
+    body = weights.body.to(model.device)
+    statistics = {name: value.to(model.device) for name, value in weights.statistics.items()}
+    return torch.cat([model.features(body, part, statistics) for part in parts])

@@ -94,8 +94,8 @@ class _Client:
     ) -> None:
         self._model, self._phase, self._privacy, self._expected = model, phase, privacy, expected
         self._statistics = weights.statistics
-        self.body = Descent(weights.body.clone()[None], phase.lr, training)
-        self.head = Descent(weights.head.clone()[None], phase.head_lr or phase.lr, training)
+        self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
+        self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
 
     def step(self, inputs: Tensor, targets: Tensor, mask: Tensor, noise: torch.Generator) -> Tensor:
         """Take one step with the examples of the mask; return their mean loss."""

@@ -111,11 +111,11 @@ class ServerHypernetwork:
         self._make_own()
         for name in self._learned:
             value, velocity = self._state[name], self._state[_VELOCITY + name]
-            velocity.mul_(descent.momentum).add_(value, alpha=descent.weight_decay)
             if name == _WEIGHT:
-                velocity.addr_(along, codes, alpha=factor)
+                velocity.addr_(along, codes, beta=descent.momentum, alpha=factor)
             else:
-                velocity.add_(along if name == _BIAS else small[name], alpha=factor)
+                velocity.mul_(descent.momentum).add_(along if name == _BIAS else small[name], alpha=factor)
+            velocity.add_(value, alpha=descent.weight_decay)
             value.sub_(velocity, alpha=descent.lr)
 
     def _pulled_back(self, client: int, along: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -90,9 +90,9 @@ class FedTask:
         return tuple(sorted(self._by_number))
 
     @cached_property
-    def _by_number(self) -> dict[int, ClientData]:
-        pairs = self.data.items() if isinstance(self.data, Mapping) else enumerate(self.data)
-        return dict(pairs)
+    def _by_number(self) -> Mapping[int, ClientData]:
+        # A mapping stays as it is: it may load a client's data when they are asked for, or have none on a server.
+        return self.data if isinstance(self.data, Mapping) else dict(enumerate(self.data))
 
     def client(self, number: int) -> ClientData:
         """Return one client's data.

@@ -6,23 +6,25 @@ The audit and the tables of attacks call it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.hardening import Hardened, dense_tensors
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Method, Trained
+from netweight.methods.federate.method import Client, Method
 from netweight.methods.federate.task import ClientData, FedTask
-from netweight.methods.federate.updates import LowRank, Tensors, Update, aggregate
+from netweight.methods.federate.updates import Tensors, Update, aggregate
 
-__all__ = ["Observation", "ThreatModel", "dense_tensors", "observe", "shortened"]
+__all__ = ["Observation", "ThreatModel", "observe", "shortened"]
 
 
 @final
@@ -36,6 +38,7 @@ class ThreatModel:
         examples: Examples that the client holds; None for as many as a batch.
         summed_over: Clients whose updates the server sees only as their average: 1 for none, more under secure
             aggregation.
+        server: "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
         first_round: Attack the first round, from the method's initial state, rather than one more round of the
             trained federation.
     """
@@ -44,6 +47,7 @@ class ThreatModel:
     local_steps: int = 1
     examples: int | None = None
     summed_over: int = 1
+    server: Literal["honest", "malicious"] = "honest"
     first_round: bool = False
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class ThreatModel:
         """In words, for tables."""
         steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
         steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
+        steps += ", malicious server" if self.server == "malicious" else ""
         return steps + (", first round" if self.first_round else "")
 
 
@@ -70,86 +75,99 @@ class Observation:
     """What a server observes of one client, and the truth that it does not see.
 
     Attributes:
+        client: Its number.
         sent: What the server sent.
-        received: What it sees come back: the client's tensors, or an average of several clients'.
+        trap: What a malicious server needs to read the answer; None for an honest one.
+        updates: The updates whose average the server sees: the client's own, or those of a secure sum.
         images: The client's inputs, shape `(n, …)`; truth.
         labels: Their targets; truth.
-        body: The body that the client began with, shape `(P,)`; truth unless it was sent.
-        gradient: The gradient of its loss on its first batch by the body, shape `(P,)`; truth.
+        gradient: The gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth.
         movement: How its body moved in the whole round, shape `(P,)`; truth.
     """
 
+    client: int
     sent: Tensors
-    received: Tensors
+    trap: Imprinted | None
+    updates: tuple[Update, ...]
     images: Tensor
     labels: Tensor
-    body: Tensor
     gradient: Tensor
     movement: Tensor
 
+    def received(self) -> dict[str, Tensor]:
+        """Return what the server sees come back, low-rank matrices made whole."""
+        if len(self.updates) > 1:
+            return aggregate(self.sent, self.updates)
+        return dense_tensors(self.updates[0].tensors, self.sent)
 
-def observe(run: Run, threat: ThreatModel, *, client: int, draw: int, seed: int) -> Observation:
-    """Let a client train as the threat model says and return what the server sees.
 
-    The client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
+def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
+    """Let clients train as the threat model says and return what the server sees of each.
+
+    A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
+    Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
 
     Args:
-        run: The federation; its method trains and its clients' data are trained on.
+        run: The federation; its method trains, on its clients' data.
         threat: Batch size, steps, examples, secure aggregation.
-        client: Whose update is attacked.
-        draw: Number of the draw of its examples.
+        clients: Who trains.
+        draw: Number of the draw of their examples.
         seed: Decides which examples are drawn.
+
+    Raises:
+        UsageError: There are fewer clients than a sum needs, or a client has too few examples.
+        Unsupported: The method's local rounds cannot be shortened.
     """
-    others = [number for number in run.task.clients if number != client]
-    generator = seeds.torch_generator(seed, "others", client, draw)
-    order = torch.randperm(len(others), generator=generator)[: threat.summed_over - 1].tolist()
-    members = [client, *(others[index] for index in order)]
-    if len(members) < threat.summed_over:
-        raise UsageError(f"{len(members)} clients cannot be summed as {threat.summed_over}.")
-    tasks = {number: _small_task(run.task, number, threat.held, draw, seed) for number in members}
+    if len(clients) < threat.summed_over:
+        raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
     method = shortened(run.method, threat)
-    fresh = threat.first_round
-    state = method.start(run.task, seed=run.seed) if fresh else run.state
-    trained = {n: _train(method, task, n, state, run, seed=seed, fresh=fresh) for n, task in tasks.items()}
-    own = trained[client]
-    received: Tensors = dense_tensors(own.update, state)
-    if threat.summed_over > 1:
-        received = aggregate(state, [one.update for one in trained.values()])
-    return _observed(method, tasks[client], client, state, received, own, run, seed=seed, fresh=fresh)
+    state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
+    trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
+    state = trap.state if trap else state
+    seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
+    size = threat.summed_over
+    groups = [tuple(one.updates[0] for one in seen[start : start + size]) for start in range(0, len(seen), size)]
+    if len(groups[-1]) < size:
+        groups[-1] = (*groups[-2][len(groups[-1]) - size :], *groups[-1])
+    return [dataclasses.replace(one, updates=groups[index // size]) for index, one in enumerate(seen)]
 
 
-def _train(method: Method, task: FedTask, number: int, state: Tensors, run: Run, *, seed: int, fresh: bool) -> Trained:
-    client = Client(number, _private(method, run, number, fresh), method.message(state, number))
-    return method.train(task, LocalModel(task), [client], round=1, seed=seed)[0]
-
-
-def _private(method: Method, run: Run, number: int, fresh: bool) -> Tensors:
-    return method.private_start(run.task, number, seed=run.seed) if fresh else run.private[number]
+def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
+    """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
+    if not any(name.endswith("heads.weight") for name in state):
+        raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
+    public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
+    bounds = (float(public.min()), float(public.max()))
+    return imprint(state, run.task.body, public=public, images=max(threat.held, 2), bounds=bounds, seed=seed)
 
 
 def _observed(
     method: Method,
-    task: FedTask,
-    client: int,
-    state: Tensors,
-    received: Tensors,
-    own: Trained,
     run: Run,
-    *,
+    threat: ThreatModel,
+    number: int,
+    state: Tensors,
+    trap: Imprinted | None,
+    draw: int,
     seed: int,
-    fresh: bool,
 ) -> Observation:
-    sent = method.message(state, client)
-    weights = method.weights(run.task, sent, _private(method, run, client, fresh))
-    inputs, targets = task.client(client).train
+    task = _small_task(run.task, number, threat.held, draw, seed)
+    private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
+    client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
+    found = method.train(task, model, [client], round=1, seed=seed)
+    if not found:
+        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
+    trained = found[0]
+    weights = method.weights(run.task, client.received, private)
+    inputs, targets = task.client(number).train
     model.train("body")
     body = weights.body.clone().requires_grad_()
     statistics = {name: value.clone() for name, value in weights.statistics.items()}
     loss = model.loss(body, weights.head, model.place(inputs), targets, statistics)
     (gradient,) = torch.autograd.grad(loss, body)
-    movement = own.weights.body - weights.body
-    return Observation(sent, received, inputs, targets, weights.body, gradient, movement)
+    movement = trained.weights.body - weights.body
+    return Observation(number, client.received, trap, (trained.update,), inputs, targets, gradient, movement)
 
 
 def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> FedTask:
@@ -169,6 +187,8 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
         Unsupported: The method has no local training to shorten.
         UsageError: The steps are no whole number of passes over the examples.
     """
+    if isinstance(method, Hardened):  # the attacker may ask for fewer steps than the client agrees to
+        return dataclasses.replace(method, method=shortened(method.method, threat))
     per_epoch = -(-threat.held // threat.batch_size)
     epochs, rest = divmod(threat.local_steps, per_epoch)
     if rest:
@@ -188,9 +208,3 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
         kept = [phase for phase in method.phases if phase.trains != "head"]
         changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
-
-
-def dense_tensors(update: Update, state: Tensors) -> dict[str, Tensor]:
-    """Return an update's tensors, low-rank matrices made whole."""
-    tensors: Mapping[str, Tensor | LowRank] = update.tensors
-    return {name: value.dense(state[name]) if isinstance(value, LowRank) else value for name, value in tensors.items()}

@@ -1,0 +1,1 @@
+"""An app for Flower: personal models of handwritten digits."""

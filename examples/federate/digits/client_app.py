@@ -1,0 +1,27 @@
+"""A client: it has its own data, and keeps its head and embedding on its own disk."""
+
+from flwr.app import Context
+
+from digits.task import client_data, method, model
+from netweight.integrations.flower import client_app
+from netweight.methods.federate import FedTask
+
+
+def task(context: Context) -> FedTask:
+    """The model and this client's data."""
+    config, number = context.run_config, int(context.node_config["partition-id"])
+    return FedTask(*model(config), {number: client_data(config, number)})
+
+
+def folder(context: Context) -> str | None:
+    """Where this node keeps what is private: its own configuration says so, else the run's."""
+    return str(context.node_config.get("private-folder") or context.run_config["private-folder"]) or None
+
+
+app = client_app(
+    task,
+    lambda context: method(context.run_config),
+    folder=folder,
+    # Who insists on masks takes them from the node's own configuration, which the server cannot change.
+    secure_sum=lambda context: bool(context.node_config.get("secure-sum", context.run_config["secure-sum"])),
+)

@@ -1,0 +1,383 @@
+"""Flower's apps message by message, in this process: the same model as the engine's, nothing private in what is sent,
+and whatever clients may do wrong.
+"""
+
+import math
+import warnings
+
+import pytest
+
+pytest.importorskip("flwr")
+with warnings.catch_warnings():  # typer, which Flower imports, asks click for names that click is going to drop
+    warnings.filterwarnings("ignore", "'click.utils", DeprecationWarning)
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+
+import numpy as np
+from flower_federation import CLIENTS, METHODS, whole_task
+from flower_under_test import (
+    NODES,
+    GridHere,
+    Leaky,
+    ToEachItsOwn,
+    history_in,
+    new_grid,
+    same,
+    serve,
+    task_of_client,
+    task_of_server,
+)
+
+from netweight.errors import FederationStopped, UsageError
+from netweight.integrations.flower import MethodStrategy, client_app, export_private, import_private, server_app
+from netweight.methods.federate import Federation, train
+from netweight.methods.federate.checkpoint import Checkpoint
+from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.hardening import Hardened, UpdateNoise
+from netweight.store import open_store
+
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_engines_give_the_same_model(name, tmp_path):
+    method, settings = METHODS[name], Federation(rounds=3)
+    grid = new_grid(method, tmp_path / "nodes", seed=settings.seed)
+    state, rounds = serve(grid, method, tmp_path, rounds=3)
+    run = train(whole_task(), method, settings, workers=1)
+    assert same(state, run.state, TOLERANCE if name == "hyperfl" else 0)
+    for mine, theirs in zip(rounds, run.rounds, strict=True):
+        assert (mine.before, mine.after, mine.clients) == (theirs.before, theirs.after, theirs.clients)
+        assert mine.loss == pytest.approx(theirs.loss, abs=1e-5)
+    for client in range(CLIENTS):
+        exported = export_private(tmp_path / "nodes", client, tmp_path / f"{client}.safetensors")
+        with open_store(exported) as store:
+            assert same({key: store.get(key) for key in store.names()}, run.private[client], TOLERANCE)
+
+
+def test_sampling_and_rehearsed_drop_out_are_the_engines(tmp_path):
+    method, settings = METHODS["fedavg"], {"rounds": 4, "fraction": 0.7, "drop_out": 0.3, "min_clients": 1}
+    state, rounds = serve(new_grid(method), method, tmp_path, **settings)
+    run = train(whole_task(), method, Federation(**settings, retries=1), workers=1)
+    assert same(state, run.state)
+    assert [(done.clients, done.attempts, sorted(done.loss)) for done in rounds] == [
+        (done.clients, done.attempts, sorted(done.loss)) for done in run.rounds
+    ]
+
+
+@pytest.mark.parametrize("name", ["hyperfl", "fedavg", "fedavg-private-head", "local", "pfedhn-pc"])
+def test_no_private_tensor_leaves_a_client(name, tmp_path):
+    """Not by name, and not by any name: the bytes of what is private are in nothing that is sent."""
+    method = METHODS[name]
+    grid = new_grid(method, tmp_path / "nodes")
+    serve(grid, method, tmp_path)
+    assert len(grid.traffic) == 2 * CLIENTS
+    for client in range(CLIENTS):
+        exported = export_private(tmp_path / "nodes", client, tmp_path / f"{client}.safetensors")
+        with open_store(exported) as store:
+            private = [store.get(key).numpy().tobytes() for key in store.names()]
+        assert bool(private) == (name != "fedavg")
+        last = [sent for node, sent in grid.traffic if NODES[node] == client][-1]
+        assert not any(tensor in data for tensor in private for data in last.values())
+    shared = {name.partition(".")[0] for name in method.shared}
+    sent = b"".join(data for _, messages in grid.traffic for data in messages.values())
+    kinds = {"hypernetwork": b"hypernetwork.", "body": b'"body.', "head": b'"head.'}
+    assert {kind for kind, sign in kinds.items() if sign in sent} == shared
+
+
+def test_a_private_tensor_is_refused_before_anything_is_sent(tmp_path, caplog):
+    grid = new_grid(Leaky(METHODS["hyperfl"]))
+    with pytest.raises(FederationStopped):
+        serve(grid, METHODS["hyperfl"], tmp_path)
+    assert "was about to send the private tensors" in caplog.text
+    assert all(b"embedding" not in name.encode() for _, sent in grid.traffic for name in sent)
+    assert all(len(sent) == 1 for _, sent in grid.traffic)  # an error, which has no record
+
+
+def spoiled(change, *, client=1, round=2):
+    """Change the reply of one client in one round."""
+
+    def spoil(node, reply, grid):
+        wrong = reply.metadata.message_type == "train" and NODES[node] == client
+        return change(reply, grid) if wrong and reply.metadata.group_id == str(round) else reply
+
+    return spoil
+
+
+def with_arrays(change):
+    def spoil(reply, grid):
+        arrays = {name: array.numpy() for name, array in reply.content["arrays"].items()}
+        reply.content["arrays"] = ArrayRecord({name: Array(value) for name, value in change(arrays).items()})
+        return reply
+
+    return spoil
+
+
+def first(change):
+    """Change the first tensor."""
+    return with_arrays(lambda arrays: {k: change(v) if i == 0 else v for i, (k, v) in enumerate(arrays.items())})
+
+
+def reported(**values):
+    def spoil(reply, grid):
+        reply.content["report"] = ConfigRecord({**reply.content["report"], **values})
+        return reply
+
+    return spoil
+
+
+def false_header(reply, grid):
+    """Announce an array of terabytes."""
+    name, array = next(iter(reply.content["arrays"].items()))
+    data = np.zeros(3, np.float32)
+    array.data = array.data[:0] + Array(data).data.replace(b"(3,), ", b"(999999999999,), ".ljust(6))[: len(array.data)]
+    reply.content["arrays"][name] = array
+    return reply
+
+
+def without_records(reply, grid):
+    reply.content = RecordDict({"metrics": MetricRecord({"loss": 0.1})})
+    return reply
+
+
+def vanished(reply, grid):
+    return None
+
+
+FAULTS = {
+    "nan": (first(lambda value: value * np.float32(math.nan)), "NaN"),
+    "infinity": (first(lambda value: value + np.float32(math.inf)), "NaN or Inf"),
+    "shape": (first(lambda value: np.zeros((*value.shape, 2), value.dtype)), "shape"),
+    "dtype": (first(lambda value: value.astype(np.float64)), "dtype"),
+    "missing": (with_arrays(lambda arrays: dict(list(arrays.items())[1:])), "missing tensors"),
+    "extra": (with_arrays(lambda arrays: {**arrays, "body.extra": np.zeros(2, np.float32)}), "extra tensors"),
+    "replayed round": (reported(round=1), "replayed or late"),
+    "someone else": (reported(client=0), "in the name of client 0"),
+    "no examples": (reported(n=0), "0 examples"),
+    "text for a number": (reported(n="many"), "cannot be read"),
+    "no records": (without_records, "cannot be read"),
+    "false header": (false_header, "cannot be read"),
+    "nothing": (vanished, "sent nothing"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_client_is_named_and_the_round_goes_on(fault, tmp_path, caplog):
+    change, said = FAULTS[fault]
+    method = METHODS["fedavg"]
+    state, rounds = serve(new_grid(method, spoil=spoiled(change)), method, tmp_path, rounds=3)
+    assert [list(done.refused) for done in rounds] == [[], [1], []]
+    assert said in rounds[1].refused[1]
+    assert sorted(rounds[1].after) == [0, 2]
+    assert "client 1 left out" in caplog.text
+    assert all(value.isfinite().all() for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_arrays(lambda a: {k: v for k, v in a.items() if not k.endswith("|left")}), "cannot be read"),
+        (with_arrays(lambda a: {k: v * (np.float32(1e30) if "|" in k else 1) for k, v in a.items()}), "overflow"),
+        (with_arrays(lambda a: {k: v * (math.nan if k.endswith("|scale") else 1) for k, v in a.items()}), "NaN"),
+    ],
+)
+def test_faulty_low_rank_factors_are_refused(change, said, tmp_path):
+    method = METHODS["hyperfl"]
+    state, rounds = serve(new_grid(method, spoil=spoiled(change)), method, tmp_path)
+    assert said in rounds[1].refused[1]
+    assert all(value.isfinite().all() for value in state.values())
+
+
+def test_low_rank_factors_for_a_message_of_its_own_are_taken_as_what_they_are(tmp_path):
+    """A method may expect dense tensors: factors, which any client can send, neither stop the server nor mislead it."""
+
+    def factors(arrays):
+        first = "body.0.weight"
+        rank = {"scale": np.ones(1), "left": np.zeros((6, 1), np.float32), "right": np.zeros((8, 1), np.float32)}
+        others = {name: value for name, value in arrays.items() if name != first}
+        return {**others, **{f"{first}|{part}": value for part, value in rank.items()}}
+
+    method = METHODS["pfedhn"]
+    _, rounds = serve(new_grid(method, spoil=spoiled(with_arrays(factors))), method, tmp_path)
+    assert [dict(done.refused) for done in rounds] == [{}, {}]
+
+
+def test_a_client_whose_update_was_refused_goes_on_from_where_it_was(tmp_path):
+    """As in the engine of one process, a refused round leaves no trace in a client's private tensors."""
+    method = METHODS["fedavg-private-head"]
+    spoil = spoiled(FAULTS["nan"][0])
+    state, _ = serve(new_grid(method, tmp_path / "a", spoil=spoil), method, tmp_path / "first", rounds=3)
+    # The same, but the client never sees round 2.
+    grid = new_grid(method, tmp_path / "b", spoil=spoiled(vanished))
+    other, _ = serve(grid, method, tmp_path / "second", rounds=3)
+    assert same(state, other)
+
+
+def test_an_exception_in_a_client_is_named(tmp_path):
+    def broken(context):
+        if context.node_config["partition-id"] == 1:
+            raise RuntimeError("the disk is gone")
+        return task_of_client(context)
+
+    method = METHODS["fedavg"]
+    grid = GridHere({node: client_app(broken, method) for node in NODES}, NODES)
+    _, rounds = serve(grid, method, tmp_path)
+    assert all("the disk is gone" in done.refused[1] for done in rounds)
+
+
+def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
+    """Client 0 has the fewest examples, 20, which make 3 steps; the others 3 and 4."""
+    method = Hardened(METHODS["hyperfl"], minimum_steps=4)
+    _, rounds = serve(new_grid(method), method, tmp_path, min_clients=1)
+    assert sorted(rounds[0].after) == [2]
+    assert all("takes no part in round 1" in rounds[0].refused[client] for client in (0, 1))
+    assert "local steps are fewer than 4" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
+def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
+    """Two runs of the same federation differ, and both from what the server could work out."""
+    method = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
+    first, _ = serve(new_grid(method), method, tmp_path / "first", rounds=1)
+    second, _ = serve(new_grid(method), method, tmp_path / "second", rounds=1)
+    run = train(whole_task(), method, Federation(rounds=1), workers=1)
+    assert not same(first, second, 1e-4)
+    assert not same(first, run.state, 1e-4)
+    given, _ = serve(new_grid(method, seed=520), method, tmp_path / "given", rounds=1)
+    assert same(given, run.state)
+
+
+def test_too_few_updates_stop_the_federation_with_its_state_saved(tmp_path):
+    method = METHODS["hyperfl"]
+    grid = new_grid(method, tmp_path / "nodes", spoil=lambda node, reply, g: reply if NODES[node] == 0 else None)
+    with pytest.raises(FederationStopped, match="Round 1 had fewer than 2 sound updates in 2 attempts"):
+        serve(grid, method, tmp_path)
+    grid.spoil = None
+    state, rounds = serve(grid, method, tmp_path)
+    assert len(rounds) == 2
+    assert same(state, train(whole_task(), method, Federation(rounds=2), workers=1).state, TOLERANCE)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing may catch it."""
+
+
+def test_a_killed_server_costs_one_round(tmp_path):
+    method = METHODS["hyperfl"]
+
+    def kill(node, reply, grid):
+        if reply.metadata.group_id == "3" and NODES[node] == 2:
+            raise Killed
+        return reply
+
+    grid = new_grid(method, tmp_path / "nodes", spoil=kill)
+    with pytest.raises(Killed):
+        serve(grid, method, tmp_path, rounds=4)
+    assert len(history_in(tmp_path)) == 2
+    # A new run: nodes have forgotten everything but what is on their disks.
+    state, rounds = serve(new_grid(method, tmp_path / "nodes"), method, tmp_path, rounds=4)
+    run = train(whole_task(), method, Federation(rounds=4), workers=1)
+    assert same(state, run.state, TOLERANCE)
+    assert [done.after for done in rounds] == [done.after for done in run.rounds]
+
+
+def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):
+    method = METHODS["fedavg"]
+    serve(new_grid(method), method, tmp_path, rounds=1)
+    state, rounds = serve(new_grid(method), method, tmp_path, rounds=2)
+    assert rounds[1].refused == {}
+    assert same(state, train(whole_task(), method, Federation(rounds=2), workers=1).state)
+
+
+def test_private_tensors_that_were_not_kept_are_missed(tmp_path, caplog):
+    method = METHODS["fedavg-private-head"]
+    serve(new_grid(method), method, tmp_path, rounds=1)
+    with pytest.raises(FederationStopped):
+        serve(new_grid(method), method, tmp_path, rounds=2)
+    assert "the server goes on from round 1" in caplog.text
+
+
+def test_flowers_own_loop_can_drive_the_strategy(tmp_path):
+    method, settings = METHODS["fedavg"], Federation(rounds=2)
+    strategy = MethodStrategy(method, settings, range(CLIENTS), federation="ours", timeout=0.0)
+    start = ArrayRecord({name: Array(value.numpy()) for name, value in method.start(whole_task(), seed=520).items()})
+    result = strategy.start(grid=new_grid(method), initial_arrays=start, num_rounds=2)
+    run = train(whole_task(), method, settings, workers=1)
+    assert same(result.arrays.to_torch_state_dict(), run.state)
+    assert result.train_metrics_clientapp[2]["after"] == run.rounds[1].mean_after
+    assert result.train_metrics_clientapp[2]["after.1"] == run.rounds[1].after[1]
+
+
+def test_another_federation_does_not_mix_with_the_one_in_the_folder(tmp_path, caplog):
+    method = METHODS["hyperfl"]
+    serve(new_grid(method, tmp_path / "nodes"), method, tmp_path)
+    with pytest.raises(UsageError, match="other settings"):
+        serve(new_grid(method, tmp_path / "nodes"), method, tmp_path, seed=1)
+    with pytest.raises(FederationStopped):  # clients refuse, too, as the history of their tensors is another
+        serve(new_grid(method, tmp_path / "nodes"), method, tmp_path / "new", seed=1)
+    assert "belong to another federation" in caplog.text
+    with pytest.raises(FederationStopped):
+        serve(new_grid(method, tmp_path / "nodes"), method, tmp_path / "newer")
+    assert "the server goes on from round 0" in caplog.text
+
+
+def test_private_tensors_move_to_another_machine_and_to_another_federation(tmp_path):
+    method = METHODS["hyperfl"]
+    serve(new_grid(method, tmp_path / "nodes"), method, tmp_path)
+    moved, begun = tmp_path / "moved", tmp_path / "begun"
+    for client in range(CLIENTS):
+        exported = export_private(tmp_path / "nodes", client, tmp_path / f"{client}.safetensors")
+        import_private(exported, moved)
+        import_private(exported, begun, start=True)
+        with pytest.raises(UsageError, match="already"):
+            import_private(exported, moved)
+    state, _ = serve(new_grid(method, moved), method, tmp_path, rounds=3)
+    run = train(whole_task(), method, Federation(rounds=3), workers=1)
+    assert same(state, run.state, TOLERANCE)
+    _, rounds = serve(new_grid(method, begun), method, tmp_path / "again", seed=8)
+    _, fresh = serve(new_grid(method), method, tmp_path / "fresh", seed=8)
+    assert rounds[0].before != fresh[0].before
+    with pytest.raises(UsageError, match="no private tensors of client 7"):
+        export_private(moved, 7, tmp_path / "7.safetensors")
+
+
+def test_each_client_can_be_sent_a_message_of_its_own(tmp_path):
+    method = ToEachItsOwn()
+    state, _ = serve(new_grid(method, nodes={10: 2, 11: 0, 12: 1}), method, tmp_path, rounds=1, min_clients=3)
+    assert state["number"].tolist() == [0.0, 11.0, 22.0]
+
+
+def test_two_nodes_with_one_number_are_both_left_out(tmp_path):
+    method, nodes = METHODS["fedavg"], {10: 0, 11: 1, 12: 2, 13: 2, 14: 9}
+    _, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path)
+    assert rounds[0].refused == {2: "is claimed by 2 nodes"}
+
+
+def test_a_node_that_comes_later_takes_part(tmp_path):
+    method = METHODS["fedavg"]
+
+    def arrive(node, reply, grid):
+        if reply.metadata.group_id == "1":
+            grid.online.add(12)
+        return reply
+
+    grid = new_grid(method, spoil=arrive)
+    grid.online = {10, 11}
+    _, rounds = serve(grid, method, tmp_path, rounds=2)
+    assert [sorted(done.loss) for done in rounds] == [[0, 1], [0, 1, 2]]
+
+
+def test_a_server_has_no_data_and_needs_an_absolute_folder(tmp_path):
+    with pytest.raises(UsageError, match="is with the client"):
+        task_of_server(None).client(0)
+    app = server_app(task_of_server, METHODS["fedavg"], folder="somewhere")
+    with pytest.raises(UsageError, match="not absolute"):
+        app(new_grid(METHODS["fedavg"]), Context(1, 1, {}, RecordDict(), {}, 0))
+
+
+def test_checkpoints_of_a_server_hold_nothing_private(tmp_path):
+    method = METHODS["hyperfl"]
+    serve(new_grid(method, tmp_path / "nodes"), method, tmp_path)
+    with open_store(tmp_path / CHECKPOINT) as store:
+        assert all(name == "about" or name.startswith("state|hypernetwork.") for name in store.names())
+    with pytest.raises(UsageError, match="other settings"):
+        Checkpoint.load(tmp_path / CHECKPOINT, "another")

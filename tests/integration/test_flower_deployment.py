@@ -1,0 +1,116 @@
+"""The example as people deploy it: a SuperLink and three SuperNodes as processes, with TLS and registered nodes."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("sklearn")
+
+import torch
+from flower_processes import EXAMPLE, Deployment, wait
+
+from netweight.integrations.flower import HISTORY, export_private
+from netweight.methods.federate import Client, FedTask, Run, train
+from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate.local_model import LocalModel
+from netweight.store import open_store
+
+CONFIG = {
+    "clients": 3,
+    "epochs": 1,
+    "seed": 520,
+    "min-clients": 2,
+    "method": "hyperfl",
+    "timeout": 200.0,
+    "patience": 1.0,
+}
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"))
+    try:
+        deployment.start_server()
+        for node in range(3):
+            deployment.register(node)
+            deployment.start_node(node)
+        wait(lambda: len(deployment.online()) == 3, 120, "three nodes")
+        yield deployment
+    finally:
+        deployment.stop()
+        assert deployment.living() == {}
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example's own description of its task."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from digits import task
+
+        yield task
+    finally:
+        sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def expected(example) -> Run:
+    """The same federation's first round by the engine of one process."""
+    config = {**CONFIG, "data": "digits", "rounds": 1}
+    task = FedTask(*example.model(config), example.everyones_data("digits", 3))
+    return train(task, example.method(config), example.settings(config), workers=1)
+
+
+def without_the_third(run) -> dict[str, torch.Tensor]:
+    """The state after one round more, in which clients 0 and 1 alone take part."""
+    there = [Client(client, run.private[client], run.method.message(run.state, client)) for client in (0, 1)]
+    trained = run.method.train(run.task, LocalModel(run.task), there, round=2, seed=520)
+    return run.method.aggregate(run.state, [one.update for one in trained])
+
+
+def largest_difference(folder, state) -> float:
+    with open_store(folder / CHECKPOINT) as store:
+        saved = {name.removeprefix("state|"): store.get(name) for name in store.names() if name.startswith("state|")}
+    assert saved.keys() == state.keys()
+    return max((value - saved[name]).abs().max().item() for name, value in state.items())
+
+
+def test_the_example_learns_what_the_engine_of_one_process_learns(deployment, expected):
+    folder = deployment.folder / "federation"
+    run = deployment.run(EXAMPLE, **CONFIG, rounds=1, folder=str(folder))
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    assert largest_difference(folder, expected.state) < TOLERANCE
+    rounds = json.loads((folder / HISTORY).read_text())["rounds"]
+    assert [done["refused"] for done in rounds] == [{}]
+    assert rounds[0]["after"] == {str(client): value for client, value in expected.rounds[0].after.items()}
+    for client in range(3):  # each head is on its own node's disk, and is the one of the other engine
+        exported = export_private(
+            deployment.folder / f"private-{client}", client, folder / f"head-{client}.safetensors"
+        )
+        with open_store(exported) as store:
+            for name, value in expected.private[client].items():
+                assert torch.allclose(store.get(name), value, atol=TOLERANCE)
+
+
+def test_an_unregistered_node_is_refused(deployment):
+    process = deployment.start_node(3)
+    assert process.wait(90) != 0
+    assert "Failed to activate SuperNode" in deployment.log("node-3")
+
+
+def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected):
+    """The same federation is asked for one round more, after one node has gone: it is resumed, not begun anew."""
+    folder = deployment.folder / "federation"
+    before = json.loads((folder / HISTORY).read_text())["rounds"]
+    deployment.end("node-2")
+    wait(lambda: len(deployment.online()) == 2, 60, "the SuperLink to notice")
+    run = deployment.run(EXAMPLE, **CONFIG, rounds=2, folder=str(folder))
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    rounds = json.loads((folder / HISTORY).read_text())["rounds"]
+    assert rounds[:1] == before
+    assert list(rounds[1]["refused"]) == ["2"]
+    assert sorted(rounds[1]["after"]) == ["0", "1"]
+    assert largest_difference(folder, without_the_third(expected)) < TOLERANCE

@@ -1,0 +1,139 @@
+"""What takes minutes: simulation, killed and hanging processes, secure sums, each with Flower's own processes."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("sklearn")
+
+from flower_processes import EXAMPLE, Deployment, Simulation, faulty_example, wait
+
+from netweight.integrations.flower import HISTORY
+from netweight.integrations.flower.secure_sum import CLIP
+from netweight.methods.federate import FedTask, train
+from netweight.methods.federate.engine import CHECKPOINT
+from netweight.store import open_store
+
+pytestmark = pytest.mark.study
+
+CONFIG = {"clients": 3, "epochs": 1, "seed": 520, "min-clients": 2, "method": "hyperfl"}
+TOLERANCE = 1e-5
+STEP = 2 * CLIP / 2**22
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    deployment = Deployment(tmp_path)
+    try:
+        deployment.start_server()
+        for node in range(3):
+            deployment.register(node)
+            deployment.start_node(node)
+        wait(lambda: len(deployment.online()) == 3, 240, "three nodes", every=4.0)
+        yield deployment
+    finally:
+        deployment.stop()
+        assert deployment.living() == {}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The states and accuracies of two rounds by the engine of one process."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from digits import task
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    whole = FedTask(*task.model(CONFIG), task.everyones_data("digits", 3))
+
+    def run(rounds):
+        config = {**CONFIG, "rounds": rounds}
+        return train(whole, task.method(config), task.settings(config), workers=1)
+
+    return {rounds: run(rounds) for rounds in (1, 2)}
+
+
+def largest_difference(folder, state):
+    with open_store(folder / CHECKPOINT) as store:
+        saved = {name.removeprefix("state|"): store.get(name) for name in store.names() if name.startswith("state|")}
+    assert saved.keys() == state.keys()
+    return max((value - saved[name]).abs().max().item() for name, value in state.items())
+
+
+def history(folder):
+    return json.loads((folder / HISTORY).read_text())["rounds"] if (folder / HISTORY).exists() else []
+
+
+def test_the_simulation_learns_what_the_engine_of_one_process_learns(tmp_path, expected):
+    simulation, folder = Simulation(tmp_path), tmp_path / "federation"
+    try:
+        config = {**CONFIG, "rounds": 2, "folder": str(folder), "private-folder": str(tmp_path / "private")}
+        assert simulation.finish(EXAMPLE, **config) == "finished:completed"
+    finally:
+        simulation.stop()
+        assert simulation.living() == {}
+    assert largest_difference(folder, expected[2].state) < TOLERANCE
+    after = [{int(client): value for client, value in done["after"].items()} for done in history(folder)]
+    assert after == [dict(done.after) for done in expected[2].rounds]
+
+
+def test_a_killed_server_costs_one_round(deployment, expected):
+    folder = deployment.folder / "federation"
+    config = {**CONFIG, "rounds": 2, "folder": str(folder), "timeout": 200.0}
+    deployment.run(EXAMPLE, **config)
+    wait(lambda: len(history(folder)) == 1, 400, "the first round")
+    deployment.kill("server")
+    deployment.start_server()
+    wait(lambda: len(deployment.online()) == 3, 240, "the nodes to come back", every=4.0)
+    first = history(folder)
+    assert deployment.finish(deployment.run(EXAMPLE, **config)) == "finished:completed"
+    assert history(folder)[: len(first)] == first
+    assert [done["refused"] for done in history(folder)] == [{}, {}]
+    assert largest_difference(folder, expected[2].state) < TOLERANCE
+
+
+def test_a_hanging_client_is_named_and_the_round_goes_on(deployment):
+    """The others have long answered when the time for the round is over."""
+    folder = deployment.folder / "federation"
+    config = {**CONFIG, "rounds": 1, "folder": str(folder), "timeout": 90.0, "fault": "hang 1"}
+    run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    (done,) = history(folder)
+    assert done["refused"] == {"1": "sent nothing"}
+    assert sorted(done["after"]) == ["0", "2"]
+
+
+def test_a_node_that_is_killed_in_a_round_is_named_before_the_time_is_over(deployment):
+    folder = deployment.folder / "federation"
+    config = {**CONFIG, "rounds": 1, "folder": str(folder), "timeout": 400.0, "fault": "hang 2"}
+    run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
+    wait((deployment.folder / "hangs").exists, 240, "the client to begin")
+    deployment.kill("node-2")
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    (done,) = history(folder)
+    assert "answered with error" in done["refused"]["2"]
+    assert done["seconds"] < 390
+    assert sorted(done["after"]) == ["0", "1"]
+
+
+def test_a_secure_sum_is_the_engines(deployment, expected):
+    folder = deployment.folder / "federation"
+    config = {**CONFIG, "rounds": 1, "folder": str(folder), "timeout": 200.0, "secure-sum": True}
+    run = deployment.run(EXAMPLE, **config)
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    difference = largest_difference(folder, expected[1].state)
+    assert STEP / 1e4 < difference < 3 * STEP + TOLERANCE
+    (done,) = history(folder)
+    assert done["refused"] == {}
+
+
+def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
+    folder = deployment.folder / "federation"
+    config = {**CONFIG, "rounds": 1, "folder": str(folder), "timeout": 200.0, "secure-sum": True, "fault": "raise 1"}
+    run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
+    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    (done,) = history(folder)
+    assert "out of memory" in done["refused"]["1"]
+    assert sorted(done["after"]) == ["0", "2"]

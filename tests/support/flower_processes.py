@@ -1,0 +1,275 @@
+"""A SuperLink and SuperNodes as real processes on this machine, with TLS and registered nodes, for tests."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "federate"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+    "OMP_NUM_THREADS": "1",
+}
+MARK = "NETWEIGHT_TEST_FEDERATION"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait(condition, seconds, what, every=0.3):
+    """Wait until a condition holds and return it; a test fails that waits in vain."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(every)
+    raise AssertionError(f"waited {seconds} seconds in vain for {what}")
+
+
+class Processes:
+    """Whatever is started here and by what is started here: all of it carries a mark in its environment."""
+
+    def __init__(self, folder):
+        self.folder, self.started, self.mark = folder, {}, uuid.uuid4().hex
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "RAY_"))}
+        self.environment = {
+            **inherited,
+            **QUIET,
+            MARK: self.mark,
+            "HOME": str(folder),
+            "FLWR_HOME": str(folder / "flwr"),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+        (folder / "flwr").mkdir()
+
+    def start(self, name, program, *arguments):
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.started[name] = subprocess.Popen(
+                [str(BIN / program), *map(str, arguments)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        return self.started[name]
+
+    def log(self, name):
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def flwr(self, *arguments, seconds=120):
+        """Call the command `flwr` and return what it says as JSON."""
+        done = subprocess.run(
+            [str(BIN / "flwr"), *map(str, arguments), "--format", "json"],
+            env=self.environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            raise AssertionError(f"flwr {arguments}: rc {done.returncode}\n{done.stdout}\n{done.stderr}") from None
+
+    def living(self):
+        """Process id → command of all that carry the mark and live."""
+        found = {}
+        for place in Path("/proc").iterdir():
+            if place.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if f"{MARK}={self.mark}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                        found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def end(self, name):
+        """Stop a process that was started here in an orderly way."""
+        process = self.started.pop(name)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+    def kill(self, name):
+        """Kill a process that was started here and its whole group, without warning."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.started[name].pid, signal.SIGKILL)
+        self.started.pop(name).wait(30)
+
+    def stop(self):
+        """Stop all in an orderly way, then whatever is left; return what had to be killed."""
+        for process in reversed(list(self.started.values())):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.started.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        stubborn = self.living()
+        for number in stubborn:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        for process in self.started.values():
+            process.wait(20)
+        wait(lambda: not self.living(), 30, f"the end of {self.living()}")
+        return stubborn
+
+
+class Deployment(Processes):
+    """A SuperLink with TLS and node authentication, and nodes that are registered unless asked otherwise."""
+
+    def __init__(self, folder, nodes=3):
+        super().__init__(folder)
+        self.port, self.keys, self.nodes = free_port(), folder / "keys", nodes
+        subprocess.run([sys.executable, EXAMPLE / "make_certificates.py", self.keys, str(nodes + 1)], check=True)
+        (folder / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "tls"\n[superlink.tls]\naddress = "127.0.0.1:{self.port}"\n'
+            f'root-certificates = "{self.keys / "ca.crt"}"\n'
+        )
+
+    def start_server(self):
+        keys, where = self.keys, ("--host", "127.0.0.1", "--port", self.port, "--database", self.folder / "state.db")
+        certificates = ("--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.pem")
+        process = self.start(
+            "server",
+            "flower-superlink",
+            *certificates,
+            "--ssl-keyfile",
+            keys / "server.key",
+            "--enable-supernode-auth",
+            "--disable-runtime-dependency-installation",
+            *where,
+        )
+        context = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+
+        def answers():
+            assert process.poll() is None, self.log("server")
+            with contextlib.suppress(OSError):
+                address = f"https://127.0.0.1:{self.port}/health"
+                return urllib.request.urlopen(address, context=context, timeout=5).status == 200
+
+        wait(answers, 90, "the SuperLink")
+
+    def register(self, node):
+        self.flwr("supernode", "register", self.keys / f"node-{node}.pub", "tls")
+
+    def start_node(self, node, **config):
+        config = {"partition-id": node, "private-folder": str(self.folder / f"private-{node}"), **config}
+        listed = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+        where = ("--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", free_port())
+        return self.start(
+            f"node-{node}",
+            "flower-supernode",
+            "--root-certificates",
+            self.keys / "ca.crt",
+            *where,
+            "--auth-supernode-private-key",
+            self.keys / f"node-{node}",
+            "--max-wait-time",
+            "30",
+            "--node-config",
+            listed,
+        )
+
+    def online(self):
+        return [node for node in self.flwr("supernode", "list", "tls")["nodes"] if node["status"] == "online"]
+
+    def run(self, app, **config):
+        """Run an app and return the run's id."""
+        listed = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items())
+        return self.flwr("run", app, "tls", "--run-config", listed)["run-id"]
+
+    def status(self, run):
+        return self.flwr("list", "tls", "--run-id", run)["runs"][0]["status"]
+
+    def finish(self, run, seconds=400):
+        """Wait until a run has ended and return how."""
+
+        def ended():
+            status = self.status(run)
+            return status if status.startswith("finished") else None
+
+        return wait(ended, seconds, f"run {run}; {self.log('server')[-3000:]}", every=4.0)
+
+
+class Simulation(Processes):
+    """Flower's simulation: one SuperLink that starts on its own, nodes in processes of Ray."""
+
+    def __init__(self, folder, nodes=3):
+        super().__init__(folder)
+        self.environment["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"] = str(free_port())
+        (folder / "flwr" / "config.toml").write_text(
+            '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+        )
+        self.federation = (
+            f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus=2 "
+            "init-args-logging-level='ERROR' init-args-log-to-driver=false"
+        )
+
+    def finish(self, app, seconds=400, **config):
+        """Run an app and return how it ended."""
+        listed = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items())
+        options = ("--run-config", listed, "--federation-config", self.federation)
+        run = self.flwr("run", app, "local", *options, seconds=seconds)["run-id"]
+
+        def ended():
+            status = self.flwr("list", "local", "--run-id", run)["runs"][0]["status"]
+            return status if status.startswith("finished") else None
+
+        return wait(ended, seconds, f"run {run}", every=4.0)
+
+
+def faulty_example(folder):
+    """A copy of the example whose clients do in round 1 what the run's `fault` says, such as "hang 1" or "raise 2"."""
+    copy = folder / "faulty"
+    shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "digits" / "client_app.py").rename(copy / "digits" / "sound_client_app.py")
+    (copy / "digits" / "client_app.py").write_text(FAULTY)
+    described = copy / "pyproject.toml"
+    described.write_text(described.read_text() + 'fault = ""\nsigns = ""\n')
+    return copy
+
+
+FAULTY = """
+import time
+from pathlib import Path
+
+from digits.sound_client_app import app as sound
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.query()
+def query(message, context):
+    return sound(message, context)
+
+
+@app.train()
+def train(message, context):
+    fault, _, client = str(context.run_config["fault"]).partition(" ")
+    if str(context.node_config["partition-id"]) == client and message.metadata.group_id == "1":
+        masked = message.content.config_records.get("secaggplus_configs")
+        if fault == "hang":
+            (Path(context.run_config["signs"]) / "hangs").touch()
+            time.sleep(900)
+        elif masked is None or masked["stage"] == "collect_masked_vectors":
+            raise RuntimeError("out of memory")
+    return sound(message, context)
+"""
