@@ -101,7 +101,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     times = time_rounds(
         random_federation(clients, images, seed=seed),
         training,
-        workers=(1, 2) if usable_cores() > 1 else (1,),
+        workers=(1, 2) if usable_cores() > 1 and not quick else (1,),
         repeats=repeats,
         seed=seed,
         progress=Progress(every=5.0),

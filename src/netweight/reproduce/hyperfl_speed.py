@@ -39,7 +39,7 @@ def table4(scale: Scale, out: Path) -> Measured:
     from netweight.zoo.random_federation import random_federation
 
     clients, images, training = (20, 600, LocalTraining()) if scale == "paper" else (2, 50, LocalTraining(epochs=1))
-    workers = (1, 2) if usable_cores() > 1 else (1,)
+    workers = (1, 2) if usable_cores() > 1 and scale == "paper" else (1,)
     times = time_rounds(
         random_federation(clients, images), training, workers=workers, repeats=_REPEATS, progress=Progress("auto")
     )

@@ -80,17 +80,17 @@ def time_rounds(
             for method in TIMED:
                 noise = _NOISE if METHODS[method].private else None
                 made = named_method(method, training=training, noise_multiplier=noise)
-                run = stack.enter_context(round_by_round(task, made, seed=seed, workers=threads))
-                cases.append(_case(Contender(method, threads=threads), 1, run))
-            for method, dense in (("fedavg", dense_fedavg), ("hyperfl", dense_hyperfl)):
-                run = dense(task, training, seed=seed)
-                cases.append(_case(Contender(method, engine=False, threads=threads), threads, run))
+                rounds = stack.enter_context(round_by_round(task, made, seed=seed, workers=threads))
+                cases.append(_case(Contender(method, threads=threads), 1, rounds))
+            dense = dense_fedavg(task, training, seed=seed)
+            cases.append(_case(Contender("fedavg", engine=False, threads=threads), threads, dense))
+        cases.append(_case(Contender("hyperfl", engine=False), 1, dense_hyperfl(task, training, seed=seed)))
         return interleave(
             cases, repeats=repeats, seed=seed, again_below=0, steady=0, progress=progress, description="rounds"
         )
 
 
-def _case(contender: Contender, threads: int, run: Callable[[], None]) -> Case[Contender]:
+def _case(contender: Contender, threads: int, run: Callable[[], object]) -> Case[Contender]:
     """Time a function with a number of torch's threads; the engine's workers each have one."""
 
     def timed(_: Any) -> None:
@@ -119,6 +119,8 @@ def speed_findings(times: Mapping[Contender, Samples], *, seed: int, targets: bo
             for other in sorted({1, threads}):
                 name = f"times as fast as dense modules on {other} thread{'s' * (other > 1)}, {method}"
                 dense = Contender(method, engine=False, threads=other)
+                if dense not in times:
+                    continue
                 wanted = goal if other == threads else None
                 ours = Contender(method, threads=threads)
                 findings.append(_ratio(f"{name}, {_workers(threads)}", times, dense, ours, "higher", wanted, seed))

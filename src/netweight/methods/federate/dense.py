@@ -16,13 +16,16 @@ from torch.func import functional_call
 from netweight.core import seeds
 from netweight.generate import Hypernetwork, ParameterLayout
 from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.direct import without
+from netweight.methods.federate.generated_training import HYPERNETWORK
+from netweight.methods.federate.hyperfl import HyperFL
 from netweight.methods.federate.task import FedTask
 
 __all__ = ["dense_fedavg", "dense_hyperfl"]
 
 
-def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], None]:
-    """Return a function that trains one round of FedAvg and averages.
+def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that trains one round of FedAvg and returns the average, body and head numbered 0 and 1.
 
     Args:
         task: Model and data.
@@ -32,7 +35,7 @@ def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callab
     server = nn.Sequential(copy.deepcopy(task.body), copy.deepcopy(task.head))
     draws = _Draws(task, training, seed)
 
-    def round() -> None:
+    def round() -> dict[str, Tensor]:
         average = {name: torch.zeros_like(value) for name, value in server.state_dict().items()}
         for client, share in draws.shares():
             model = copy.deepcopy(server)
@@ -43,12 +46,13 @@ def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callab
                 optimizer.step()
             _add(average, model, share)
         server.load_state_dict(average)
+        return average
 
     return round
 
 
-def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], None]:
-    """Return a function that trains one round of HyperFL and averages the hypernetworks.
+def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
+    """Return a function that trains one round of HyperFL and returns the average of the hypernetworks.
 
     Args:
         task: Model and data.
@@ -56,10 +60,12 @@ def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Calla
         seed: Of weights and batches.
     """
     layout, body = ParameterLayout.of(task.body), copy.deepcopy(task.body)
+    method = HyperFL(training)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        server = Hypernetwork(layout.size)
-        embeddings = {client: nn.Parameter(torch.randn(64)) for client in task.clients}
+        server = method.hypernetwork(task)
+    server.load_state_dict(without(HYPERNETWORK, method.start(task, seed=seed)))
+    private = {client: method.private_start(task, client, seed=seed) for client in task.clients}
+    embeddings = {client: nn.Parameter(own["embedding"]) for client, own in private.items()}
     heads = {client: copy.deepcopy(task.head) for client in task.clients}
     draws = _Draws(task, training, seed)
 
@@ -87,12 +93,13 @@ def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Calla
         head.requires_grad_(True)
         return network
 
-    def round() -> None:
+    def round() -> dict[str, Tensor]:
         average = {name: torch.zeros_like(value) for name, value in server.state_dict().items()}
         for client, share in draws.shares():
             train_head(client)
             _add(average, train_generator(client), share)
         server.load_state_dict(average)
+        return average
 
     return round
 
