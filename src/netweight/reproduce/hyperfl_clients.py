@@ -97,10 +97,13 @@ def _label_figure(counts: Tensor) -> Figure:
     from netweight.evidence.figures import canvas, to_figure
 
     with canvas(1) as (drawing, (axes,)):
-        image = axes.pcolormesh(counts.T.numpy(), cmap="viridis")  # an SVG of a report must not hold pictures
+        clients, classes = (range(size) for size in counts.shape)
+        image = axes.pcolormesh(clients, classes, counts.T.numpy(), shading="nearest", cmap="viridis")
+        axes.set_xticks(clients[::5])
         axes.set_xlabel("client")
         axes.set_ylabel("class")
-        drawing.colorbar(image, ax=axes, label="training images")
+        scale = drawing.colorbar(image, ax=axes, label="training images")
+        scale.solids.set_rasterized(False)  # an SVG of a report must not hold pictures
         return to_figure(
             drawing,
             alt="Number of training images of each class that each of the 20 clients has.",
