@@ -103,6 +103,7 @@ def _label_figure(counts: Tensor) -> Figure:
         axes.set_xlabel("client")
         axes.set_ylabel("class")
         scale = drawing.colorbar(image, ax=axes, label="training images")
+        assert scale.solids is not None
         scale.solids.set_rasterized(False)  # an SVG of a report must not hold pictures
         return to_figure(
             drawing,
