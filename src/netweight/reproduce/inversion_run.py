@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.reproduce.federated_run import images_of
-from netweight.reproduce.resumed import LEDGER, run_each
+from netweight.reproduce.resumed import LEDGER, finished, run_each
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,7 +71,8 @@ def attack_all(runs: Sequence[AttackRun], folder: Path) -> None:
     """
     from netweight.core.progress import Progress
 
-    with Progress("auto").task("attacks", total=len(runs), unit="images") as work:
+    left = set(runs) - set(finished(folder, AttackRun))
+    with Progress("auto").task("attacks", total=len(left), unit="images") as work:
         run_each(partial(attack_one, tell=work.update), runs, ledger=folder / LEDGER)
 
 
