@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.generate import Hypernetwork, ParameterLayout
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Update, train
+from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Run, Update, train
+from netweight.methods.federate.audit import read_update
 from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.outgoing import check_outgoing
 from netweight.methods.federate.pfedhn import PFedHN, pfedhn, pfedhn_pc
 from netweight.methods.federate.server_hypernetwork import ServerDescent, ServerHypernetwork, first_state
+from netweight.methods.federate.threat import ThreatModel, observe
 
 DIGITS = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
 
@@ -140,3 +142,11 @@ def test_the_catalog_makes_every_method_under_its_name() -> None:
         named_method("centaur")
     with pytest.raises(UsageError, match="adds no noise"):
         named_method("fedavg", noise_multiplier=1.0)
+
+
+def test_a_server_that_asks_for_one_step_reads_the_gradient() -> None:
+    task = digits_task()
+    run = Run(task, pfedhn_pc(), {}, {}, (), 0)
+    (seen,) = observe(run, ThreatModel(first_round=True), [2], seed=0)
+    recovered = read_update(run, seen.sent, seen.received())
+    assert float(torch.cosine_similarity(recovered.first, seen.gradient.double(), dim=0)) > 0.9999

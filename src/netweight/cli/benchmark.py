@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +15,7 @@ import click
 from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
+    from netweight.evidence.finding import Finding
     from netweight.methods.compress.benchmark.data import DataSet
     from netweight.methods.compress.benchmark.result import Result
 
@@ -66,6 +69,79 @@ def codec(
     if out is not None:
         output.line(f"\nWritten: {out}")
     output.result({**result.to_json(), "file": None if out is None else str(out)})
+
+
+@benchmark.command()
+@click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True, help="Clients per round.")
+@click.option("--images", type=click.IntRange(min=1), default=600, show_default=True, help="Images of each client.")
+@click.option(
+    "--repeats", type=click.IntRange(min=5), default=5, show_default=True, help="Timed rounds of each method."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the data and of the order of runs.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the JSON goes.  [default: "
+    "benchmarks/results/federate-DATE.json; nowhere with --quick]")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Two clients with 50 images: shows that it runs; the times mean nothing.")
+@output_option
+def federate(clients: int, images: int, repeats: int, seed: int, out: Path | None, quick: bool, output: Output) -> None:
+    """Measure rounds of federated methods, and the engine against dense training.
+
+    Random images of Fashion-MNIST's size; one round of each method in turn, in one process, on one worker and on two.
+    Every ratio is taken between rounds side by side. Let nothing else run meanwhile.
+    """
+    from dataclasses import asdict
+
+    from netweight.core.environment import describe, usable_cores
+    from netweight.core.progress import Progress
+    from netweight.evidence.report import write_text
+    from netweight.methods.federate import LocalTraining
+    from netweight.methods.federate.benchmark import speed_findings, time_rounds
+    from netweight.zoo.random_federation import random_federation
+
+    clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())
+    times = time_rounds(
+        random_federation(clients, images, seed=seed),
+        training,
+        workers=(1, 2) if usable_cores() > 1 and not quick else (1,),
+        repeats=repeats,
+        seed=seed,
+        progress=Progress(every=5.0),
+    )
+    findings = speed_findings(times, seed=seed, targets=not quick)
+    if out is None and not quick:
+        out = _unused(RESULTS, f"federate-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    result = {
+        "benchmark": "federate",
+        "command": shlex.join(["netweight", *sys.argv[1:]]),
+        "quick": quick,
+        "clients": clients,
+        "images": images,
+        "training": asdict(training),
+        "seed": seed,
+        "environment": describe(),
+        "rounds": [{**asdict(one), **asdict(taken)} for one, taken in times.items()],
+        "findings": [finding.to_json() for finding in findings],
+    }
+    if out is not None:
+        write_text(out, json.dumps(result, indent=1) + "\n")
+    headers = ["round of", "wall, s", "CPU, s"]
+    output.table(headers, [
+        (one.label, f"{median(taken.wall):.3g}", f"{median(taken.cpu):.3g}") for one, taken in times.items()
+    ])  # fmt: skip
+    output.line()
+    headers = ["ratio", "target", "measured", "95 % interval", ""]
+    output.table(headers, [_ratio_line(finding) for finding in findings])
+    if quick:
+        output.line("A trial run: the times mean nothing.", fg="yellow")
+    if out is not None:
+        output.line(f"\nWritten: {out}")
+    output.result({**result, "file": None if out is None else str(out)})
+
+
+def _ratio_line(finding: Finding) -> tuple[str, ...]:
+    low, high = finding.ci95 or (float("nan"), float("nan"))
+    target = "" if finding.target is None else f"{'≤' if finding.better == 'lower' else '≥'} {finding.target}"
+    verdict = {True: "met", False: "MISSED", None: ""}[finding.passed]
+    return finding.name, target, f"{finding.value:.3g}", f"{low:.3g} to {high:.3g}", verdict
 
 
 def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:

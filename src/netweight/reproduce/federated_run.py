@@ -1,25 +1,42 @@
 """One federation of the HyperFL paper's tables: a data set, a method, a seed, and the curve of its accuracy.
 
-The tables call it. A run is resumable by the round: its checkpoint lies in a folder of its own beside the ledger.
+The tables call it. A run is resumable by the round: its checkpoint lies in a folder of its own beside the ledger. Other
+tables bring runs of their own, with a name and a function that makes the federation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 from netweight.core import digest
 from netweight.core.progress import Progress
-from netweight.core.runs import Result, in_process, map_runs
-from netweight.errors import NetweightError
+from netweight.core.runs import Result
+from netweight.reproduce.resumed import LEDGER, Named, run_each
 
 if TYPE_CHECKING:
+    from netweight.methods.federate import Federation, FedTask, Method
+    from netweight.zoo.data import Images
     from netweight.zoo.federation import FederationPlan
 
-__all__ = ["FederatedRun", "finished", "plan_of", "run_all"]
+__all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
+
+Parts: TypeAlias = "tuple[FedTask, Method, Federation]"
+"""What `methods.federate.train` takes."""
+
+R = TypeVar("R", bound=Named)
+
+
+@cache
+def images_of(data: str) -> Images:
+    """Return a data set by its name, read once for all runs of a table."""
+    from netweight.zoo.data import load
+
+    return load(data)
+
 
 _EVALUATIONS = 40
 """How often accuracy is measured in a run of 200 rounds."""
@@ -65,19 +82,24 @@ def plan_of(run: FederatedRun) -> FederationPlan:
     )
 
 
-def run_one(run: FederatedRun, *, folder: Path) -> dict[str, Any]:
+def _parts_of(run: FederatedRun) -> Parts:
+    plan = plan_of(run)
+    task = plan.task()
+    return task, plan.make_method(task), plan.settings()
+
+
+def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:
     """Train one federation; return its curve as plain values.
 
     Args:
         run: What to train.
         folder: Where checkpoints lie while it is under way.
+        parts_of: Makes the federation.
     """
     from netweight.methods.federate import train
 
-    plan = plan_of(run)
-    task = plan.task()
-    place = folder / run.name
-    done = train(task, plan.make_method(task), plan.settings(), folder=place, save_every=5, progress=Progress("auto"))
+    task, method, settings = parts_of(run)
+    done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))
     evaluated = [r for r in done.rounds if r.after]
     return {
         "rounds": [r.round for r in evaluated],
@@ -90,37 +112,20 @@ def run_one(run: FederatedRun, *, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_all(runs: Sequence[FederatedRun], out: Path) -> list[Result[FederatedRun]]:
+def run_all(
+    runs: Sequence[R],
+    out: Path,
+    *,
+    parts_of: Callable[[R], Parts] = _parts_of,  # type: ignore[assignment]
+) -> list[Result[R]]:
     """Train federations one after another, each on all cores; finished ones are taken from the ledger.
 
     Args:
         runs: What to train.
         out: Folder of the ledger and the checkpoints.
+        parts_of: Makes the federation of a run; by default that of a `FederatedRun`.
 
     Raises:
         NetweightError: A run failed.
     """
-    results = []
-    for result in map_runs(
-        partial(run_one, folder=out), runs, ledger=out / "runs.jsonl", engine=in_process, ordered=True
-    ):
-        if not result.ok:
-            last = (result.error or "").strip().splitlines()[-1]
-            raise NetweightError(f"{result.config.name} failed: {last}", cure="Run it again to continue.")
-        results.append(result)
-    return results
-
-
-def finished(out: Path) -> dict[FederatedRun, dict[str, Any]]:
-    """Return every run in a folder's ledger that ended well, with its curve."""
-    from netweight.core.ledger import Ledger
-
-    path = out / "runs.jsonl"
-    if not path.exists():
-        return {}
-    with Ledger(path) as ledger:
-        return {
-            FederatedRun(**record["config"]): record["value"]
-            for record in ledger.records.values()
-            if record["error"] is None
-        }
+    return run_each(partial(run_one, folder=out, parts_of=parts_of), runs, ledger=out / LEDGER)

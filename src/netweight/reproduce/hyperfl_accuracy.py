@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.reproduce.federated_run import FederatedRun, finished, run_all
+from netweight.reproduce.federated_run import FederatedRun, run_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["COLUMNS", "METHODS", "runs_of_table1", "table1"]
 
@@ -66,7 +67,7 @@ def runs_of_table1(scale: Scale) -> list[FederatedRun]:
 
 
 @table("hyperfl-table1", needs=("evidence", "dp"), paper_needs=("Fashion-MNIST and days on a CPU",), stand_in=True)
-def table1(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+def table1(scale: Scale, out: Path, *, only: str | None = None, rounds: int | None = None) -> Measured:
     """Train every method on every data set; report accuracy before and after local training.
 
     Args:
@@ -74,29 +75,20 @@ def table1(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
         out: Finished runs are kept here, and unfinished ones go on from their last round.
         only: Train only the runs whose name, `DATA-CLIENTS-METHOD-SEED`, fits this pattern ("fashion-mnist-20-*"), or
             none with "none"; the table shows all that are finished.
+        rounds: Another number of rounds.
 
     Raises:
         UsageError: The pattern fits no run.
         NetweightError: A run failed.
     """
     runs = runs_of_table1(scale)
-    chosen = _chosen(runs, only)
-    run_all(chosen, out)
-    found = {run: curve for run, curve in finished(out).items() if run in set(runs)}
+    if rounds is not None:
+        runs = [dataclasses.replace(run, rounds=rounds) for run in runs]
+    run_all(chosen(runs, only), out)
+    found = {run: curve for run, curve in finished(out, FederatedRun).items() if run in set(runs)}
     if not found:
         raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
     return _measured(found, scale)
-
-
-def _chosen(runs: Sequence[FederatedRun], only: str | None) -> list[FederatedRun]:
-    if only == "none":
-        return []
-    chosen = [run for run in runs if only is None or fnmatch(run.name, only)]
-    if not chosen:
-        raise UsageError(
-            f"The pattern {only!r} fits no run.", cure=f"Names are like {runs[0].name!r}; * fits any part."
-        )
-    return chosen
 
 
 def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> Measured:
@@ -115,7 +107,7 @@ def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> 
     rounds = sorted({run.rounds for run in found})
     differs = [_STAND_INS[name] for name in sorted(data & set(_STAND_INS))]
     if scale == "small":
-        differs.append("A miniature: scikit-learn's digits, 20 clients of 71 images, 10 rounds.")
+        differs.append(f"A miniature: scikit-learn's digits, 20 clients of 71 images, {rounds[0]} rounds.")
     return Measured(
         columns=tuple(Column(name, "%", "higher") for name in names.values()),
         rows=tuple(rows),
@@ -199,16 +191,18 @@ def _finding(name: str, values: Mapping[int, float], target: float | None) -> Fi
 
 
 @table("hyperfl-fig4", needs=("evidence",), stand_in=True)
-def figure4(scale: Scale, out: Path) -> Measured:
+def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
     """Draw each method's training loss by round, and how far one client's generated body moves between rounds.
 
     Args:
         scale: "small" trains 10 rounds on scikit-learn's digits; "paper" 50 on EMNIST letters.
         out: Finished runs are kept here.
+        rounds: Another number of rounds, at least 2.
     """
     from netweight.evidence.figures import lines
 
-    data, rounds = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)
+    data, usual = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)
+    rounds = rounds or usual
     runs = [
         FederatedRun(data, method, rounds=rounds) for method in ("local", "fedavg", "fedavg-private-head", "hyperfl")
     ]
@@ -248,7 +242,6 @@ def figure4(scale: Scale, out: Path) -> Measured:
 
 def _movements(run: FederatedRun, out: Path) -> list[float]:
     """Return norms of the change of client 0's generated body between adjacent rounds, kept once computed."""
-    import dataclasses
     import json
 
     from netweight.methods.federate import train
@@ -256,7 +249,9 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
 
     kept = out / "movements.json"
     if kept.exists():
-        return [float(value) for value in json.loads(kept.read_text())]
+        moved = [float(value) for value in json.loads(kept.read_text())]
+        if len(moved) == run.rounds - 1:
+            return moved
     plan = plan_of(run)
     task = plan.task()
     method = plan.make_method(task)

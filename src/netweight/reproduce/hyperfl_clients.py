@@ -18,21 +18,22 @@ __all__ = ["figure8"]
 
 
 @table("hyperfl-fig8", needs=("evidence",), stand_in=True)
-def figure8(scale: Scale, out: Path) -> Measured:
+def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
     """Draw the label distribution of 20 clients and a t-SNE map of their embeddings after training.
 
     Args:
         scale: "small" trains 10 rounds on scikit-learn's digits; "paper" 50 on EMNIST letters.
         out: The federation's checkpoint is kept here.
+        rounds: Another number of rounds.
     """
     import torch
 
     from netweight.core.progress import Progress
     from netweight.methods.federate import train
 
-    run = FederatedRun("digits", "hyperfl", rounds=10)
+    run = FederatedRun("digits", "hyperfl", rounds=rounds or 10)
     if scale == "paper":
-        run = FederatedRun("emnist-letters", "hyperfl", rounds=50)
+        run = FederatedRun("emnist-letters", "hyperfl", rounds=rounds or 50)
     plan = plan_of(run)
     task = plan.task()
     done = train(task, plan.make_method(task), plan.settings(), folder=out / run.name, progress=Progress("auto"))
@@ -96,10 +97,14 @@ def _label_figure(counts: Tensor) -> Figure:
     from netweight.evidence.figures import canvas, to_figure
 
     with canvas(1) as (drawing, (axes,)):
-        image = axes.imshow(counts.T.numpy(), aspect="auto", cmap="viridis")
+        clients, classes = (range(size) for size in counts.shape)
+        image = axes.pcolormesh(clients, classes, counts.T.numpy(), shading="nearest", cmap="viridis")
+        axes.set_xticks(clients[::5])
         axes.set_xlabel("client")
         axes.set_ylabel("class")
-        drawing.colorbar(image, ax=axes, label="training images")
+        scale = drawing.colorbar(image, ax=axes, label="training images")
+        assert scale.solids is not None
+        scale.solids.set_rasterized(False)  # an SVG of a report must not hold pictures
         return to_figure(
             drawing,
             alt="Number of training images of each class that each of the 20 clients has.",

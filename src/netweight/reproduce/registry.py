@@ -25,7 +25,11 @@ __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find"
 
 MODULES = (
     "netweight.reproduce.hyperfl_accuracy",
+    "netweight.reproduce.hyperfl_adapters",
+    "netweight.reproduce.hyperfl_attack_figures",
+    "netweight.reproduce.hyperfl_attacks",
     "netweight.reproduce.hyperfl_clients",
+    "netweight.reproduce.hyperfl_speed",
     "netweight.reproduce.neuzip",
     "netweight.reproduce.neuzip_inference",
     "netweight.reproduce.neuzip_memory",

@@ -100,12 +100,12 @@ def tailored(
         raise UsageError("The tailored attack knows hypernetworks with one hidden layer.")
     layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in wanted.values()) ** 0.5
 
-    def objective(images: Tensor, embedding: Tensor, classifier: Tensor, guess: Tensor) -> Tensor:
+    def objective(images: Tensor, embedding: Tensor, classifier: Tensor, *guess: Tensor) -> Tensor:
         code = torch.relu(state["trunk.0.weight"] @ embedding + state["trunk.0.bias"])
         theta = state["heads.weight"] @ code + state["heads.bias"]
         seen = functional_call(body, layout.split(theta), (images,), strict=True)
         outputs = F.linear(seen, classifier[:, :-1], classifier[:, -1])
-        loss = F.cross_entropy(outputs, guess.softmax(1) if labels is None else labels)
+        loss = F.cross_entropy(outputs, labels if labels is not None else guess[0].softmax(1))
         (slope,) = torch.autograd.grad(loss, theta, create_graph=True)
         back = (state["heads.weight"].T @ slope) * (code > 0)
         product = slope @ (wanted["heads.weight"] @ code + wanted["heads.bias"])
@@ -118,7 +118,7 @@ def tailored(
     start = _starting_points(config.restarts, shape, state["trunk.0.weight"].shape[1], classes, features, seed)
     found = descend(
         objective,
-        (start[0].clamp(low, high), *start[1:]),
+        (start[0].clamp(low, high), *(start[1:] if labels is None else start[1:3])),
         steps=config.steps,
         lr=config.lr,
         project=lambda images, *_: images.clamp_(low, high),

@@ -30,7 +30,7 @@ from netweight.methods.federate.rounds import Federation, Round, sampled_clients
 from netweight.methods.federate.task import FedTask
 from netweight.methods.federate.updates import Tensors
 
-__all__ = ["CHECKPOINT", "Run", "train"]
+__all__ = ["CHECKPOINT", "Run", "round_by_round", "train"]
 
 CHECKPOINT = "federation.safetensors"
 """The file within a run's folder that it resumes from."""
@@ -108,6 +108,22 @@ def train(
                 work.update(1)
     federation.save()
     return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
+
+
+@contextmanager
+def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds.
+
+    Args:
+        task: As for `train`; so are the others.
+        method: How clients train.
+        seed: Of everything drawn.
+        workers: Threads.
+    """
+    endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
+    federation = _Federation(task, method, endless, None, torch.device("cpu"), workers)
+    with federation.working():
+        yield federation.run_round
 
 
 @final

@@ -202,6 +202,8 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     changes: dict[str, Any] = {
         "training": dataclasses.replace(training, epochs=epochs, head_epochs=0, batch_size=threat.batch_size)
     }
+    if hasattr(method, "steps"):
+        changes["steps"] = threat.local_steps
     if hasattr(method, "phases"):
         kept = [phase for phase in method.phases if phase.trains != "head"]
         changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)

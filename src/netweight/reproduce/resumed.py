@@ -1,0 +1,85 @@
+"""Named runs one after another in this process, remembered in a ledger, a failure told by its name. Tables call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from netweight.core.ledger import Ledger
+from netweight.core.runs import Result, in_process, map_runs
+from netweight.errors import NetweightError, UsageError
+
+__all__ = ["LEDGER", "Named", "chosen", "finished", "run_each"]
+
+LEDGER = "runs.jsonl"
+"""Name of the ledger in a folder of runs."""
+
+
+class Named(Protocol):
+    """A run's settings, with a name that tells it from others."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+
+R = TypeVar("R", bound=Named)
+
+
+def run_each(run: Callable[[R], Any], settings: Sequence[R], *, ledger: Path) -> list[Result[R]]:
+    """Run one after another what the ledger does not remember.
+
+    Args:
+        run: Takes one run's settings and returns JSON values.
+        settings: Of every run.
+        ledger: Where results are kept.
+
+    Returns:
+        One result per run, in order.
+
+    Raises:
+        NetweightError: A run failed.
+    """
+    results = []
+    for result in map_runs(run, settings, ledger=ledger, engine=in_process, ordered=True):
+        if not result.ok:
+            last = (result.error or "").strip().splitlines()[-1]
+            raise NetweightError(f"{result.config.name} failed: {last}", cure="Run it again to continue.")
+        results.append(result)
+    return results
+
+
+def chosen(runs: Sequence[R], only: str | None) -> list[R]:
+    """Return the runs whose name fits a pattern.
+
+    Args:
+        runs: To choose from.
+        only: The pattern; None for all, "none" for none.
+
+    Raises:
+        UsageError: It fits no run.
+    """
+    if only == "none":
+        return []
+    found = [run for run in runs if only is None or fnmatch(run.name, only)]
+    if not found:
+        raise UsageError(
+            f"The pattern {only!r} fits no run.", cure=f"Names are like {runs[0].name!r}; * fits any part."
+        )
+    return found
+
+
+def finished(folder: Path, kind: type[R]) -> dict[R, dict[str, Any]]:
+    """Return every run in a folder's ledger that ended well, with what it returned.
+
+    Args:
+        folder: Where the ledger is; none may be there.
+        kind: Class of the runs' settings, a frozen dataclass.
+    """
+    if not (folder / LEDGER).exists():
+        return {}
+    with Ledger(folder / LEDGER) as ledger:
+        return {
+            kind(**record["config"]): record["value"] for record in ledger.records.values() if record["error"] is None
+        }
