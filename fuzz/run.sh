@@ -59,5 +59,5 @@ done
 
 # Tensors of more than 4 MiB are skipped in the target, so that any large allocation is a find.
 exec "$work/decode_blob" -max_total_time="$seconds" -max_len=8192 \
-    -rss_limit_mb=2048 -malloc_limit_mb=64 -timeout=20 -print_final_stats=1 -artifact_prefix="$work/" \
+    -rss_limit_mb=4096 -malloc_limit_mb=64 -timeout=20 -print_final_stats=1 -artifact_prefix="$work/" \
     "$work/corpus" "$work/seeds"

@@ -148,7 +148,7 @@ import os, sys, time
 real = os.fsync
 def fsync(descriptor):
     print("sync", flush=True)
-    time.sleep(0.2)
+    time.sleep(0.5)
     real(descriptor)
 os.fsync = fsync
 from netweight.cli import main
