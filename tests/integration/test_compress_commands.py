@@ -145,34 +145,36 @@ def test_histograms_are_drawn_on_request(model, tmp_path, suffix, start):
 
 COMMAND = """
 import os, sys, time
-real = os.fsync
+real, left = os.fsync, int(sys.argv[1])
 def fsync(descriptor):
-    print("sync", flush=True)
-    time.sleep(0.5)
+    global left
+    left -= 1
+    if left == 0:
+        print("here", flush=True)
+        time.sleep(5)  # the signal arrives meanwhile, however slow the machine
     real(descriptor)
 os.fsync = fsync
 from netweight.cli import main
-main(sys.argv[1:])
+main(sys.argv[2:])
 """
 
 
-def interrupted(*arguments, after):
-    """Run a command in a process of its own, send it Ctrl-C after some syncs, and return its code and what it said."""
+def interrupted(*arguments, at):
+    """Run a command in a process of its own, send it Ctrl-C at some sync, and return its code and what it said."""
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, str(at), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    for _ in range(after):
-        process.stdout.readline()
+    process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     return process.returncode, said
 
 
 def test_after_ctrl_c_the_same_command_continues(model, tmp_path):
-    code, said = interrupted("compress", "m", "net", after=4)
+    code, said = interrupted("compress", "m", "net", at=4)
     assert code == cli.INTERRUPTED == 130, said
     assert "The same command continues where this one stopped" in said
     assert "remove .net.netweight-part" in said
@@ -180,7 +182,7 @@ def test_after_ctrl_c_the_same_command_continues(model, tmp_path):
     assert "done by an earlier, interrupted run" in answer.stdout
     run("compress", "m", "expected")
     assert content(tmp_path / "net") == content(tmp_path / "expected")
-    code, said = interrupted("compress", "m/model-00001-of-00002.safetensors", "x", after=1)
+    code, said = interrupted("compress", "m/model-00001-of-00002.safetensors", "x", at=1)
     assert code == 130
     assert "Nothing was written" in said
     assert sorted(os.listdir(tmp_path)) == ["expected", "m", "net"]

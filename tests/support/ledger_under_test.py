@@ -1,5 +1,7 @@
 """What `test_memory_ledger.py` runs in fresh processes."""
 
+import time
+
 import torch
 
 from netweight.evidence.memory_ledger import PrivateMemory, private_bytes
@@ -11,6 +13,7 @@ def allocate(sizes):
     with PrivateMemory() as memory:
         for size in sizes:
             block = torch.ones(size << 18)
+            time.sleep(0.02)  # held while the sampler looks: it looks twice a millisecond, and filling takes longer
             del block
     return {"peak": (memory.highest - before) / 2**20, "threads": torch.get_num_threads()}
 

@@ -157,11 +157,10 @@ class _Federation:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Hold the worker threads; each computes with one thread of torch's while there are several."""
+        """Hold the worker threads; each computes with one thread of torch's, so that their number changes no sum."""
         threads = torch.get_num_threads()
         with ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,)) as self._pool:
-            if self.workers > 1:
-                torch.set_num_threads(1)
+            torch.set_num_threads(1)
             try:
                 yield
             finally:
