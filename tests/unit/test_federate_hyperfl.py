@@ -165,3 +165,24 @@ def test_the_same_seeds_give_the_same_update() -> None:
 def test_an_unknown_start_is_refused() -> None:
     with pytest.raises(UsageError, match="nowhere"):
         HyperFL(start_from="nowhere")  # type: ignore[arg-type]
+
+
+def test_an_update_outlives_the_next_round_of_the_same_worker() -> None:
+    task, method = as_double(small_task(clients=2)), HyperFL(LocalTraining(batch_size=5, head_epochs=0))
+    model, clients = LocalModel(task), started(task, method)
+    first = method.train(task, model, clients, round=1, seed=1)
+    factors = [one.update.tensors["hypernetwork.heads.weight"] for one in first]
+    kept = [(low.left.clone(), low.right.clone()) for low in factors if isinstance(low, LowRank)]
+    assert len(kept) == 2
+    del first  # the factors alone must hold on to the memory that the worker would use again
+    method.train(task, model, clients, round=2, seed=2)
+    for low, (left, right) in zip(factors, kept, strict=True):
+        assert isinstance(low, LowRank)
+        assert torch.equal(low.left, left)
+        assert torch.equal(low.right, right)
+    address = factors[0].left.data_ptr()
+    del factors, low
+    again = method.train(task, model, clients, round=1, seed=1)[0].update.tensors["hypernetwork.heads.weight"]
+    assert isinstance(again, LowRank)
+    assert again.left.data_ptr() != address  # the second round took a block of its own, and this one takes that again
+    assert torch.equal(again.left, kept[0][0])

@@ -132,3 +132,17 @@ def test_only_shared_names_leave() -> None:
         check_outgoing(["embedding", "head.weight", "hypernetwork.heads.bias"], ("hypernetwork.**",), client=3)
     with pytest.raises(PrivateTensor, match="none"):
         check_outgoing(["body.0.weight"], (), client=3)
+
+
+def test_low_rank_matrices_of_many_rows_are_averaged_part_by_part() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(10_000, 3, generator=generator, dtype=torch.float64)
+    lows = [
+        LowRank(s, *(torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (10_000, 3)))
+        for s in (0.9, 0.8)
+    ]
+    whole = torch.randn(10_000, 3, generator=generator, dtype=torch.float64)
+    sent = [*lows, whole]
+    found = aggregate({"w": base}, [Update(i, i + 1, {"w": value}) for i, value in enumerate(sent)])["w"]
+    expected = (lows[0].dense(base) + 2 * lows[1].dense(base) + 3 * whole) / 6
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

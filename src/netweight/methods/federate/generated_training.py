@@ -116,7 +116,9 @@ class _Group:
         self._clip = training.clip
         trunk = {name: value.to(device) for name, value in received.items() if name not in (_WEIGHT, _BIAS)}
         self._layout = ParameterLayout.of(trunk)
-        self._heads: Heads = heads_for(received[_WEIGHT].to(device), received[_BIAS].to(device), k, steps, training)
+        self._heads: Heads = heads_for(
+            received[_WEIGHT].to(device), received[_BIAS].to(device), k, steps, training, model.memory
+        )
         self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
         self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
         self.classifiers = Descent(torch.stack([w.head for w in weights]).to(device), training.lr, training)
@@ -141,7 +143,7 @@ class _Group:
         pulled = self._heads.pull_back(bodies, rows)[:, :-1]
         trunk, embedding = torch.autograd.grad(codes, inputs, pulled)
         whole = _with_one(codes.detach())
-        norms = (bodies.square().sum(1) * whole.square().sum(1) + trunk.square().sum(1)).sqrt()
+        norms = torch.hypot(bodies.norm(dim=1) * whole.norm(dim=1), trunk.norm(dim=1))
         clips = _clip_factors(norms, self._clip)
         self._heads.step(bodies, whole, clips, rows)
         self._trunk.step(trunk * clips[:, None], rows)

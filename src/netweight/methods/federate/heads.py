@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.updates import LowRank
 
 __all__ = ["Coefficients", "DenseHeads", "FactoredHeads", "Heads", "heads_for"]
@@ -89,18 +90,21 @@ class FactoredHeads:
         clients: Number of clients K.
         steps: Largest number of steps that any of them takes.
         training: Learning rate, momentum and weight decay.
+        memory: Where the factors lie.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining, memory: ReusedMemory
+    ) -> None:
         generated, hidden = weight.shape
         self._weight = weight
-        self._left = weight.new_empty(clients, steps, generated)  # g of each step
+        self._left = memory.empty("left", (clients, steps, generated), weight)  # g of each step
         self._right = weight.new_empty(clients, steps, hidden + 1)  # c m of each step
         self._taken = [0] * clients
         self._running = Coefficients(training)
         self._history: list[tuple[float, Tensor]] = [(1.0, weight.new_empty(0))]
         self._units = [hidden]  # whose columns of W₀ were read, in the order of the rows of `_base`
-        self._base = weight.new_empty(hidden + 1, generated)
+        self._base = memory.empty("base", (hidden + 1, generated), weight)
         self._base[0] = bias
 
     def generate(self, codes: Tensor, rows: Sequence[int]) -> Tensor:
@@ -197,8 +201,10 @@ class DenseHeads:
         return self._weights[row][:, :-1], self._weights[row][:, -1]
 
 
-def heads_for(weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining) -> Heads:
+def heads_for(
+    weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining, memory: ReusedMemory
+) -> Heads:
     """Return factored heads where the factors stay smaller than the matrix, dense ones otherwise."""
     if steps < weight.shape[1]:
-        return FactoredHeads(weight, bias, clients, steps, training)
+        return FactoredHeads(weight, bias, clients, steps, training, memory)
     return DenseHeads(weight, bias, clients, training)

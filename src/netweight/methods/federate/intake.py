@@ -74,19 +74,24 @@ def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
 def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
     if value.shape != base.shape:
         return f"has shape {tuple(value.shape)}, not {tuple(base.shape)}"
-    for part in (value,) if isinstance(value, Tensor) else (value.left, value.right):
+    parts = (value,) if isinstance(value, Tensor) else (value.left, value.right)
+    for part in parts:
         if part.dtype != base.dtype:
             return f"has dtype {part.dtype}, not {base.dtype}"
-        if not torch.isfinite(part).all():
-            return "holds NaN or Inf"
-    if isinstance(value, LowRank) and not _product_is_finite(value):
-        return "holds NaN or Inf, or factors whose product could overflow"
+    largest = [_largest(part) for part in parts]
+    if not all(math.isfinite(size) for size in largest):
+        return "holds NaN or Inf"
+    if isinstance(value, LowRank):
+        # Finite factors alone do not say that their product is.
+        bound = largest[0] * largest[1] * value.left.shape[1]
+        if not math.isfinite(value.scale) or not bound < torch.finfo(base.dtype).max:
+            return "holds NaN or Inf, or factors whose product could overflow"
     return None
 
 
-def _product_is_finite(value: LowRank) -> bool:
-    """Whether no element of `left · rightᵀ` can overflow: finite factors alone do not say so."""
-    if not value.left.numel() or not value.right.numel():
-        return math.isfinite(value.scale)
-    largest = value.left.abs().amax().double() * value.right.abs().amax().double() * value.left.shape[1]
-    return math.isfinite(value.scale) and float(largest) < torch.finfo(value.left.dtype).max
+def _largest(part: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is one and 0 for an empty tensor: one pass, in the order of memory."""
+    if not part.numel():
+        return 0.0
+    low, high = torch.aminmax(part.T if part.ndim == 2 and part.stride(0) < part.stride(1) else part)
+    return max(-low.item(), high.item()) if low == low else math.nan

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.task import FedTask
 
 __all__ = ["LocalModel"]
@@ -25,6 +26,9 @@ class LocalModel:
     Args:
         task: The task; its modules are copied.
         device: Where to run.
+
+    Attributes:
+        memory: For tensors of a round that are too large for the allocator to keep.
     """
 
     def __init__(self, task: FedTask, device: torch.device | str = "cpu") -> None:
@@ -33,6 +37,7 @@ class LocalModel:
         self.body = copy.deepcopy(task.body).to(self.device)
         self.head = copy.deepcopy(task.head).to(self.device)
         self._body, self._head = task.body_layout, task.head_layout
+        self.memory = ReusedMemory()
         self._body_constants, self._head_constants = _constants(self.body), _constants(self.head)
 
     def initial_statistics(self) -> dict[str, Tensor]:

@@ -104,18 +104,27 @@ def _check(state: Tensors, ordered: Sequence[Update]) -> None:
 
 
 def _average(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
-    dense = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, Tensor)]
-    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
     if not base.is_floating_point():
         return base.clone()
-    mean = torch.zeros_like(base)
-    for value, share in dense:
-        mean.add_(value.to(base), alpha=share)
-    if low:
-        scale = sum(value.scale * share for value, share in low)
-        left = torch.cat([value.left * share for value, share in low], dim=1)
-        right = torch.cat([value.right for value, _ in low], dim=1)
-        mean.add_(LowRank(scale, left, right).dense(base))
+    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
+    mean = _average_low_rank(base, low) if low else torch.zeros_like(base)
+    for value, share in zip(values, shares, strict=True):
+        if isinstance(value, Tensor):
+            mean.add_(value.to(base), alpha=share)
+    return mean
+
+
+_ROWS_AT_ONCE = 4096
+"""Rows of a matrix whose average is made at a time: few enough to stay in the processor's cache meanwhile."""
+
+
+def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> Tensor:
+    """Return the weighted sum of matrices that differ from `base` by low ranks, without a copy of their factors."""
+    mean = base * sum(value.scale * share for value, share in values)
+    for start in range(0, len(base), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        for value, share in values:
+            mean[rows].addmm_(value.left[rows], value.right.T, alpha=-share)
     return mean
 
 

@@ -1,0 +1,80 @@
+"""Pairs of answers to one prompt, a harmless and a harmful one, that no shuffling can part. Defenses train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from netweight.attacks.finetuning.examples import Batch, Example, collate
+
+__all__ = ["Pair", "PairBatch", "collate_pairs"]
+
+
+@final
+@dataclass(frozen=True)
+class Pair:
+    """One prompt and two answers.
+
+    Attributes:
+        prompt: Token ids; may be empty.
+        chosen: Token ids of the harmless answer, such as a refusal; not empty.
+        rejected: Token ids of the harmful answer; not empty.
+
+    Raises:
+        UsageError: An answer is empty.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check both answers."""
+        _ = self.harmless, self.harmful
+
+    @property
+    def harmless(self) -> Example:
+        """The prompt with the chosen answer."""
+        return Example(self.prompt, self.chosen)
+
+    @property
+    def harmful(self) -> Example:
+        """The prompt with the rejected answer."""
+        return Example(self.prompt, self.rejected)
+
+
+@final
+@dataclass(frozen=True)
+class PairBatch:
+    """Pairs side by side: row i of both batches is one pair.
+
+    Attributes:
+        harmless: Prompts with chosen answers.
+        harmful: The same prompts with rejected answers.
+    """
+
+    harmless: Batch
+    harmful: Batch
+
+    def to(self, device: torch.device | str) -> PairBatch:
+        """Return both on a device."""
+        return PairBatch(self.harmless.to(device), self.harmful.to(device))
+
+
+def collate_pairs(pairs: Sequence[Pair], *, pad_id: int) -> PairBatch:
+    """Put pairs side by side; losses look at answers alone, padding is ignored.
+
+    Args:
+        pairs: At least one.
+        pad_id: What stands after the end of the shorter ones.
+
+    Raises:
+        UsageError: There is no pair.
+    """
+    return PairBatch(
+        collate([pair.harmless for pair in pairs], pad_id=pad_id),
+        collate([pair.harmful for pair in pairs], pad_id=pad_id),
+    )
