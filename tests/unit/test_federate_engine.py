@@ -7,9 +7,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from federation_under_test import small_task
+from hypothesis import given
+from hypothesis import strategies as st
 
 from netweight.errors import FederationStopped, PrivateTensor, UsageError
 from netweight.methods.federate import (
@@ -21,6 +24,7 @@ from netweight.methods.federate import (
     HyperFL,
     LocalTraining,
     Phase,
+    Round,
     Run,
     Trained,
     fedavg,
@@ -28,6 +32,7 @@ from netweight.methods.federate import (
     local_only,
     train,
 )
+from netweight.methods.federate.rounds import at_plateau
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
@@ -90,6 +95,30 @@ def test_a_federation_goes_on_where_it_was_stopped(name: str, tmp_path: Path) ->
     rest = train(task, METHODS[name], Federation(rounds=4, fraction=0.5), workers=1, folder=tmp_path)
     same(whole, rest)
     assert [r.loss for r in whole.rounds] == [r.loss for r in rest.rounds]
+
+
+def test_a_federation_ends_at_a_plateau_and_can_go_on(tmp_path: Path) -> None:
+    task, method = small_task(n=40), METHODS["fedavg"]
+    asked = Federation(rounds=60, evaluate_every=2, until_plateau=True)
+    early = train(task, method, asked, folder=tmp_path)
+    assert 24 <= len(early.rounds) < 60
+    assert at_plateau(early.rounds)
+    assert not at_plateau(early.rounds[:-2])
+    again = train(task, method, asked, folder=tmp_path)
+    assert len(again.rounds) == len(early.rounds)
+    longer = train(task, method, dataclasses.replace(asked, until_plateau=False, rounds=40), folder=tmp_path)
+    assert [r.loss for r in longer.rounds[: len(early.rounds)]] == [r.loss for r in early.rounds]
+    assert len(longer.rounds) == max(40, len(early.rounds))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=0, max_size=30), st.integers(1, 5))
+def test_a_plateau_is_where_means_stop_rising(after: list[int], evaluations: int) -> None:
+    rounds = [Round(i + 1, (0,), {0: 0.5}, {0: value / 1000}) for i, value in enumerate(after)]
+    last, before = np.array(after[-evaluations:]), np.array(after[-2 * evaluations : -evaluations])
+    flat = len(before) == evaluations and last.mean() - before.mean() < 100 - 1e-6
+    assert at_plateau(rounds, evaluations=evaluations, least=0.1 - 1e-9) == flat
+    rounds = [dataclasses.replace(r, before=r.after, after=r.before) for r in rounds]
+    assert at_plateau(rounds, evaluations=evaluations, least=0.1 - 1e-9) == flat
 
 
 def test_a_folder_of_another_federation_is_refused(tmp_path: Path) -> None:

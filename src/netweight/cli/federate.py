@@ -33,6 +33,7 @@ def federate() -> None:
 @click.option("--method", default="hyperfl", show_default=True, help="How clients train: see docs/federate.md.")
 @click.option("--clients", default=20, show_default=True, help="Number of clients.")
 @click.option("--rounds", default=20, show_default=True, help="Number of rounds.")
+@click.option("--until-plateau", is_flag=True, help="End earlier, once accuracy has stopped rising.")
 @click.option("--fraction", default=1.0, show_default=True, help="Share of clients asked in each round.")
 @click.option(
     "--partition",

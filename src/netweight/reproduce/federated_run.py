@@ -53,6 +53,7 @@ class FederatedRun:
         clients: Number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all.
         rounds: Number of rounds.
         seed: Of the model, the batches and the sampling.
+        until_plateau: Whether to end before the last round once accuracy has stopped rising.
     """
 
     data: str
@@ -60,6 +61,7 @@ class FederatedRun:
     clients: int = 20
     rounds: int = 200
     seed: int = 520
+    until_plateau: bool = False
 
     @property
     def name(self) -> str:
@@ -79,6 +81,7 @@ def plan_of(run: FederatedRun) -> FederationPlan:
         fraction=0.3 if run.clients == 100 else 1.0,
         seed=run.seed,
         evaluate_every=max(1, run.rounds // _EVALUATIONS),
+        until_plateau=run.until_plateau,
     )
 
 
@@ -89,7 +92,7 @@ def _parts_of(run: FederatedRun) -> Parts:
 
 
 def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:
-    """Train one federation; return its curve as plain values.
+    """Train one federation, to the last round or to a plateau; return its curve as plain values.
 
     Args:
         run: What to train.

@@ -40,6 +40,7 @@ class FederationPlan:
         method: A method of `methods.federate.catalog`.
         clients: Number of clients.
         rounds: Number of rounds.
+        until_plateau: Whether to end before the last round once accuracy has stopped rising.
         fraction: Share of clients asked in each round.
         seed: Of the model, batches and sampling.
         partition: "dominant-groups", "dirichlet" or "by-writer".
@@ -64,6 +65,7 @@ class FederationPlan:
     method: str = "hyperfl"
     clients: int = 20
     rounds: int = 20
+    until_plateau: bool = False
     fraction: float = 1.0
     seed: int = 520
     partition: str = "dominant-groups"
@@ -171,6 +173,7 @@ class FederationPlan:
             fraction=self.fraction,
             seed=self.seed,
             evaluate_every=self.evaluate_every,
+            until_plateau=self.until_plateau,
             drop_out=self.drop_out,
             min_clients=self.min_clients,
         )

@@ -153,7 +153,7 @@ class _Rounds:
     def run(self, grid: Grid, context: Context) -> None:
         """Run all rounds that are left."""
         self.strategy.summary()
-        while len(self.strategy.rounds) < self.settings.rounds:
+        while not self.settings.is_done(self.strategy.rounds):
             self._run_round(len(self.strategy.rounds) + 1, grid, context)
             self.save()
         self.save()

@@ -101,7 +101,7 @@ def train(
     with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
         work.update(len(federation.rounds))
         with federation.working():
-            while len(federation.rounds) < settings.rounds:
+            while not settings.is_done(federation.rounds):
                 federation.run_round()
                 if len(federation.rounds) % save_every == 0:
                     federation.save()
@@ -249,9 +249,12 @@ class _Federation:
         return [result for part in found for result in part]
 
 
+_MAY_CHANGE = ("rounds", "evaluate_every", "until_plateau")
+
+
 def _digest(task: FedTask, method: Method, settings: Federation) -> str:
-    """Digest what decides a federation's result but for the number of rounds, which may be raised to go on."""
-    asked = {field: value for field, value in vars(settings).items() if field not in ("rounds", "evaluate_every")}
+    """Digest what decides a federation's result but for when it ends, which may be put off to go on."""
+    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
     data = {
         client: [
             digest.of_tensor(tensor.contiguous()) for tensor in (*task.client(client).train, *task.client(client).test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any, final
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from netweight.core import seeds
 from netweight.errors import UsageError
 
-__all__ = ["Federation", "Round", "sampled_clients", "still_there"]
+__all__ = ["Federation", "Round", "at_plateau", "sampled_clients", "still_there"]
 
 
 @final
@@ -27,6 +28,7 @@ class Federation:
         drop_out: Share of the asked clients that vanish from each round at random, to rehearse it; 0 to below 1.
         min_clients: A round with fewer sound updates is tried again.
         retries: How often; then the federation stops with its state saved.
+        until_plateau: End before the last round once accuracy has stopped rising, as `at_plateau` judges.
 
     Raises:
         UsageError: A value is out of its range.
@@ -39,6 +41,7 @@ class Federation:
     drop_out: float = 0.0
     min_clients: int = 1
     retries: int = 3
+    until_plateau: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -56,6 +59,10 @@ class Federation:
     def evaluates(self, round: int) -> bool:
         """Whether accuracy is measured in a round."""
         return round % self.evaluate_every == 0 or round == self.rounds
+
+    def is_done(self, rounds: Sequence[Round]) -> bool:
+        """Whether no more rounds are to follow."""
+        return len(rounds) >= self.rounds or (self.until_plateau and at_plateau(rounds))
 
 
 @final
@@ -117,6 +124,25 @@ class Round:
 
 def _mean(values: Mapping[int, float]) -> float | None:
     return sum(values.values()) / len(values) if values else None
+
+
+def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
+    """Whether accuracy has stopped rising, both before and after local training.
+
+    Args:
+        rounds: What is known so far.
+        evaluations: The mean of so many last measurements is compared with that of as many before them.
+        least: A rise by less than this share of all examples is none; 0.001 is a tenth of a point.
+
+    Returns:
+        False while there are fewer measurements than for two such means.
+    """
+    readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
+    if len(readings) < 2 * evaluations:
+        return False
+    return all(
+        mean(values[evaluations:]) - mean(values[:evaluations]) < least for values in zip(*readings, strict=True)
+    )
 
 
 def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
