@@ -74,7 +74,6 @@ class ServerHypernetwork:
 
     def __init__(self, state: Tensors) -> None:
         self._state = dict(state)
-        self._own = False  # whether the tensors in `_state` are copies that may be changed
         self._rows = {int(number): row for row, number in enumerate(state[_CLIENTS].tolist())}
         self._learned = [name.removeprefix(_VELOCITY) for name in state if name.startswith(_VELOCITY)]
 
@@ -93,30 +92,35 @@ class ServerHypernetwork:
         codes = self._codes(self._embedding(client), self._trunk())
         return self._named(torch.addmv(self._state[_BIAS], self._state[_WEIGHT], codes))
 
-    def step(self, client: int, gradient: Mapping[str, Tensor], descent: ServerDescent) -> None:
-        """Take one step of SGD on hypernetwork and embeddings with a gradient of one client's tensors.
+    def step(self, gradients: Mapping[int, Mapping[str, Tensor]], descent: ServerDescent) -> None:
+        """Take one step of SGD on hypernetwork and embeddings with the sum of clients' gradients.
 
         Args:
-            client: Whose tensors.
-            gradient: With respect to each of them.
+            gradients: By client, with respect to each tensor that was generated for it.
             descent: How.
         """
+        total = {name: torch.zeros_like(self._state[name]) for name in self._learned}
+        for client, gradient in gradients.items():
+            self._add_pulled_back(total, client, gradient)
+        norm = torch.stack([part.square().sum() for part in total.values()]).sum().sqrt()
+        factor = float((descent.clip / (norm + 1e-6)).clamp(max=1))
+        for name, part in total.items():
+            value = self._state[name]
+            velocity = self._state[_VELOCITY + name] * descent.momentum
+            velocity.add_(part, alpha=factor).add_(value, alpha=descent.weight_decay)
+            self._state[_VELOCITY + name] = velocity
+            self._state[name] = value - descent.lr * velocity
+
+    def _add_pulled_back(self, total: dict[str, Tensor], client: int, gradient: Mapping[str, Tensor]) -> None:
+        """Add what a gradient of one client's tensors is for everything that is learned."""
         along = torch.empty_like(self._state[_BIAS])
         for name, (start, shape) in self._places().items():
             along[start : start + math.prod(shape)] = gradient[name].to(along).reshape(-1)
         small, codes = self._pulled_back(client, along)
-        squared = along.square().sum() * (1 + codes.square().sum())  # of the heads' weights g mᵀ and biases g
-        squared = squared + torch.stack([part.square().sum() for part in small.values()]).sum()
-        factor = float((descent.clip / (squared.sqrt() + 1e-6)).clamp(max=1))
-        self._make_own()
-        for name in self._learned:
-            value, velocity = self._state[name], self._state[_VELOCITY + name]
-            if name == _WEIGHT:
-                velocity.addr_(along, codes, beta=descent.momentum, alpha=factor)
-            else:
-                velocity.mul_(descent.momentum).add_(along if name == _BIAS else small[name], alpha=factor)
-            velocity.add_(value, alpha=descent.weight_decay)
-            value.sub_(velocity, alpha=descent.lr)
+        total[_WEIGHT].addr_(along, codes)
+        total[_BIAS].add_(along)
+        for name, part in small.items():
+            total[name].add_(part)
 
     def _pulled_back(self, client: int, along: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the gradients of trunk and embeddings by name, and the codes that the heads saw."""
@@ -154,14 +158,6 @@ class ServerHypernetwork:
             name: vector[start : start + math.prod(shape)].view(shape)
             for name, (start, shape) in self._places().items()
         }
-
-    def _make_own(self) -> None:
-        """Copy what a step changes, once."""
-        if not self._own:
-            for name in self._learned:
-                self._state[name] = self._state[name].clone()
-                self._state[_VELOCITY + name] = self._state[_VELOCITY + name].clone()
-            self._own = True
 
 
 def _is_place(name: str) -> bool:
