@@ -78,12 +78,7 @@ class DirectMethod:
 
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
         """Return the received half or halves with the client's own."""
-        tensors = {**private, **received}
-        return Weights(
-            task.body_layout.join(without("body.", tensors)),
-            task.head_layout.join(without("head.", tensors)),
-            without(STATISTICS, private),
-        )
+        return from_named(task, {**private, **received})
 
     def train(
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
@@ -116,6 +111,15 @@ def _named(task: FedTask, weights: Weights) -> dict[str, Tensor]:
         prefixed("body.", task.body_layout.split(weights.body))
         | prefixed("head.", task.head_layout.split(weights.head))
         | prefixed(STATISTICS, weights.statistics)
+    )
+
+
+def from_named(task: FedTask, tensors: Tensors) -> Weights:
+    """Return weights from tensors with the prefixes `body.`, `head.` and that of running statistics."""
+    return Weights(
+        task.body_layout.join(without("body.", tensors)),
+        task.head_layout.join(without("head.", tensors)),
+        without(STATISTICS, tensors),
     )
 
 

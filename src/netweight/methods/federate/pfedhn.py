@@ -17,7 +17,7 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.generate import Hypernetwork, ParameterLayout
 from netweight.methods.federate.config import LocalTraining
-from netweight.methods.federate.direct import STATISTICS, prefixed, without
+from netweight.methods.federate.direct import STATISTICS, from_named, prefixed
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.local_training import train_steps
 from netweight.methods.federate.method import Client, Trained, Weights
@@ -105,12 +105,7 @@ class PFedHN:
 
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
         """Return the generated model, with the client's own head if it has one."""
-        tensors = {**received, **private}
-        return Weights(
-            task.body_layout.join(without("body.", tensors)),
-            task.head_layout.join(without("head.", tensors)),
-            without(STATISTICS, private),
-        )
+        return from_named(task, {**private, **received})
 
     def train(
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
