@@ -75,6 +75,21 @@ def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
     assert "reconstructed" in found.verdict
 
 
+def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
+    whole = train(picture_task(), dataclasses.replace(METHOD, private_head=False), Federation(rounds=2))
+    found = exposure(whole, ONE_STEP, images=5, summed_over=6, seed=1)
+    sent = [cosine for cosine in found.cosines if cosine != 0]
+    assert len(sent) >= 3
+    assert min(sent) > 0.999
+    summed = exposure(whole, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
+    assert summed.cosines == pytest.approx(summed.aggregate)
+    malicious = ThreatModel(batch_size=4, server="malicious")
+    assert exposure(whole, malicious, images=5, summed_over=6, seed=1).psnr
+    careful = dataclasses.replace(whole, method=Hardened(whole.method, refusal=RefusalLimits()))
+    assert "takes no part" in exposure(careful, malicious, images=5, summed_over=6, seed=1).verdict
+    assert not exposure(careful, ONE_STEP, images=5, summed_over=6, seed=1).why_no_images
+
+
 def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> None:
     found = exposure(run, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
     assert found.cosines == pytest.approx(found.aggregate)

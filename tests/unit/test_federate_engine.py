@@ -41,6 +41,7 @@ METHODS = {
     "local": local_only(TRAINING),
     "hyperfl": HyperFL(TRAINING, embedding=4, hidden=(16,)),
     "from the body": HyperFL(TRAINING, embedding=4, hidden=(16,), start_from="body", joint_head=True),
+    "whole": HyperFL(TRAINING, embedding=4, hidden=(16,), start_from="body", private_head=False),
 }
 
 

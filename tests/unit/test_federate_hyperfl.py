@@ -186,3 +186,35 @@ def test_an_update_outlives_the_next_round_of_the_same_worker() -> None:
     assert isinstance(again, LowRank)
     assert again.left.data_ptr() != address  # the second round took a block of its own, and this one takes that again
     assert torch.equal(again.left, kept[0][0])
+
+
+class Same(nn.Module):
+    """A head that leaves what it gets as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return self.factor * outputs
+
+
+def test_generating_the_head_too_is_generating_a_longer_body() -> None:
+    task = as_double(small_task(clients=2))
+    joined = FedTask(nn.Sequential(task.body, task.head), Same().double(), task.data)
+    training = LocalTraining(batch_size=5, head_epochs=0)
+    whole = HyperFL(training, start_from="body", private_head=False)
+    longer = HyperFL(training, start_from="body")
+    state = {name: value.double() for name, value in whole.start(task, seed=1).items()}
+    for ours, theirs in zip(
+        whole.train(task, LocalModel(task), started(task, whole), round=1, seed=1),
+        longer.train(joined, LocalModel(joined), started(joined, longer), round=1, seed=1),
+        strict=True,
+    ):
+        for name, value in theirs.update.tensors.items():
+            found, expected = dense(ours.update.tensors[name], state[name]), dense(value, state[name])
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.cat([ours.weights.body, ours.weights.head]), theirs.weights.body)
+        assert set(ours.private) == {"embedding"}
+        again = whole.weights(task, whole.aggregate(state, [ours.update]), ours.private)
+        torch.testing.assert_close(again.head, ours.weights.head)

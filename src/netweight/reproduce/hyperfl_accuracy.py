@@ -28,6 +28,7 @@ METHODS = {
     "pfedhn-pc": "pFedHN-PC",
     "fedavg-private-head": "FedAvg, private head",
     "hyperfl-body": "HyperFL from the body",
+    "hyperfl-whole": "HyperFL, the head generated too",
 }
 """Methods by their names on the command line, and the rows that they make."""
 COLUMNS = {

@@ -26,6 +26,7 @@ from netweight.evidence.report import Column, Table
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.generated_training import rows_of_body
 from netweight.methods.federate.report import accuracy_findings
 from netweight.methods.federate.threat import Observation, ThreatModel, observe
 from netweight.methods.federate.updates import Tensors
@@ -230,16 +231,17 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
     """
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     if any(name.endswith("heads.weight") for name in sent):
-        return recover_gradient(sent, received, lr=training.lr, weight_decay=training.weight_decay)
+        before, after = (rows_of_body(state, run.task.body_layout.size) for state in (sent, received))
+        return recover_gradient(before, after, lr=training.lr, weight_decay=training.weight_decay)
     body = {name.removeprefix("body."): value for name, value in sent.items() if name.startswith("body.")}
     if not body:
         raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
     layout = run.task.body_layout
-    before = layout.join(body).double()
-    after = layout.join({name: received[f"body.{name}"] for name in body}).double()
-    gradient = (before - after) / training.lr - training.weight_decay * before
+    start = layout.join(body).double()
+    end = layout.join({name: received[f"body.{name}"] for name in body}).double()
+    gradient = (start - end) / training.lr - training.weight_decay * start
     nothing = torch.empty(0, dtype=torch.float64)
-    return RecoveredGradient(gradient, gradient, nothing, nothing, before, after - before, torch.ones(1).double())
+    return RecoveredGradient(gradient, gradient, nothing, nothing, start, end - start, torch.ones(1).double())
 
 
 def _reconstruct(

@@ -36,6 +36,7 @@ class Entry:
 METHODS: Mapping[str, Entry] = {
     "hyperfl": Entry(HyperFL),
     "hyperfl-body": Entry(partial(HyperFL, start_from="body", joint_head=True, name="hyperfl-body")),
+    "hyperfl-whole": Entry(partial(HyperFL, start_from="body", private_head=False, name="hyperfl-whole")),
     "fedavg": Entry(fedavg),
     "fedavg-private-head": Entry(fedavg_private_head),
     "local": Entry(local_only),

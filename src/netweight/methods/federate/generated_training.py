@@ -22,7 +22,7 @@ from netweight.methods.federate.local_training import Descent, Stream, side_by_s
 from netweight.methods.federate.method import Weights
 from netweight.methods.federate.updates import LowRank, Tensors
 
-__all__ = ["HYPERNETWORK", "Generated", "train_generated"]
+__all__ = ["HYPERNETWORK", "Generated", "rows_of_body", "train_generated"]
 
 HYPERNETWORK = "hypernetwork."
 """Prefix of the shared names."""
@@ -56,7 +56,7 @@ def train_generated(
     received: Tensors,
     training: LocalTraining,
     *,
-    joint_head: bool,
+    head: Literal["kept", "trained", "generated"],
     seeds_by_client: Sequence[int],
 ) -> list[Generated]:
     """Train hypernetwork and embedding of each client by SGD through the body that they generate.
@@ -68,28 +68,32 @@ def train_generated(
         embeddings: Each client's embedding.
         received: The hypernetwork that all of them start from.
         training: Epochs, learning rate, momentum, weight decay, clip.
-        joint_head: Train the heads too.
+        head: What becomes of the model's head: nothing, training beside the body, or generation like the body's.
         seeds_by_client: Of each client's batches.
 
     Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
     """
-    group = _Group(model, numbers, weights, embeddings, received, training)
+    group = _Group(model, numbers, weights, embeddings, received, training, generates_head=head == "generated")
     streams = [
         iter(Stream(model, number, training.epochs, training.batch_size, seed))
         for number, seed in zip(numbers, seeds_by_client, strict=True)
     ]
     gradients = rule_for(model.device)
-    trains: Literal["body", "both"] = "both" if joint_head else "body"
+    trains: Literal["body", "both"] = "body" if head == "kept" else "both"
     model.train(trains)
     total, count = torch.zeros(len(numbers)), torch.zeros(len(numbers))
     for rows, batches in side_by_side(streams):
-        bodies, codes, inputs = group.generate(rows)
-        found = gradients(
-            model, bodies, group.classifiers.vectors[rows], batches, trains, [group.statistics[row] for row in rows]
-        )
+        made, codes, inputs = group.generate(rows)
+        bodies, heads = group.halves(made, rows)
+        found = gradients(model, bodies, heads, batches, trains, [group.statistics[row] for row in rows])
         assert found.body is not None
-        group.step(found.body, codes, inputs, rows)
-        if found.head is not None:
+        if head == "generated":
+            assert found.head is not None
+            group.step(torch.cat([found.body, found.head], dim=1), codes, inputs, rows)
+        else:
+            group.step(found.body, codes, inputs, rows)
+        if head == "trained":
+            assert found.head is not None
             group.classifiers.step(found.head, rows)
         total[rows] += found.losses.cpu()
         count[rows] += 1
@@ -108,12 +112,14 @@ class _Group:
         embeddings: Sequence[Tensor],
         received: Tensors,
         training: LocalTraining,
+        *,
+        generates_head: bool,
     ) -> None:
         k, device = len(numbers), model.device
         steps = max(
             training.epochs * steps_per_epoch(model.task.client(number).n, training.batch_size) for number in numbers
         )
-        self._clip = training.clip
+        self._clip, self._generates_head, self._body = training.clip, generates_head, model.task.body_layout.size
         trunk = {name: value.to(device) for name, value in received.items() if name not in (_WEIGHT, _BIAS)}
         self._layout = ParameterLayout.of(trunk)
         self._heads: Heads = heads_for(
@@ -125,11 +131,17 @@ class _Group:
         self.statistics = [{name: value.to(device, copy=True) for name, value in w.statistics.items()} for w in weights]
 
     def generate(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Return bodies `(k, P)`, codes `(k, H)` with their graph, and what the graph begins with."""
+        """Return what is generated `(k, P)`, codes `(k, H)` with their graph, and what the graph begins with."""
         trunk = self._trunk.vectors[rows].requires_grad_()
         embedding = self._embedding.vectors[rows].requires_grad_()
         codes = self._codes(trunk, embedding)
         return self._heads.generate(_with_one(codes.detach()), rows), codes, (trunk, embedding)
+
+    def halves(self, made: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the clients' bodies and heads, given what was generated for them."""
+        if self._generates_head:
+            return made[:, : self._body], made[:, self._body :]
+        return made, self.classifiers.vectors[rows]
 
     def _codes(self, trunk: Tensor, embedding: Tensor) -> Tensor:
         layers = list(self._layout.split(trunk).values())
@@ -138,30 +150,40 @@ class _Group:
             code = torch.relu(torch.baddbmm(bias[:, :, None], weight, code))
         return code[:, :, 0]
 
-    def step(self, bodies: Tensor, codes: Tensor, inputs: tuple[Tensor, Tensor], rows: Sequence[int]) -> None:
-        """Step hypernetworks and embeddings, given the gradients of the bodies, each clipped by its own norm."""
-        pulled = self._heads.pull_back(bodies, rows)[:, :-1]
+    def step(self, made: Tensor, codes: Tensor, inputs: tuple[Tensor, Tensor], rows: Sequence[int]) -> None:
+        """Step hypernetworks and embeddings, given the gradients of what is generated, each clipped by its own norm."""
+        pulled = self._heads.pull_back(made, rows)[:, :-1]
         trunk, embedding = torch.autograd.grad(codes, inputs, pulled)
         whole = _with_one(codes.detach())
-        norms = torch.hypot(bodies.norm(dim=1) * whole.norm(dim=1), trunk.norm(dim=1))
+        norms = torch.hypot(made.norm(dim=1) * whole.norm(dim=1), trunk.norm(dim=1))
         clips = _clip_factors(norms, self._clip)
-        self._heads.step(bodies, whole, clips, rows)
+        self._heads.step(made, whole, clips, rows)
         self._trunk.step(trunk * clips[:, None], rows)
         own = _clip_factors(embedding.norm(dim=1), self._clip)
         self._embedding.step(embedding * own[:, None], rows)
 
     def results(self, losses: Sequence[float]) -> list[Generated]:
         """Return every client as it stands."""
-        rows = range(len(losses))
+        rows = list(range(len(losses)))
         with torch.no_grad():
-            bodies = self.generate(list(rows))[0]
-        return [self._result(row, bodies[row], losses[row]) for row in rows]
+            bodies, heads = self.halves(self.generate(rows)[0], rows)
+        return [self._result(row, bodies[row], heads[row], losses[row]) for row in rows]
 
-    def _result(self, row: int, body: Tensor, loss: float) -> Generated:
+    def _result(self, row: int, body: Tensor, head: Tensor, loss: float) -> Generated:
         weight, bias = self._heads.result(row)
         hypernetwork = {**self._layout.split(self._trunk.vectors[row]), _WEIGHT: weight, _BIAS: bias}
-        weights = Weights(body, self.classifiers.vectors[row], self.statistics[row])
+        weights = Weights(body, head, self.statistics[row])
         return Generated(hypernetwork, self._embedding.vectors[row], weights, loss)
+
+
+def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
+    """Return a hypernetwork that generates the body alone, given one that may generate the head after it.
+
+    Args:
+        state: The hypernetwork.
+        size: Number of the body's parameters.
+    """
+    return {name: value[:size] if name in (_WEIGHT, _BIAS) else value for name, value in state.items()}
 
 
 def _with_one(codes: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.batches import steps_per_epoch
 from netweight.methods.federate.config import LocalTraining
+from netweight.methods.federate.generated_training import rows_of_body
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, Trained, Weights
 from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal
@@ -146,7 +147,7 @@ class Hardened:
             return []
         images = task.client(client.number).train[0][: self.training.batch_size]
         return refuse_abnormal(
-            client.received,
+            rows_of_body(client.received, task.body_layout.size),
             body=task.body,
             embedding=client.private["embedding"],
             images=images,

@@ -1,4 +1,4 @@
-"""HyperFL: each client's body comes from a shared hypernetwork and a private embedding; its head is private too.
+"""HyperFL: each client's body comes from a shared hypernetwork and a private embedding; its head is private, too.
 
 The method's settings and what an engine calls; the training itself is in `generated_training.py`.
 """
@@ -40,6 +40,8 @@ class HyperFL:
             with the body's own weights as the heads' biases and heads' weights of zero, so that clients start from
             one well-scaled body and the hypernetwork learns how they differ.
         joint_head: Train the head together with the body, too, after its own epochs.
+        private_head: Keep the head with the client; False generates it like the body, so that clients share what their
+            few examples teach them of rare classes. The embedding is then all that is private.
 
     Source: HyperFL (arXiv 2412.07187), section 4.2 and algorithm 1.
     """
@@ -49,6 +51,7 @@ class HyperFL:
     hidden: tuple[int, ...] = (128,)
     start_from: Literal["hypernetwork", "body"] = "hypernetwork"
     joint_head: bool = False
+    private_head: bool = True
     name: str = "hyperfl"
 
     def __post_init__(self) -> None:
@@ -62,8 +65,12 @@ class HyperFL:
         return (f"{HYPERNETWORK}**",)
 
     def hypernetwork(self, task: FedTask) -> Hypernetwork:
-        """Return a hypernetwork for the task's body, with weights that are to be replaced."""
-        return Hypernetwork(task.body_layout.size, embedding=self.embedding, hidden=self.hidden)
+        """Return a hypernetwork for what is generated of the task's model, with weights that are to be replaced."""
+        return Hypernetwork(len(self._initial(task)), embedding=self.embedding, hidden=self.hidden)
+
+    def _initial(self, task: FedTask) -> Tensor:
+        """Return the model's own weights, as far as they are generated: the body's before the head's."""
+        return task.initial_body() if self.private_head else torch.cat([task.initial_body(), task.initial_head()])
 
     def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
         """Return a new hypernetwork."""
@@ -73,17 +80,18 @@ class HyperFL:
         if self.start_from == "body":
             with torch.no_grad():
                 network.heads.weight.zero_()
-                network.heads.bias.copy_(task.initial_body())
+                network.heads.bias.copy_(self._initial(task))
         return prefixed(HYPERNETWORK, {name: value.detach() for name, value in network.named_parameters()})
 
     def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the embedding and the head, the same for all clients as in the paper's code, and statistics."""
         generator = seeds.torch_generator(seed, "embedding")
-        return (
-            {"embedding": torch.randn(self.embedding, generator=generator)}
-            | prefixed("head.", task.head_layout.split(task.initial_head()))
-            | prefixed(STATISTICS, LocalModel(task).initial_statistics())
-        )
+        embedding = torch.randn(self.embedding, generator=generator)
+        return self._private(task, embedding, task.initial_head(), LocalModel(task).initial_statistics())
+
+    def _private(self, task: FedTask, embedding: Tensor, head: Tensor, statistics: Tensors) -> dict[str, Tensor]:
+        kept = prefixed("head.", task.head_layout.split(head)) if self.private_head else {}
+        return {"embedding": embedding} | kept | prefixed(STATISTICS, statistics)
 
     def message(self, state: Tensors, client: int) -> Tensors:
         """Return the hypernetwork: all clients get the same."""
@@ -91,13 +99,16 @@ class HyperFL:
 
     @torch.no_grad()
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
-        """Return the body that the received hypernetwork generates now from the client's embedding, and its head."""
+        """Return what the received hypernetwork generates now from the client's embedding, and the client's head."""
         code = private["embedding"]
         for layer in range(len(self.hidden)):
             name = f"{HYPERNETWORK}trunk.{layer}"
             code = torch.relu(torch.addmv(received[f"{name}.bias"], received[f"{name}.weight"], code))
-        body = torch.addmv(received[f"{HYPERNETWORK}heads.bias"], received[f"{HYPERNETWORK}heads.weight"], code)
-        return Weights(body, task.head_layout.join(without("head.", private)), without(STATISTICS, private))
+        made = torch.addmv(received[f"{HYPERNETWORK}heads.bias"], received[f"{HYPERNETWORK}heads.weight"], code)
+        body, head = made[: task.body_layout.size], made[task.body_layout.size :]
+        if self.private_head:
+            head = task.head_layout.join(without("head.", private))
+        return Weights(body, head, without(STATISTICS, private))
 
     def train(
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
@@ -114,7 +125,7 @@ class HyperFL:
             [client.private["embedding"] for client in clients],
             clients[0].received,
             self.training,
-            joint_head=self.joint_head,
+            head="generated" if not self.private_head else "trained" if self.joint_head else "kept",
             seeds_by_client=draws,
         )
         return [self._trained(task, number, found, round) for number, found in zip(numbers, generated, strict=True)]
@@ -122,7 +133,7 @@ class HyperFL:
     def _train_heads(
         self, model: LocalModel, numbers: Sequence[int], weights: list[Weights], draws: Sequence[int]
     ) -> list[Weights]:
-        if not self.training.head_epochs:
+        if not self.private_head or not self.training.head_epochs:
             return weights
         phase = Phase("head", self.training.head_epochs, self.training.head_lr)
         own = [seeds.derive(draw, "head") for draw in draws]
@@ -133,10 +144,6 @@ class HyperFL:
         return aggregate(state, updates)
 
     def _trained(self, task: FedTask, number: int, found: Generated, round: int) -> Trained:
-        private = (
-            {"embedding": found.embedding}
-            | prefixed("head.", task.head_layout.split(found.weights.head))
-            | prefixed(STATISTICS, found.weights.statistics)
-        )
+        private = self._private(task, found.embedding, found.weights.head, found.weights.statistics)
         update = Update(number, task.client(number).n, found.hypernetwork, round)
         return Trained(update, private, found.weights, found.loss)

@@ -18,6 +18,7 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.generated_training import rows_of_body
 from netweight.methods.federate.hardening import Hardened, dense_tensors
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method
@@ -138,7 +139,10 @@ def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprin
         raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
     public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
     bounds = (float(public.min()), float(public.max()))
-    return imprint(state, run.task.body, public=public, images=max(threat.held, 2), bounds=bounds, seed=seed)
+    images, bodies = max(threat.held, 2), rows_of_body(state, run.task.body_layout.size)
+    trap = imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
+    whole = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
+    return dataclasses.replace(trap, state=whole)
 
 
 def _observed(
