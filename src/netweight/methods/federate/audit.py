@@ -258,7 +258,7 @@ def _reconstruct(
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     candidates, _ = read_imprint(
         seen.trap,
-        seen.received(),
+        rows_of_body(seen.received(), run.task.body_layout.size),
         run.task.body,
         shape=(shape[1], shape[2], shape[3]),
         bounds=bounds,

@@ -124,7 +124,8 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
     method = shortened(run.method, threat)
     state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
     trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
-    state = trap.state if trap else state
+    if trap:  # a head that is generated after the body is left as it was
+        state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
     seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
     size = threat.summed_over
     groups = [tuple(one.updates[0] for one in seen[start : start + size]) for start in range(0, len(seen), size)]
@@ -140,9 +141,7 @@ def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprin
     public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
     bounds = (float(public.min()), float(public.max()))
     images, bodies = max(threat.held, 2), rows_of_body(state, run.task.body_layout.size)
-    trap = imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
-    whole = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
-    return dataclasses.replace(trap, state=whole)
+    return imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
 
 
 def _observed(
