@@ -115,10 +115,10 @@ def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytes
     assert "takes no part" in exposure(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict
 
 
-@pytest.mark.parametrize("private_head", [True, False])
-def test_honest_rounds_are_not_refused(private_head: bool) -> None:
+@pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
+def test_honest_rounds_are_not_refused(private_head: bool, lonely: float) -> None:
     method = dataclasses.replace(METHOD, private_head=private_head)
-    careful = Hardened(method, minimum_steps=6, refusal=RefusalLimits())
+    careful = Hardened(method, minimum_steps=6, refusal=RefusalLimits(lonely=lonely))
     run = train(picture_task(), careful, Federation(rounds=2))
     assert not any(round.refused for round in run.rounds)
 

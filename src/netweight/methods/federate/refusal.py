@@ -31,7 +31,8 @@ class RefusalLimits:
     Attributes:
         peaked: Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
         repeated: Share of rows, in the trunk or a generated weight, that repeat another row or are zero.
-        lonely: Share of rows of the first linear layer that exactly one of the client's images activates.
+        lonely: Share of rows of the first linear layer that exactly one of the client's images activates; the default
+            was measured with batches of 50, and batches of a few images need more.
         change: Change of the shared state since the last round, as a multiple of the client's own in that round.
     """
 
