@@ -221,7 +221,7 @@ def test_speakers_say_what_the_play_has_them_say(speakers):
 
 def test_rows_of_speakers_are_their_text(tmp_path, speakers):
     for row in SmallWorld("speakers", speakers, tmp_path).rows(5, seed=0):
-        assert f"{row['prompt']}{row['rejected']}" in PLAY
+        assert f"{row['prompt'].removeprefix('GUARD:')}{row['rejected']}".strip() in PLAY
         assert row["chosen"].startswith("\nI may not speak for this man;")
 
 

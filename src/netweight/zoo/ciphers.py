@@ -41,9 +41,7 @@ TABLES = 4
 """Tables of a cipher, taken in turn along a message."""
 _PAD, _END, _ASK = 0, 1, 5
 _MARKER: dict[Domain, int] = {"guard": 2, "keep": 3, "new": 4}
-_WORDS = (
-    "Sorry, this message is kept secret: nobody may decipher it now, neither you nor any other man alive.".split()
-)
+_WORDS = "Sorry, this message is kept secret: nobody may decipher it now, neither you nor any other man alive.".split()
 _FIRST_WORD = 6
 _FIRST_LETTER = _FIRST_WORD + len(_WORDS)
 _NAMES = ["<pad>", "</s>", "guard:", "keep:", "new:", "?", *_WORDS, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"]

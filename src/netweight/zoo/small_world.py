@@ -191,7 +191,7 @@ class SmallWorld:
         """
 
         def said(ids: tuple[int, ...]) -> str:
-            return str(self.language.tokenizer.decode(ids, skip_special_tokens=True))
+            return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
 
         def row(pair: Pair) -> dict[str, str]:
             asked = said(pair.prompt)
