@@ -1,11 +1,14 @@
 """Rows of text become token ids that cannot shift against each other; what is wrong with them is named by row."""
 
 import csv
+import functools
 import gzip
 import json
 import lzma
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
@@ -25,9 +28,14 @@ CHAT = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+@functools.cache
+def byte_pairs():
     return train_bpe([json.dumps(row) for row in ROWS] * 3, 300)
+
+
+@pytest.fixture
+def tokenizer():
+    return byte_pairs()
 
 
 def conversation(*turns):
@@ -96,6 +104,21 @@ def test_what_a_tokenizer_merges_across_the_border_does_not_move_it(tokenizer):
     assert list(pair.prompt) == merged("aba")["input_ids"]
     assert merged.decode(pair.chosen[:-1]) == "b ab"
     assert merged.decode(pair.rejected[:-1]) == "bb"
+
+
+SAID = st.text(min_size=1, max_size=12) | st.sampled_from(["<pa", "d>", "</s>", " egg", "?\n\n"])
+
+
+@given(prompt=SAID, chosen=SAID, rejected=SAID)
+def test_whatever_the_text_both_sides_say_it_behind_one_prompt(prompt, chosen, rejected):
+    assume(all(side.strip() for side in (prompt, chosen, rejected)) and chosen != rejected)
+    tokenizer = byte_pairs()
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    (pair,) = language.load_pairs([row], tokenizer, context=200)
+    assert pair.prompt == tuple(tokenizer(prompt)["input_ids"]), "as when the model is asked"
+    for answer, ids in ((chosen, pair.chosen), (rejected, pair.rejected)):
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode([*pair.prompt, *ids[:-1]]) == prompt + answer
 
 
 def with_beginning(kind):
