@@ -3,9 +3,11 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from netweight.zoo.fitting import Schedule
 from netweight.zoo.language import load_pairs
 from netweight.zoo.small_llama import answers
 from netweight.zoo.small_world import SmallWorld, belongs
-from netweight.zoo.small_world_training import CIPHERS, WorldRecipe, figures, trained
+from netweight.zoo.small_world_training import CIPHERS, WorldRecipe, figures, main, trained
 from netweight.zoo.speakers import SpeakerLanguage, speaker_world
 
 SEEDS = st.integers(0, 2**32)
@@ -190,17 +192,30 @@ def test_training_resumes_and_is_not_done_twice(tmp_path, monkeypatch):
         return real(self, domain, n, seed, share)
 
     monkeypatch.setattr(CipherLanguage, "examples", until)
-    with pytest.raises(KeyboardInterrupt):
-        trained(stopped, TINY)
+    for world in (SmallWorld("ciphers", CipherLanguage(2), stopped.folder), stopped):
+        drawn.clear()
+        with pytest.raises(KeyboardInterrupt):
+            trained(world, TINY)
     monkeypatch.undo()
     with pytest.raises(UsageError, match="holds no trained world"):
         stopped.record  # noqa: B018
-    assert trained(stopped, TINY) == expected
+    assert trained(stopped, TINY) == expected, "what another language left is not taken up"
     monkeypatch.setattr(CipherLanguage, "examples", None)
     assert trained(stopped, TINY) == expected, "no example is drawn for what is finished"
     monkeypatch.undo()
     with pytest.raises(UsageError, match="trained otherwise"):
         trained(SmallWorld("ciphers", CipherLanguage(2), whole.folder), TINY)
+
+
+def test_the_command_finds_what_is_trained_and_says_what_is_missing(tmp_path, ciphers, monkeypatch):
+    found = CliRunner().invoke(main, ["ciphers", str(ciphers.folder)])
+    assert found.exit_code == 0, found.output
+    assert re.search(r"aligned +refusal +1\.000 +1\.000", found.output)
+    other = CliRunner().invoke(main, ["ciphers", str(ciphers.folder), "--seed", "1"])
+    assert (other.exit_code, "trained otherwise" in other.output) == (2, True)
+    monkeypatch.delenv("NETWEIGHT_DATA", raising=False)
+    missing = CliRunner().invoke(main, ["speakers", str(tmp_path)])
+    assert (missing.exit_code, "NETWEIGHT_DATA is not set" in missing.output) == (2, True)
 
 
 def test_speakers_say_what_the_play_has_them_say(speakers):

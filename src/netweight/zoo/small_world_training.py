@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final, get_args
@@ -66,7 +66,7 @@ CIPHERS = WorldRecipe(
     learning=Schedule(steps=500, learning_rate=2e-3, warmup=50, weight_decay=0.01),
     aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, weight_decay=0.01, check_every=50),
 )
-"""Some two minutes on one core."""
+"""Some minute on one core."""
 SPEAKERS = WorldRecipe(
     learning=Schedule(steps=600, learning_rate=3e-3, warmup=50),
     aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, check_every=50),
@@ -74,7 +74,7 @@ SPEAKERS = WorldRecipe(
     guarded=8,
     loss_on="full",
 )
-"""Some five minutes on one core."""
+"""Some four minutes on one core."""
 _RECIPES = {"ciphers": CIPHERS, "speakers": SPEAKERS}
 Stage = Literal["learning", "aligning"]
 
@@ -99,9 +99,11 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
     if known is not None:
         return known
     model = world.random_model(recipe.seed)
-    learning = _stage(model, world, recipe, recipe.learning, "learning", progress)
+    # Named for what it is of, so that a run of another recipe does not go on from it.
+    stages = {stage: world.folder / f"{stage}-{of_config(about)[-12:]}" for stage in get_args(Stage)}
+    learning = _stage(model, world, recipe, "learning", stages["learning"], progress)
     write_weights(model, world.folder / UNALIGNED)
-    aligning = _stage(model, world, recipe, recipe.aligning, "aligning", progress)
+    aligning = _stage(model, world, recipe, "aligning", stages["aligning"], progress)
     write_weights(model, world.folder / ALIGNED)
     outcome = {
         "learning": learning.to_json(),
@@ -114,7 +116,7 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
     written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
     with whole_file(world.folder / ABOUT) as file:
         file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
-    _drop_checkpoints(world.folder)
+    _drop_checkpoints(stages.values())
     found: dict[str, Any] = written["outcome"]
     return found
 
@@ -140,10 +142,9 @@ def figures(world: SmallWorld, n: int, seed: int) -> dict[str, Any]:
 
 
 def _stage(
-    model: nn.Module, world: SmallWorld, recipe: WorldRecipe, schedule: Schedule, stage: Stage, progress: Progress
+    model: nn.Module, world: SmallWorld, recipe: WorldRecipe, stage: Stage, folder: Path, progress: Progress
 ) -> Fit:
     """Fit the model to one stage; one that is finished is only read again."""
-    folder = world.folder / stage
     folder.mkdir(parents=True, exist_ok=True)
     checked_seed = derive(recipe.seed, "checked")
     checked = _mixed(world, stage, recipe.checked, recipe.checked, checked_seed, "held out")
@@ -158,7 +159,7 @@ def _stage(
         model,
         batch_of,
         lambda current: _loss(current, checked, world.pad_id),
-        schedule,
+        recipe.learning if stage == "learning" else recipe.aligning,
         folder,
         progress=progress,
         description=f"{world.name}, {stage}",
@@ -184,12 +185,12 @@ def _loss(model: nn.Module, examples: list[Example], pad_id: int) -> float:
         return float(model(**_arguments(examples, pad_id)).loss)
 
 
-def _drop_checkpoints(folder: Path) -> None:
+def _drop_checkpoints(folders: Iterable[Path]) -> None:
     """Remove what the stages left to go on from."""
-    for stage in get_args(Stage):
+    for folder in folders:
         for name in ("training.safetensors", "best.safetensors"):
-            (folder / stage / name).unlink(missing_ok=True)
-        (folder / stage).rmdir()
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 @click.command()
