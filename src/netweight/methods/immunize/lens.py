@@ -1,0 +1,131 @@
+"""The loss that each layer would give if the model ended there: norm and unembedding on every layer's state.
+
+Logits of all layers are never held at once: they are made chunk by chunk, and again in the backward pass. Used by
+`repnoise.py` and `depth.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from netweight.attacks.finetuning.examples import IGNORED
+from netweight.errors import UsageError
+from netweight.methods.immunize.structure import Structure
+
+__all__ = ["Targets", "answer_loss", "lens_losses", "sampled_layers"]
+
+CHUNK = 512
+"""Tokens whose logits are held at once."""
+
+
+@final
+@dataclass(frozen=True)
+class Targets:
+    """Which tokens a loss predicts, and from which positions.
+
+    Attributes:
+        rows: True where the state of a position predicts the next token; bool, shape `(B, T - 1)`.
+        tokens: Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`.
+        blanked: How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each
+            and have no gradient; the published loss has such, see `repnoise.py`.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    blanked: int = 0
+
+    @classmethod
+    def of_labels(cls, labels: Tensor) -> Targets:
+        """Predict every labeled token.
+
+        Args:
+            labels: Tokens to be predicted where they stand, else `IGNORED`; int64, shape `(B, T)`.
+
+        Raises:
+            UsageError: There is none that a position comes before.
+        """
+        rows = labels[:, 1:] != IGNORED
+        if not rows.any():
+            raise UsageError("No token of the batch is to be predicted.", cure="Leave rows without an answer out.")
+        return cls(rows, labels[:, 1:][rows])
+
+    @property
+    def count(self) -> int:
+        """How many tokens are predicted, the blanked ones among them."""
+        return len(self.tokens) + self.blanked
+
+    def mean(self, total: Tensor, vocabulary: int) -> Tensor:
+        """The mean over all tokens, from the sum over those that are not blanked."""
+        return (total + self.blanked * math.log(vocabulary)) / self.count
+
+
+def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
+    """Mean cross-entropy of a model's own logits.
+
+    Args:
+        logits: Shape `(B, T, vocabulary)`.
+        targets: Which of them count.
+    """
+    chosen = logits[:, :-1][targets.rows].float()
+    total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
+    return targets.mean(total, logits.shape[-1])
+
+
+def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding.
+
+    What a model does to logits after its unembedding, such as a soft cap, is not done here.
+
+    Args:
+        states: For each layer the residual stream, shape `(B, T, hidden)`.
+        targets: Which tokens count.
+        structure: The model's norm and unembedding.
+        chunk: Tokens whose logits are held at once, at least 1.
+
+    Returns:
+        Shape `(layers,)`, float32.
+
+    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
+    """
+
+    def head(rows: Tensor, tokens: Tensor) -> Tensor:
+        logits = structure.unembedding(structure.norm(rows))
+        return functional.cross_entropy(logits.float(), tokens, reduction="sum")
+
+    return torch.stack([_of_layer(state, targets, head, structure.vocabulary, chunk) for state in states])
+
+
+def _of_layer(
+    state: Tensor, targets: Targets, head: Callable[[Tensor, Tensor], Tensor], vocabulary: int, chunk: int
+) -> Tensor:
+    rows = state[:, :-1][targets.rows]
+    total = rows.new_zeros((), dtype=torch.float32)
+    for some, tokens in zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True):
+        total = total + checkpoint(head, some, tokens, use_reentrant=False, preserve_rng_state=False)
+    return targets.mean(total, vocabulary)
+
+
+def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator | None) -> list[int]:
+    """Draw layers without replacement, each as likely as any other, so that their mean is that of all on average.
+
+    Args:
+        layers: How many there are.
+        wanted: How many to draw; None, or as many as there are, takes all.
+        generator: Where the draw comes from; None for torch's global one.
+
+    Returns:
+        Indices in ascending order.
+    """
+    if wanted is None or wanted >= layers:
+        return list(range(layers))
+    device = "cpu" if generator is None else generator.device
+    drawn: list[int] = torch.randperm(layers, generator=generator, device=device)[:wanted].tolist()
+    return sorted(drawn)
