@@ -80,7 +80,6 @@ def test_no_hook_outlives_its_block():
     ]
     for case in cases:
         with pytest.raises((RuntimeError, NameNotFound, ZeroDivisionError)), case():
-            assert hooks(model) > 0
             model(torch.zeros(1, 4), fail=case is not cases[-1])
         assert hooks(model) == 0
 

@@ -74,7 +74,7 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
         logits: Shape `(B, T, vocabulary)`.
         targets: Which of them count.
     """
-    chosen = logits[:, :-1][targets.rows].float()
+    chosen = _wide(logits[:, :-1][targets.rows])
     total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
     return targets.mean(total, logits.shape[-1])
 
@@ -91,14 +91,14 @@ def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure
         chunk: Tokens whose logits are held at once, at least 1.
 
     Returns:
-        Shape `(layers,)`, float32.
+        Shape `(layers,)`, float32 or float64.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
     """
 
     def head(rows: Tensor, tokens: Tensor) -> Tensor:
         logits = structure.unembedding(structure.norm(rows))
-        return functional.cross_entropy(logits.float(), tokens, reduction="sum")
+        return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 
     return torch.stack([_of_layer(state, targets, head, structure.vocabulary, chunk) for state in states])
 
@@ -107,10 +107,14 @@ def _of_layer(
     state: Tensor, targets: Targets, head: Callable[[Tensor, Tensor], Tensor], vocabulary: int, chunk: int
 ) -> Tensor:
     rows = state[:, :-1][targets.rows]
-    total = rows.new_zeros((), dtype=torch.float32)
+    total = _wide(rows.new_zeros(()))
     for some, tokens in zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True):
         total = total + checkpoint(head, some, tokens, use_reentrant=False, preserve_rng_state=False)
     return targets.mean(total, vocabulary)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator | None) -> list[int]:

@@ -63,7 +63,7 @@ class LossParts:
 def repnoise_loss(
     model: nn.Module,
     batch: PairBatch,
-    config: RepNoiseConfig = RepNoiseConfig(),  # noqa: B008  frozen
+    config: RepNoiseConfig = RepNoiseConfig(),
     *,
     generator: torch.Generator | None = None,
     noise_weight: float | None = None,
