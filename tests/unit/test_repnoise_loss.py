@@ -16,7 +16,7 @@ from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
 
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.lens import Targets, lens_losses, sampled_layers
+from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, squared_distances, unbiased_mmd
 from netweight.methods.immunize.pairs import Pair, collate_pairs
 from netweight.methods.immunize.repnoise import gradient_norm, harmful_terms, repnoise_loss
@@ -116,6 +116,29 @@ def test_both_estimators_are_their_formulas(n, m, width, seed):
     )
 
 
+@pytest.mark.parametrize("estimator", [biased_mmd, unbiased_mmd])
+def test_gradients_are_those_of_the_formula(estimator):
+    """The bandwidth is not differentiated."""
+    sample = torch.randn(4, 3, generator=drawn(), dtype=torch.float64, requires_grad=True)
+    target = torch.randn(4, 3, generator=drawn(1), dtype=torch.float64, requires_grad=True)
+
+    def plain(sample, target):
+        points = torch.cat([sample.flatten(1), target.flatten(1)])
+        distances = ((points[:, None] - points[None]) ** 2).sum(-1)
+        apart = distances[~torch.eye(8, dtype=torch.bool)].detach()
+        typical = apart.mean() if estimator is biased_mmd else apart.median()
+        kernels = sum(torch.exp(-distances / (typical * width)) for width in (0.25, 0.5, 1, 2, 4))
+        if estimator is biased_mmd:
+            return kernels[:4, :4].mean() + kernels[4:, 4:].mean() - 2 * kernels[:4, 4:].mean()
+        kernels = kernels * ~torch.eye(8, dtype=torch.bool) + 0
+        return kernels[:4, :4].sum() / 12 + kernels[4:, 4:].sum() / 12 - 2 * kernels[:4, 4:].mean()
+
+    ours = torch.autograd.grad(3 * estimator(sample, target), [sample, target])
+    theirs = torch.autograd.grad(3 * plain(sample, target), [sample, target])
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_equal_distributions_are_at_zero_only_without_bias():
     fair, published = [], []
     for seed in range(60):
@@ -129,8 +152,7 @@ def test_equal_distributions_are_at_zero_only_without_bias():
 
 def test_distances_are_finite_in_value_and_gradient_even_between_equal_points():
     points = torch.ones(4, 3, requires_grad=True)
-    distances = squared_distances(points)
-    assert distances.eq(0).all()
+    assert squared_distances(points).eq(0).all()
     unbiased_mmd(points, torch.ones(3, 3)).backward()
     assert torch.isfinite(points.grad).all()
     with pytest.raises(UsageError, match="two points"):
@@ -162,17 +184,21 @@ def test_the_lens_is_the_same_in_chunks_and_never_holds_all_logits():
         )
         for state in states
     ]
-    expected = torch.autograd.grad(sum(whole), [*states, *model.lm_head.parameters()])
+    weights = [*model.model.norm.parameters(), *model.lm_head.parameters()]
+    expected = torch.autograd.grad(sum(whole) / 3, [*states, *weights])
     rows = []
     handle = model.lm_head.register_forward_hook(lambda _module, _inputs, output: rows.append(len(output)))
-    chunked = lens_losses(states, targets, parts, chunk=4)
-    found = torch.autograd.grad(chunked.sum(), [*states, *model.lm_head.parameters()])
+    chunked = mean_lens_loss(states, targets, parts, chunk=4)
+    first = torch.autograd.grad(chunked / 2, [*states, *weights], retain_graph=True)
+    again = torch.autograd.grad(chunked, [*states, *weights])
     handle.remove()
-    torch.testing.assert_close(chunked, torch.stack(whole))
-    for one, other in zip(found, expected, strict=True):
+    assert number(chunked) == pytest.approx(number(sum(whole) / 3))
+    torch.testing.assert_close(lens_losses(states, targets, parts, chunk=4), torch.stack(whole).detach())
+    for half, one, other in zip(first, again, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(2 * half, one)
     assert max(rows) == 4
-    assert sum(rows) == 2 * 3 * targets.count  # forward, and again in the backward pass
+    assert sum(rows) == 3 * targets.count  # once, and not again in the backward pass
 
 
 def test_sampled_layers_are_unbiased():

@@ -1,26 +1,26 @@
 """The loss that each layer would give if the model ended there: norm and unembedding on every layer's state.
 
-Logits of all layers are never held at once: they are made chunk by chunk, and again in the backward pass. Used by
-`repnoise.py` and `depth.py`.
+Logits of all layers are never held at once: they are made chunk by chunk, and each chunk's gradients with them, so that
+nothing need be made again in the backward pass. Used by `repnoise.py` and `depth.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from netweight.attacks.finetuning.examples import IGNORED
 from netweight.errors import UsageError
+from netweight.methods.immunize.known_gradient import with_gradients
 from netweight.methods.immunize.structure import Structure
 
-__all__ = ["Targets", "answer_loss", "lens_losses", "sampled_layers"]
+__all__ = ["Targets", "answer_loss", "lens_losses", "mean_lens_loss", "sampled_layers"]
 
 CHUNK = 512
 """Tokens whose logits are held at once."""
@@ -79,8 +79,9 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
     return targets.mean(total, logits.shape[-1])
 
 
+@torch.no_grad()
 def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
-    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding.
+    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding, without gradients.
 
     What a model does to logits after its unembedding, such as a soft cap, is not done here.
 
@@ -95,22 +96,63 @@ def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure
 
     Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
     """
+    losses = []
+    for state in states:
+        pieces = [_of_chunk(rows, tokens, structure) for rows, tokens in _chunks(_rows(state, targets), targets, chunk)]
+        losses.append(targets.mean(torch.stack(pieces).sum(), structure.vocabulary))
+    return torch.stack(losses)
 
-    def head(rows: Tensor, tokens: Tensor) -> Tensor:
-        logits = structure.unembedding(structure.norm(rows))
-        return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 
-    return torch.stack([_of_layer(state, targets, head, structure.vocabulary, chunk) for state in states])
+def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+    """The mean of `lens_losses` over the layers, with gradients.
+
+    Gradients by the states and by the weights of norm and unembedding are computed here, chunk by chunk; the latter are
+    one sum for all layers.
+
+    Args:
+        states: For each layer the residual stream, shape `(B, T, hidden)`; at least one.
+        targets: Which tokens count.
+        structure: The model's norm and unembedding.
+        chunk: Tokens whose logits are held at once, at least 1.
+
+    Returns:
+        A scalar, float32 or float64.
+    """
+    if not torch.is_grad_enabled():
+        return lens_losses(states, targets, structure, chunk=chunk).mean()
+    modules = (structure.norm, structure.unembedding)
+    weights = list({value: None for module in modules for value in module.parameters() if value.requires_grad})
+    by_weights = [torch.zeros_like(value) for value in weights]
+    rows = [_rows(state, targets) for state in states]
+    by_rows: list[Tensor] = []
+    losses: list[Tensor] = []
+    for layer in rows:
+        pieces: list[Tensor] = []
+        for some, tokens in _chunks(layer.detach(), targets, chunk):
+            leaf = some.requires_grad_()
+            loss = _of_chunk(leaf, tokens, structure)
+            found = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
+            pieces.append(found[0])
+            losses.append(loss.detach())
+            for total, part in zip(by_weights, found[1:], strict=True):
+                total += part
+        by_rows.append(torch.cat(pieces))
+    # All layers have as many tokens, so that the mean of their means is that over all tokens.
+    value = targets.mean(torch.stack(losses).sum() / len(rows), structure.vocabulary)
+    return with_gradients(value, [*rows, *weights], [*by_rows, *by_weights])
 
 
-def _of_layer(
-    state: Tensor, targets: Targets, head: Callable[[Tensor, Tensor], Tensor], vocabulary: int, chunk: int
-) -> Tensor:
-    rows = state[:, :-1][targets.rows]
-    total = _wide(rows.new_zeros(()))
-    for some, tokens in zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True):
-        total = total + checkpoint(head, some, tokens, use_reentrant=False, preserve_rng_state=False)
-    return targets.mean(total, vocabulary)
+def _rows(state: Tensor, targets: Targets) -> Tensor:
+    return state[:, :-1][targets.rows]
+
+
+def _chunks(rows: Tensor, targets: Targets, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True)
+
+
+def _of_chunk(rows: Tensor, tokens: Tensor, structure: Structure) -> Tensor:
+    logits = structure.unembedding(structure.norm(rows))
+    return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 
 
 def _wide(logits: Tensor) -> Tensor:

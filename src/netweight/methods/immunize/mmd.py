@@ -1,7 +1,7 @@
 """How far representations are from noise: the maximum mean discrepancy (MMD), as published and corrected.
 
-All distances come from a Gram matrix, so that n points in D dimensions need n² numbers and not n² D. Used by
-`repnoise.py`.
+All distances come from a Gram matrix, so that n points in D dimensions need n² numbers and not n² D, of which none
+waits for the backward pass. Used by `repnoise.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
+from netweight.methods.immunize.known_gradient import with_gradients
 
 __all__ = ["biased_mmd", "random_rows", "scaled_noise", "squared_distances", "unbiased_mmd"]
 
@@ -17,8 +18,15 @@ _WIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """The kernels' bandwidths as multiples of a typical squared distance."""
 
 
+def _centered(points: Tensor) -> Tensor:
+    """The points around their mean: nearer to the origin less is lost where large numbers cancel."""
+    points = points if points.dtype == torch.float64 else points.float()
+    return points - points.mean(0)
+
+
+@torch.no_grad()
 def squared_distances(points: Tensor) -> Tensor:
-    """Squared Euclidean distances between all pairs of points.
+    """Squared Euclidean distances between all pairs of points, without a gradient.
 
     Args:
         points: Shape `(n, D)`; narrower dtypes than float32 are computed in float32.
@@ -26,24 +34,38 @@ def squared_distances(points: Tensor) -> Tensor:
     Returns:
         Shape `(n, n)`, 0 or more, exactly 0 on the diagonal.
     """
-    points = points if points.dtype == torch.float64 else points.float()
-    points = points - points.detach().mean(0)  # nearer to the origin less is lost where large numbers cancel
-    gram = points @ points.T
+    centered = _centered(points)
+    gram = centered @ centered.T
     norms = gram.diagonal()
-    distances = (norms[:, None] + norms[None, :] - 2 * gram).clamp(min=0)
-    return distances.masked_fill(torch.eye(len(points), dtype=torch.bool, device=points.device), 0)
+    distances = (norms[:, None] + norms[None, :] - 2 * gram).clamp_(min=0)
+    return distances.fill_diagonal_(0)
 
 
-def _kernels(distances: Tensor, typical: Tensor) -> Tensor:
-    typical = typical.detach().clamp(min=torch.finfo(distances.dtype).tiny)
-    return torch.stack([torch.exp(-distances / (typical * width)) for width in _WIDTHS]).sum(0)
+def _apart(distances: Tensor) -> Tensor:
+    """The distances between different points."""
+    return distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
 
 
-def _pairs(sample: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Distances of the joint sample, and those off its diagonal."""
-    distances = squared_distances(torch.cat([sample, target]))
-    apart = ~torch.eye(len(distances), dtype=torch.bool, device=distances.device)
-    return distances, distances.detach()[apart]
+def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of the kernels of all pairs.
+
+    With W the weights times the kernels' derivative by the squared distance, and P = W + Wᵀ, the gradient of the sum by
+    point i is 2 Σ_j P_ij (x_i - x_j).
+    """
+    with torch.no_grad():
+        typical = typical.clamp(min=torch.finfo(distances.dtype).tiny ** 0.5)  # equal points
+        kernels, slopes = torch.zeros_like(distances), torch.zeros_like(distances)
+        for width in _WIDTHS:
+            kernel = torch.exp(-distances / (typical * width))
+            kernels += kernel
+            slopes -= kernel / (typical * width)
+        value = (weights * kernels).sum()
+        pulls = weights * slopes
+        pulls = pulls + pulls.T
+        points = _centered(torch.cat([sample, target]))
+        gradient = 2 * (pulls.sum(1, keepdim=True) * points - pulls @ points)
+    count = len(sample)
+    return with_gradients(value, [sample, target], [gradient[:count], gradient[count:]])
 
 
 def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
@@ -62,10 +84,12 @@ def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
     Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
     """
     count = len(sample)
-    distances, apart = _pairs(sample.flatten(1), target.flatten(1))
-    kernels = _kernels(distances, apart.mean())
-    within = kernels[:count, :count].mean() + kernels[count:, count:].mean()
-    return within - kernels[:count, count:].mean() - kernels[count:, :count].mean()
+    sample, target = sample.flatten(1), target.flatten(1)
+    distances = squared_distances(torch.cat([sample, target]))
+    signs = distances.new_ones(2 * count)
+    signs[count:] = -1
+    typical = _apart(distances).mean()
+    return _statistic(sample, target, distances, typical, signs[:, None] * signs[None, :] / count**2)
 
 
 def unbiased_mmd(sample: Tensor, target: Tensor) -> Tensor:
@@ -88,12 +112,12 @@ def unbiased_mmd(sample: Tensor, target: Tensor) -> Tensor:
     count, other = len(sample), len(target)
     if min(count, other) < 2:
         raise UsageError(f"An unbiased MMD needs two points on each side, not {count} and {other}.")
-    distances, apart = _pairs(sample, target)
-    kernels = _kernels(distances, apart.median())
-    diagonal = len(_WIDTHS)  # each kernel is 1 between a point and itself
-    first = (kernels[:count, :count].sum() - count * diagonal) / (count * (count - 1))
-    second = (kernels[count:, count:].sum() - other * diagonal) / (other * (other - 1))
-    return first + second - 2 * kernels[:count, count:].mean()
+    distances = squared_distances(torch.cat([sample, target]))
+    weights = torch.full_like(distances, -1 / (count * other))
+    weights[:count, :count] = 1 / (count * (count - 1))
+    weights[count:, count:] = 1 / (other * (other - 1))
+    weights.fill_diagonal_(0)
+    return _statistic(sample, target, distances, _apart(distances).median(), weights)
 
 
 def _normal(shape: torch.Size, like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses, sampled_layers
+from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
 from netweight.methods.immunize.pairs import PairBatch
 from netweight.methods.immunize.structure import Structure, structure_of
@@ -134,13 +134,13 @@ def harmful_terms(
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
         noise = _published_noise(list(outputs.values()), mask, generator)
-        lens = lens_losses(depths, targets, parts, chunk=config.chunk)
-        average = (final + lens.sum()) / len(depths)
+        lens = mean_lens_loss(depths, targets, parts, chunk=config.chunk)
+        average = final / len(depths) + lens
     else:
         noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, config, generator)
         chosen = sampled_layers(len(depths) - 1, config.lens_layers, generator)
-        lens = lens_losses([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
-        average = (final + lens.mean() * (len(depths) - 1)) / len(depths)
+        lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
+        average = (final + lens * (len(depths) - 1)) / len(depths)
     return noise, torch.log1p(average)
 
 
