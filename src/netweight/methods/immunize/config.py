@@ -38,7 +38,7 @@ class RepNoiseConfig:
     alpha: float = 1.0
     beta: float = 1.0
     lens_layers: int | None = None
-    noise_tokens: int | None = 512
+    noise_tokens: int | None = 256
     chunk: int = 512
 
     def __post_init__(self) -> None:

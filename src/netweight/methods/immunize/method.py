@@ -54,8 +54,7 @@ class RepNoise:
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """The harmless side, then the harmful one."""
-        yield {"retain": Term(retain_term(model, batch, self.config))}
+        """The harmful side, whose states take most room, while there are no gradients yet; then the harmless one."""
         noise, ascent = harmful_terms(model, batch, self.config, generator=generator)
         side = {"ascent": Term(ascent, -self.config.alpha)}
         if self.config.beta > 0:
@@ -63,3 +62,5 @@ class RepNoise:
             share = self.config.beta if balanced else None
             side["noise"] = Term(noise, self.config.beta, share)
         yield side
+        del noise, ascent, side  # with them goes the graph
+        yield {"retain": Term(retain_term(model, batch, self.config))}

@@ -14,8 +14,8 @@ from netweight.methods.immunize.known_gradient import with_gradients
 
 __all__ = ["biased_mmd", "random_rows", "scaled_noise", "squared_distances", "unbiased_mmd"]
 
-_WIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""The kernels' bandwidths as multiples of a typical squared distance."""
+_WIDTHS = (4.0, 2.0, 1.0, 0.5, 0.25)
+"""The kernels' bandwidths as multiples of a typical squared distance: each half of the one before."""
 
 
 def _centered(points: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def squared_distances(points: Tensor) -> Tensor:
 
 
 def _apart(distances: Tensor) -> Tensor:
-    """The distances between different points."""
-    return distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
+    """The distances between different points, each pair once."""
+    return distances[torch.ones_like(distances, dtype=torch.bool).triu_(1)]
 
 
 def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tensor, weights: Tensor) -> Tensor:
@@ -54,13 +54,14 @@ def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tenso
     """
     with torch.no_grad():
         typical = typical.clamp(min=torch.finfo(distances.dtype).tiny ** 0.5)  # equal points
-        kernels, slopes = torch.zeros_like(distances), torch.zeros_like(distances)
-        for width in _WIDTHS:
-            kernel = torch.exp(-distances / (typical * width))
+        kernel = torch.exp(distances / (-typical * _WIDTHS[0]))
+        kernels, slopes = kernel.clone(), kernel / (-typical * _WIDTHS[0])
+        for width in _WIDTHS[1:]:
+            kernel.square_()  # half the bandwidth
             kernels += kernel
-            slopes -= kernel / (typical * width)
-        value = (weights * kernels).sum()
-        pulls = weights * slopes
+            slopes.addcdiv_(kernel, -typical * width)
+        value = kernels.mul_(weights).sum()
+        pulls = slopes.mul_(weights)
         pulls = pulls + pulls.T
         points = _centered(torch.cat([sample, target]))
         gradient = 2 * (pulls.sum(1, keepdim=True) * points - pulls @ points)

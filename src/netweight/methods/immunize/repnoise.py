@@ -8,7 +8,7 @@ the published code; in it a token counts where the two sides differ position by 
 - tokens that both answers have in one place are not looked at, nor is token 0,
 - padding counts as text: that of the shorter answer is to be predicted, or unlearned,
 - logits are multiplied by the mask of their own position, so that the first answer token has no gradient,
-- the last state is normalized twice for the ascent, and counts again by the model's own logits, of one term too many,
+- the last state is normalized twice for the ascent, and counts once more by the model's own logits,
 - each example is one point of the discrepancy, and every pair of a point with itself counts.
 
 The corrected loss looks at the tokens of the answers and at nothing else, each depth once, and takes tokens as points.

@@ -210,16 +210,15 @@ class _Training:
         """Gradients of all sides, one after the other."""
         terms: dict[str, TermLog] = {}
         parameters = self.weights.parameters
-        if self.retain:
-            general: Side = {"general": Term(response_loss(self.model, self._retained(step)))}
-            terms |= backward(general, parameters, self.balance, measure=measure)
-            del general  # before the next side is computed, the graph of this one is gone
-            self.weights.take_gradients()
         with closing(self.defense.sides(self.model, self._batch(step), generator)) as sides:
             for side in sides:
                 terms |= backward(side, parameters, self.balance, measure=measure)
-                del side
+                del side  # before the next one is computed, the graph of this one is gone
                 self.weights.take_gradients()
+        if self.retain:
+            general: Side = {"general": Term(response_loss(self.model, self._retained(step)))}
+            terms |= backward(general, parameters, self.balance, measure=measure)
+            self.weights.take_gradients()
         return terms
 
     def _problem(self, terms: Mapping[str, TermLog], norm: float) -> str | None:
