@@ -220,7 +220,7 @@ def test_bad_rows_are_refused_before_any_work():
     before = weights(model)
     long = Pair((1,) * 30, (2,), (3, 4, 5))
     with pytest.raises(UsageError, match=r"1 rows are longer than the context of 32 tokens: pair 4, rejected \(33 tok"):
-        immunize(model, [*some_pairs(), long])
+        immunize(model, [*some_pairs(), long], settings=Settings(context=99))
     with pytest.raises(UsageError, match=r"context of 8 .* retain 1"):
         immunize(model, some_pairs(1), [Example((1,), (2,)), Example((1,) * 8, (2,))], settings=Settings(context=8))
     with pytest.raises(UsageError, match="outside the vocabulary of 37: pair 0, chosen"):
@@ -282,3 +282,27 @@ def test_a_vaccine_adds_the_worst_small_shift():
     rise = (side["retain"].value - loss).detach().item()
     assert rise == pytest.approx(1e-5 * slope, rel=1e-3)
     assert not any(block._forward_hooks for name, block in model.named_modules() if name in names)
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
+def test_activation_checkpointing_changes_nothing(defense):
+    pairs, settings = some_pairs(4), dataclasses.replace(SHORT, epochs=4)
+    plain, checkpointed = decoder("gpt2"), decoder("gpt2")  # with dropout
+    checkpointed.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    records = [immunize(model, pairs, defense=defense, settings=settings) for model in (plain, checkpointed)]
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    norms = [[step.norm for step in record.steps] for record in records]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
+def test_every_defense_runs_on_narrow_weights(defense):
+    model, pairs = decoder().bfloat16(), some_pairs(4)
+    record = immunize(model, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    assert all(value.dtype == torch.bfloat16 for value in model.parameters())
+    wide = decoder().bfloat16().float()
+    exact = immunize(wide, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    for one, other in zip(record.steps[0].terms.items(), exact.steps[0].terms.items(), strict=True):
+        assert one[0] == other[0]
+        assert one[1].value == pytest.approx(other[1].value, rel=0.1, abs=0.05)

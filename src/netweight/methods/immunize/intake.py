@@ -42,7 +42,7 @@ def check_data(
         model: Its configuration says the context, its embedding the vocabulary.
         pairs: Pairs.
         retain: Further examples.
-        context: Most tokens of a row; None for the model's own.
+        context: Most tokens of a row; the model's own limit holds besides.
 
     Raises:
         UsageError: There is no pair, or rows are longer than the context or hold tokens that the model lacks; the
@@ -50,7 +50,8 @@ def check_data(
     """
     if not pairs:
         raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
-    context = context if context is not None else context_of(model)
+    limits = [limit for limit in (context, context_of(model)) if limit is not None]
+    context = min(limits, default=None)
     vocabulary = vocabulary_of(model)
     rows = [(f"pair {row}, chosen", pair.harmless) for row, pair in enumerate(pairs)]
     rows += [(f"pair {row}, rejected", pair.harmful) for row, pair in enumerate(pairs)]

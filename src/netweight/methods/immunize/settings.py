@@ -22,7 +22,7 @@ class Settings:
         batch_size: Pairs per step.
         warmup: Share of the steps over which the rate rises.
         clip: Largest norm of the gradient of all weights; infinity does not clip.
-        context: Most tokens of a prompt with an answer; None for what the model's configuration allows.
+        context: Most tokens of a prompt with an answer; what the model's configuration allows holds besides.
         seed: Of the order of pairs, of noise and of dropout.
         measure_every: Gradient norms of single terms are measured, and balanced weights found anew, every so many
             steps, at the first one too; such a step goes backward once per term.
