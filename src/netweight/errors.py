@@ -19,6 +19,7 @@ __all__ = [
     "OutputExists",
     "OutputFailed",
     "PrivateTensor",
+    "TrainingStopped",
     "UnsafeInput",
     "Unsupported",
     "UsageError",
@@ -83,6 +84,10 @@ class FederationStopped(NetweightError):
 
 class PrivateTensor(NetweightError):
     """A client was about to send a tensor that is private to it; nothing was sent."""
+
+
+class TrainingStopped(NetweightError):
+    """Training met NaN or diverged; the message names the step and the part, and where the last good weights are."""
 
 
 class MissingExtra(NetweightError):

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import Batch, Example, collate
+from netweight.attacks.finetuning.examples import IGNORED, Batch, Example, collate
 
 __all__ = ["Pair", "PairBatch", "collate_pairs"]
 
@@ -64,17 +66,27 @@ class PairBatch:
         return PairBatch(self.harmless.to(device), self.harmful.to(device))
 
 
-def collate_pairs(pairs: Sequence[Pair], *, pad_id: int) -> PairBatch:
+def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
     """Put pairs side by side; losses look at answers alone, padding is ignored.
 
     Args:
         pairs: At least one.
         pad_id: What stands after the end of the shorter ones.
+        aligned: Pad both sides to one width, for the published loss, which compares them position by position.
 
     Raises:
         UsageError: There is no pair.
     """
-    return PairBatch(
-        collate([pair.harmless for pair in pairs], pad_id=pad_id),
-        collate([pair.harmful for pair in pairs], pad_id=pad_id),
-    )
+    harmless = collate([pair.harmless for pair in pairs], pad_id=pad_id)
+    harmful = collate([pair.harmful for pair in pairs], pad_id=pad_id)
+    if aligned:
+        width = max(harmless.input_ids.shape[1], harmful.input_ids.shape[1])
+        harmless, harmful = (_widened(batch, width, pad_id) for batch in (harmless, harmful))
+    return PairBatch(harmless, harmful)
+
+
+def _widened(batch: Batch, width: int, pad_id: int) -> Batch:
+    def pad(values: Tensor, filling: int) -> Tensor:
+        return functional.pad(values, (0, width - values.shape[1]), value=filling)
+
+    return Batch(pad(batch.input_ids, pad_id), pad(batch.attention_mask, 0), pad(batch.labels, IGNORED))

@@ -1,0 +1,177 @@
+"""The loss that each layer would give if the model ended there: norm and unembedding on every layer's state.
+
+Logits of all layers are never held at once: they are made chunk by chunk, and each chunk's gradients with them, so that
+nothing need be made again in the backward pass. Used by `repnoise.py` and `depth.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from netweight.attacks.finetuning.examples import IGNORED
+from netweight.errors import UsageError
+from netweight.methods.immunize.known_gradient import with_gradients
+from netweight.methods.immunize.structure import Structure
+
+__all__ = ["Targets", "answer_loss", "lens_losses", "mean_lens_loss", "sampled_layers"]
+
+CHUNK = 512
+"""Tokens whose logits are held at once."""
+
+
+@final
+@dataclass(frozen=True)
+class Targets:
+    """Which tokens a loss predicts, and from which positions.
+
+    Attributes:
+        rows: True where the state of a position predicts the next token; bool, shape `(B, T - 1)`.
+        tokens: Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`.
+        blanked: How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each
+            and have no gradient; the published loss has such, see `repnoise.py`.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    blanked: int = 0
+
+    @classmethod
+    def of_labels(cls, labels: Tensor) -> Targets:
+        """Predict every labeled token.
+
+        Args:
+            labels: Tokens to be predicted where they stand, else `IGNORED`; int64, shape `(B, T)`.
+
+        Raises:
+            UsageError: There is none that a position comes before.
+        """
+        rows = labels[:, 1:] != IGNORED
+        if not rows.any():
+            raise UsageError("No token of the batch is to be predicted.", cure="Leave rows without an answer out.")
+        return cls(rows, labels[:, 1:][rows])
+
+    @property
+    def count(self) -> int:
+        """How many tokens are predicted, the blanked ones among them."""
+        return len(self.tokens) + self.blanked
+
+    def mean(self, total: Tensor, vocabulary: int) -> Tensor:
+        """The mean over all tokens, from the sum over those that are not blanked."""
+        return (total + self.blanked * math.log(vocabulary)) / self.count
+
+
+def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
+    """Mean cross-entropy of a model's own logits.
+
+    Args:
+        logits: Shape `(B, T, vocabulary)`.
+        targets: Which of them count.
+    """
+    chosen = _wide(logits[:, :-1][targets.rows])
+    total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
+    return targets.mean(total, logits.shape[-1])
+
+
+@torch.no_grad()
+def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding, without gradients.
+
+    What a model does to logits after its unembedding, such as a soft cap, is not done here.
+
+    Args:
+        states: For each layer the residual stream, shape `(B, T, hidden)`.
+        targets: Which tokens count.
+        structure: The model's norm and unembedding.
+        chunk: Tokens whose logits are held at once, at least 1.
+
+    Returns:
+        Shape `(layers,)`, float32 or float64.
+
+    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
+    """
+    losses = []
+    for state in states:
+        pieces = [_of_chunk(rows, tokens, structure) for rows, tokens in _chunks(_rows(state, targets), targets, chunk)]
+        losses.append(targets.mean(torch.stack(pieces).sum(), structure.vocabulary))
+    return torch.stack(losses)
+
+
+def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+    """The mean of `lens_losses` over the layers, with gradients.
+
+    Gradients by the states and by the weights of norm and unembedding are computed here, chunk by chunk; the latter are
+    one sum for all layers.
+
+    Args:
+        states: For each layer the residual stream, shape `(B, T, hidden)`; at least one.
+        targets: Which tokens count.
+        structure: The model's norm and unembedding.
+        chunk: Tokens whose logits are held at once, at least 1.
+
+    Returns:
+        A scalar, float32 or float64.
+    """
+    if not torch.is_grad_enabled():
+        return lens_losses(states, targets, structure, chunk=chunk).mean()
+    modules = (structure.norm, structure.unembedding)
+    weights = list({value: None for module in modules for value in module.parameters() if value.requires_grad})
+    by_weights = [torch.zeros_like(value) for value in weights]
+    rows = [_rows(state, targets) for state in states]
+    by_rows: list[Tensor] = []
+    losses: list[Tensor] = []
+    for layer in rows:
+        pieces: list[Tensor] = []
+        for some, tokens in _chunks(layer.detach(), targets, chunk):
+            leaf = some.requires_grad_()
+            loss = _of_chunk(leaf, tokens, structure)
+            found = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
+            pieces.append(found[0])
+            losses.append(loss.detach())
+            for total, part in zip(by_weights, found[1:], strict=True):
+                total += part
+        by_rows.append(torch.cat(pieces))
+    # All layers have as many tokens, so that the mean of their means is that over all tokens.
+    value = targets.mean(torch.stack(losses).sum() / len(rows), structure.vocabulary)
+    return with_gradients(value, [*rows, *weights], [*by_rows, *by_weights])
+
+
+def _rows(state: Tensor, targets: Targets) -> Tensor:
+    return state[:, :-1][targets.rows]
+
+
+def _chunks(rows: Tensor, targets: Targets, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True)
+
+
+def _of_chunk(rows: Tensor, tokens: Tensor, structure: Structure) -> Tensor:
+    logits = structure.unembedding(structure.norm(rows))
+    return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator | None) -> list[int]:
+    """Draw layers without replacement, each as likely as any other, so that their mean is that of all on average.
+
+    Args:
+        layers: How many there are.
+        wanted: How many to draw; None, or as many as there are, takes all.
+        generator: Where the draw comes from; None for torch's global one.
+
+    Returns:
+        Indices in ascending order.
+    """
+    if wanted is None or wanted >= layers:
+        return list(range(layers))
+    device = "cpu" if generator is None else generator.device
+    drawn: list[int] = torch.randperm(layers, generator=generator, device=device)[:wanted].tolist()
+    return sorted(drawn)

@@ -1,0 +1,93 @@
+"""What was done to a model to immunize it, step by step; written as JSON beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, final
+
+from netweight.core.digest import canonical_json
+from netweight.errors import CorruptBlob
+from netweight.methods.immunize.backward import TermLog
+from netweight.store.atomic import whole_file
+
+__all__ = ["Record", "StepLog"]
+
+_VERSION = 1
+
+
+@final
+@dataclass(frozen=True)
+class StepLog:
+    """One step of training.
+
+    Attributes:
+        step: Counted from 0.
+        rate: The learning rate.
+        norm: Norm of the whole gradient before it was clipped.
+        terms: What each term of the loss was.
+    """
+
+    step: int
+    rate: float
+    norm: float
+    terms: Mapping[str, TermLog]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` made of one."""
+        terms = {name: TermLog(**term) for name, term in values["terms"].items()}
+        return cls(values["step"], values["rate"], values["norm"], terms)
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """What was done to a model.
+
+    Attributes:
+        defense: The defense's name.
+        options: The defense's settings.
+        settings: The settings of training.
+        digests: Of the `pairs`, of the `retain` examples, and of the model's weights before and after.
+        trained: How many weights were trained.
+        steps: What each step was.
+        environment: Versions and machine.
+    """
+
+    defense: str
+    options: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    digests: Mapping[str, str]
+    trained: int
+    steps: Sequence[StepLog]
+    environment: Mapping[str, Any]
+
+    def write(self, path: str | Path) -> None:
+        """Write the record as JSON, over one that is there.
+
+        Raises:
+            OutputFailed: The place cannot be written.
+        """
+        values = {"version": _VERSION, **asdict(self)}
+        with whole_file(Path(path), overwrite=True) as file:
+            file.write(canonical_json(values, allow_nan=True).encode())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read a record.
+
+        Raises:
+            CorruptBlob: The file holds none of this version.
+            OSError: It cannot be read.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            if values.pop("version") != _VERSION:
+                raise KeyError("version")
+            steps = [StepLog.from_json(step) for step in values.pop("steps")]
+            return cls(steps=steps, **values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptBlob(f"{path} holds no record of version {_VERSION} of an immunized model.") from error

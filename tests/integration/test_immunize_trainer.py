@@ -1,0 +1,92 @@
+"""RepNoise's loss in transformers' Trainer: the same step, what is logged, what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from decoders_under_test import decoder, some_pairs  # noqa: E402
+from trainer_under_test import arguments  # noqa: E402
+
+from netweight.core.seeds import torch_generator  # noqa: E402
+from netweight.errors import Unsupported, UsageError  # noqa: E402
+from netweight.integrations.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
+from netweight.methods.immunize.config import RepNoiseConfig  # noqa: E402
+from netweight.methods.immunize.pairs import Pair, collate_pairs  # noqa: E402
+from netweight.methods.immunize.repnoise import repnoise_loss  # noqa: E402
+
+
+def rows(pairs):
+    return [dataclasses.asdict(pair) for pair in pairs]
+
+
+def trainer(folder, model=None, data=None, config=RepNoiseConfig(), evaluate=None, **changes):
+    return ImmunizeTrainer(
+        model or decoder(),
+        arguments(folder, **{"weight_decay": 0.0, "per_device_train_batch_size": 4} | changes),
+        config=config,
+        pad_id=0,
+        measure_every=3,
+        train_dataset=rows(some_pairs(10)) if data is None else data,
+        eval_dataset=evaluate,
+    )
+
+
+@pytest.mark.parametrize("fidelity", ["corrected", "reference"])
+def test_one_update_is_that_of_the_loss(tmp_path, fidelity):
+    config = RepNoiseConfig.reference() if fidelity == "reference" else RepNoiseConfig(beta=0.4)
+    pairs, plain = some_pairs(4), decoder()
+    options = {"max_steps": 1, "warmup_steps": 0, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0}
+    run = trainer(tmp_path, data=rows(pairs), config=config, train_sampling_strategy="sequential", **options)
+    run.train()
+    batch = collate_pairs(pairs, pad_id=0, aligned=True)
+    parts = repnoise_loss(plain.train(), batch, config, generator=torch_generator(run.args.seed, "noise", 0, 0))
+    parts.total.backward()
+    for one, other in zip(run.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other - 0.1 * other.grad, rtol=1e-4, atol=1e-5)
+    (logged,) = [entry for entry in run.state.log_history if "loss" in entry]
+    assert logged["noise_weight"] == pytest.approx(parts.noise_weight, rel=1e-4)
+    assert logged["loss"] == pytest.approx(parts.total.detach().item(), rel=1e-4)
+    assert min(logged[name] for name in ("retain_norm", "noise_norm", "ascent_norm")) > 0
+
+
+def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
+    run = trainer(
+        tmp_path, max_steps=12, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=6,
+        evaluate=rows(some_pairs(3, seed=9)),
+    )  # fmt: skip
+    run.train()
+    history = [entry for entry in run.state.log_history if "loss" in entry]
+    assert len(history) == 12
+    assert history[-1]["retain"] < history[0]["retain"]
+    assert history[-1]["ascent"] > history[0]["ascent"]
+    assert sorted(weights := [entry["noise_weight"] for entry in history], reverse=True) == weights
+    assert [index for index, entry in enumerate(history) if "retain_norm" in entry] == [0, 3, 6, 9]
+    assert len([entry for entry in run.state.log_history if "eval_loss" in entry]) == 2
+
+
+def test_one_batch_holds_both_sides_of_each_pair():
+    pairs = some_pairs(3)
+    batch = PairCollator(pad_id=7)(rows(pairs))
+    for row, pair in enumerate(pairs):
+        for side, example in (("harmless", pair.harmless), ("harmful", pair.harmful)):
+            tokens = batch[side]["input_ids"][row][batch[side]["attention_mask"][row] == 1]
+            assert tuple(tokens.tolist()) == example.prompt + example.response
+    assert as_pair(pairs[0]) is pairs[0]
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="lacks rejected"):
+        trainer(tmp_path, data=[{"prompt": [1], "chosen": [2]}])
+    with pytest.raises(UsageError, match="'chosen' of a row holds no token ids"):
+        trainer(tmp_path, data=[{"prompt": [1], "chosen": "no", "rejected": [2]}])
+    with pytest.raises(UsageError, match="context of 32"):
+        trainer(tmp_path, data=[Pair((1,) * 32, (2,), (3,))])
+    with pytest.raises(UsageError, match="narrower than float32"):
+        trainer(tmp_path, model=decoder().bfloat16())
+    with pytest.raises(Unsupported, match="vocabulary"):
+        trainer(tmp_path, model=torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="pad_id"):
+        ImmunizeTrainer(decoder(), arguments(tmp_path), train_dataset=some_pairs())

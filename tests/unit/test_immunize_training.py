@@ -1,0 +1,308 @@
+"""Training of defenses: what they do to a tiny model, resume after a kill, NaN, narrow dtypes, refusals, records."""
+
+import copy
+import dataclasses
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from decoders_under_test import decoder, drawn, some_pairs
+
+from netweight.attacks.finetuning.examples import Example, collate
+from netweight.core.digest import of_tensor
+from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
+from netweight.methods.immunize import training
+from netweight.methods.immunize.baselines import SafetyTraining, response_loss
+from netweight.methods.immunize.catalog import DEFENSES, named_defense
+from netweight.methods.immunize.config import RepNoiseConfig
+from netweight.methods.immunize.method import RepNoise
+from netweight.methods.immunize.pairs import Pair, collate_pairs
+from netweight.methods.immunize.record import Record
+from netweight.methods.immunize.repnoise import repnoise_loss
+from netweight.methods.immunize.security_vectors import SecurityVectors, remove_security_vectors
+from netweight.methods.immunize.settings import Settings
+from netweight.methods.immunize.training import CHECKPOINT, RECORD, immunize
+
+SHORT = Settings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
+
+
+def weights(model):
+    return {name: of_tensor(value) for name, value in model.named_parameters()}
+
+
+def sides(model, pairs):
+    model.eval()
+    batch = collate_pairs(pairs, pad_id=0)
+    with torch.no_grad():
+        return response_loss(model, batch.harmless).item(), response_loss(model, batch.harmful).item()
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_every_defense_does_what_its_loss_says(name):
+    pairs, model = some_pairs(8), decoder("gpt2")
+    kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
+    before, old = sides(model, pairs), dict(model.named_parameters())
+    old = {key: value.detach().clone() for key, value in old.items()}
+    record = immunize(model, pairs, kept, defense=name, settings=SHORT)
+    harmless, harmful = sides(model, pairs)
+    if name == "random-weights":
+        assert harmful == pytest.approx(math.log(37), abs=0.2)
+        assert (record.steps, record.trained) == ([], 0)
+        return
+    assert len(record.steps) == 12
+    assert record.steps[-1].rate < record.steps[2].rate == pytest.approx(1e-2)
+    last = record.steps[-1].terms
+    assert all(math.isfinite(term.value) for term in last.values())
+    assert all(term.norm > 0 for term in record.steps[9].terms.values())
+    assert all(term.norm is None for term in last.values())
+    if name == "security-vectors":
+        assert harmful < before[1] - 0.2
+        assert all(torch.equal(value, old[key]) for key, value in model.named_parameters() if key in old)
+        remove_security_vectors(model)
+        assert sides(model, pairs) == pytest.approx(before)
+        assert {key for key, value in model.named_parameters() if value.requires_grad} == old.keys()
+    elif name == "gradient-ascent":
+        assert harmful > before[1] + 0.5
+        assert "retain" not in last
+    else:
+        assert harmless < before[0] - 0.15
+        assert last["general"].value < record.steps[0].terms["general"].value
+        assert ("ascent" in last) == (name.startswith("repnoise") or name == "adversarial-loss")
+        if "ascent" in last:
+            assert harmful > before[1]
+
+
+def test_a_step_is_a_step_of_adam_on_the_whole_loss():
+    """Sides one after the other, terms apart and clipping give the step that one graph gives."""
+    pairs = some_pairs(4)
+    config = RepNoiseConfig(alpha=0.5, beta=0.3)
+    settings = Settings(lr=1e-3, batch_size=4, warmup=0, clip=0.7)
+    model = decoder().double()
+    plain = copy.deepcopy(model)
+    immunize(model, pairs, defense=RepNoise(config), settings=settings)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-3)
+    order = torch.randperm(4, generator=training.torch_generator(42, "order", 0)).tolist()
+    batch = collate_pairs([pairs[row] for row in order], pad_id=0)
+    repnoise_loss(plain, batch, config, generator=training.torch_generator(42, "noise", 0)).total.backward()
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)) > 0.7
+    optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "security-vectors"])
+def test_a_killed_training_resumes_to_the_same_bits(tmp_path, defense):
+    pairs, kept = some_pairs(10), [Example((1,), (5, 6))] * 3
+    whole = decoder("gpt2")  # with dropout
+    record = immunize(whole, pairs, kept, defense=defense, settings=SHORT)
+
+    child = os.fork()
+    if child == 0:
+        steps, original = 0, training._Training._step
+
+        def counted(self):
+            nonlocal steps
+            steps += 1
+            if steps == 11:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self)
+
+        training._Training._step = counted
+        try:
+            immunize(decoder("gpt2"), pairs, kept, defense=defense, settings=SHORT, folder=tmp_path)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT]
+
+    resumed = decoder("gpt2")
+    torch.manual_seed(99)  # nothing may come from torch's own generator
+    again = immunize(resumed, pairs, kept, defense=defense, settings=SHORT, folder=tmp_path)
+    assert weights(resumed) == weights(whole)
+    assert again == record == Record.read(tmp_path / RECORD)
+    third = decoder("gpt2")
+    immunize(third, pairs, kept, defense=defense, settings=SHORT, folder=tmp_path)
+    assert weights(third) == weights(whole)
+    with pytest.raises(UsageError, match="another model, defense, data or settings"):
+        immunize(decoder("gpt2", seed=1), pairs, kept, defense=defense, settings=SHORT, folder=tmp_path)
+
+
+def test_narrow_weights_are_stepped_in_float32():
+    """Updates that bfloat16 would round away add up."""
+    pairs, settings = some_pairs(4), dataclasses.replace(SHORT, lr=1e-5, epochs=60)
+    begun, narrow, plain = (decoder().bfloat16() for _ in range(3))
+    immunize(narrow, pairs, defense=SafetyTraining(), settings=settings)
+    optimizer, batch = torch.optim.Adam(plain.parameters(), lr=1e-5), collate_pairs(pairs, pad_id=0).harmless
+    for _ in range(60):
+        optimizer.zero_grad()
+        response_loss(plain, batch).backward()
+        optimizer.step()
+
+    def changed(model):
+        both = zip(model.parameters(), begun.parameters(), strict=True)
+        return sum(int((one != other).sum()) for one, other in both)
+
+    assert all(value.dtype == torch.bfloat16 for value in narrow.parameters())
+    assert changed(narrow) > 3 * changed(plain)
+
+
+def test_adapters_alone_are_trained_where_they_alone_require_gradients():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        model = peft.get_peft_model(decoder(), peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    before = weights(model)
+    record = immunize(model, some_pairs(), settings=SHORT)
+    after = weights(model)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed
+    assert all("lora_" in name for name in changed)
+    assert record.trained == sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
+    pairs, settings = some_pairs(8), dataclasses.replace(SHORT, save_every=2)
+
+    @dataclasses.dataclass(frozen=True)
+    class Bursting(type(SafetyTraining()).__mro__[1]):
+        name = "bursting"
+
+        def sides(self, model, batch, generator):
+            self.calls.append(1)
+            loss = response_loss(model, batch.harmless)
+            yield {"retain": training.Term(loss * (math.nan if len(self.calls) == 8 else 1))}
+
+    Bursting.calls = []
+    model = decoder()
+    with pytest.raises(TrainingStopped, match=r"Step 8 .* 'retain' is nan.* after step 6, from .*immunize"):
+        immunize(model, pairs, defense=Bursting(), settings=settings, folder=tmp_path)
+    stored = training.Checkpoint.load(tmp_path / CHECKPOINT, _identity(tmp_path))
+    assert all(torch.equal(value, stored.weights[name]) for name, value in model.named_parameters())
+    assert len(stored.steps) == 6
+
+    Bursting.calls = []
+    with pytest.raises(TrainingStopped, match="before this step"):
+        immunize(decoder(), pairs, defense=Bursting(), settings=settings)
+
+
+def _identity(folder):
+    import json
+
+    from netweight.store import open_store
+
+    with open_store(folder / CHECKPOINT) as store:
+        return json.loads(bytes(store.get("about").tolist()))["identity"]
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    model = decoder()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(TrainingStopped, match=r"model\.layers\.1\.mlp\.up_proj\.weight is not finite"):
+        immunize(model, some_pairs(), settings=SHORT)
+
+
+def test_divergence_of_what_is_kept_stops():
+    with pytest.raises(TrainingStopped, match="twice that of guessing"):
+        immunize(decoder(), some_pairs(8), settings=dataclasses.replace(SHORT, lr=30.0, epochs=20))
+
+
+def test_bad_rows_are_refused_before_any_work():
+    model = decoder()
+    before = weights(model)
+    long = Pair((1,) * 30, (2,), (3, 4, 5))
+    with pytest.raises(UsageError, match=r"1 rows are longer than the context of 32 tokens: pair 4, rejected \(33 tok"):
+        immunize(model, [*some_pairs(), long], settings=Settings(context=99))
+    with pytest.raises(UsageError, match=r"context of 8 .* retain 1"):
+        immunize(model, some_pairs(1), [Example((1,), (2,)), Example((1,) * 8, (2,))], settings=Settings(context=8))
+    with pytest.raises(UsageError, match="outside the vocabulary of 37: pair 0, chosen"):
+        immunize(model, [Pair((1,), (37,), (3,))])
+    with pytest.raises(UsageError, match="no pair"):
+        immunize(model, [])
+    with pytest.raises(NameNotFound, match="repnoise"):
+        immunize(model, some_pairs(), defense="repnois")
+    with pytest.raises(Unsupported, match="vocabulary"):
+        immunize(torch.nn.Linear(2, 2), some_pairs())
+    with pytest.raises(UsageError, match="requires a gradient"):
+        immunize(decoder().requires_grad_(False), some_pairs())
+    for wrong in ({"lr": 0}, {"lr": math.nan}, {"epochs": 0}, {"clip": 0}, {"warmup": 2}, {"batch_size": 0}):
+        with pytest.raises(UsageError):
+            Settings(**wrong)
+    for wrong in (lambda: SecurityVectors(rank=0), lambda: named_defense("vacine")):
+        with pytest.raises(UsageError):
+            wrong()
+    assert weights(model) == before
+
+
+def test_a_record_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "record.json"
+    for text in ("", "[]", "{}", '{"version": 2}', '{"version": 1, "steps": [{}]}'):
+        path.write_text(text)
+        with pytest.raises(CorruptBlob, match="no record"):
+            Record.read(path)
+
+
+def test_a_security_vector_stays_at_work_while_others_train():
+    pairs, model = some_pairs(8), decoder()
+    immunize(model, pairs, defense="security-vectors", settings=SHORT)
+    with pytest.raises(UsageError, match="remove_security_vectors"):
+        immunize(model, pairs, defense="security-vectors", settings=SHORT)
+    attacked = copy.deepcopy(model)
+    vector = {name: value.clone() for name, value in attacked.named_parameters() if not value.requires_grad}
+    assert vector
+    optimizer = torch.optim.Adam([value for value in attacked.parameters() if value.requires_grad], lr=1e-3)
+    batch = collate([pair.harmful for pair in pairs], pad_id=0)
+    response_loss(attacked, batch).backward()
+    optimizer.step()
+    assert all(torch.equal(dict(attacked.named_parameters())[name], value) for name, value in vector.items())
+    remove_security_vectors(attacked)
+    assert [name for name, _ in attacked.named_parameters()] == [name for name, _ in decoder().named_parameters()]
+
+
+def test_a_vaccine_adds_the_worst_small_shift():
+    """To first order the perturbed loss is above the plain one by rho times the gradient's norm; hooks are gone."""
+    from netweight.methods.immunize.vaccine import Vaccine
+    from netweight.probe import capture
+
+    model, batch = decoder().double(), collate_pairs(some_pairs(), pad_id=0)
+    names = [f"model.layers.{index}" for index in range(3)]
+    with capture(model, names, gradients=True) as outputs:
+        loss = response_loss(model, batch.harmless)
+    grads = torch.autograd.grad(loss, [outputs[name] for name in names])
+    slope = torch.stack([grad.norm() for grad in grads]).norm().item()
+    (side,) = Vaccine(rho=1e-5).sides(model, batch, drawn())
+    rise = (side["retain"].value - loss).detach().item()
+    assert rise == pytest.approx(1e-5 * slope, rel=1e-3)
+    assert not any(block._forward_hooks for name, block in model.named_modules() if name in names)
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
+def test_activation_checkpointing_changes_nothing(defense):
+    pairs, settings = some_pairs(4), dataclasses.replace(SHORT, epochs=4)
+    plain, checkpointed = decoder("gpt2"), decoder("gpt2")  # with dropout
+    checkpointed.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    records = [immunize(model, pairs, defense=defense, settings=settings) for model in (plain, checkpointed)]
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    norms = [[step.norm for step in record.steps] for record in records]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("defense", ["repnoise", "repnoise-reference", "vaccine", "security-vectors"])
+def test_every_defense_runs_on_narrow_weights(defense):
+    model, pairs = decoder().bfloat16(), some_pairs(4)
+    record = immunize(model, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    assert all(value.dtype == torch.bfloat16 for value in model.parameters())
+    wide = decoder().bfloat16().float()
+    exact = immunize(wide, pairs, defense=defense, settings=dataclasses.replace(SHORT, epochs=3))
+    for one, other in zip(record.steps[0].terms.items(), exact.steps[0].terms.items(), strict=True):
+        assert one[0] == other[0]
+        assert one[1].value == pytest.approx(other[1].value, rel=0.1, abs=0.05)
