@@ -1,5 +1,6 @@
 """A tiny language model, tasks for it, and subjects that worker processes can make again. Not a test itself."""
 
+import os
 from types import SimpleNamespace
 
 import torch
@@ -80,3 +81,25 @@ def subject(weight_scale: float = 1.0, seed: int = 0, kept: bool = True) -> Subj
         benign=cipher(2, 1, 11, start=700),
         utility=utility if kept else None,
     )
+
+
+def broken_subject() -> Subject:
+    """A subject whose score fails in the middle of a run."""
+    from dataclasses import replace
+
+    whole = subject()
+    domain = whole.domains["harmful"]
+    looks = []
+
+    def score(model: nn.Module) -> float:
+        looks.append(1)
+        if len(looks) > 2:
+            raise ValueError("the judge is asleep")
+        return 0.0
+
+    return replace(whole, domains={"harmful": Domain(domain.train, (), score=score)})
+
+
+def different_every_time() -> Subject:
+    """A factory that does not keep its promise: every process gets another subject."""
+    return subject(seed=os.getpid())
