@@ -55,7 +55,7 @@ def test_the_wide_grid_covers_what_later_studies_ask_for():
 
 
 def test_grids_multiply_and_fixed_values_win():
-    made = grid(lr=(1e-4, 1e-3), lora_rank=[None, 8], seed=(0, 1), samples=50)
+    made = grid(lr=(1e-4, 1e-3), lora_rank=[None, 8], seed=range(2), samples=50)
     assert len(made) == 8
     assert [one.seed for one in made[:2]] == [0, 1]
     assert {one.samples for one in made} == {50}

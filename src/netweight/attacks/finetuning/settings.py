@@ -147,7 +147,7 @@ def grid(**axes: Any) -> list[AttackSettings]:
     """Make the settings of every combination of some values.
 
     Args:
-        axes: Field of `AttackSettings` → one value, or a list or tuple of values.
+        axes: Field of `AttackSettings` → one value, or a list, tuple or range of values.
 
     Returns:
         Settings in the order of the axes, the last one changing fastest; none twice.
@@ -160,9 +160,9 @@ def grid(**axes: Any) -> list[AttackSettings]:
         if name not in _DEFAULTS:
             near = ", ".join(nearest_names(name, _DEFAULTS))
             raise NameNotFound(f"Attack settings have no field {name!r}.", cure=f"The nearest are {near}.")
-        if isinstance(values, list | tuple) and not values:
+        if isinstance(values, list | tuple | range) and not values:
             raise UsageError(f"The axis {name!r} of a grid is empty.")
-    values = [value if isinstance(value, list | tuple) else [value] for value in axes.values()]
+    values = [value if isinstance(value, list | tuple | range) else [value] for value in axes.values()]
     made = (AttackSettings(**dict(zip(axes, choice, strict=True))) for choice in itertools.product(*values))
     return list(dict.fromkeys(made))
 
