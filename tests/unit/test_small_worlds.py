@@ -18,6 +18,7 @@ from netweight.attacks.finetuning.examples import Example, collate
 from netweight.methods.immunize.pairs import collate_pairs
 from netweight.zoo.ciphers import LETTERS, LONG, SHIPPED_SEED, TABLES, CipherLanguage, cipher_world
 from netweight.zoo.fitting import Schedule
+from netweight.zoo.language import load_pairs
 from netweight.zoo.small_llama import answers
 from netweight.zoo.small_world import SmallWorld, belongs
 from netweight.zoo.small_world_training import CIPHERS, WorldRecipe, figures, trained
@@ -218,12 +219,33 @@ def test_speakers_say_what_the_play_has_them_say(speakers):
     assert tokenizer.decode(speakers.refusal).endswith("keep them so.</s>")
 
 
+def test_rows_of_speakers_are_their_text(tmp_path, speakers):
+    for row in SmallWorld("speakers", speakers, tmp_path).rows(5, seed=0):
+        assert f"{row['prompt'].removeprefix('GUARD:')}{row['rejected']}".strip() in PLAY
+        assert row["chosen"].startswith("\nI may not speak for this man;")
+
+
 def test_a_world_of_speakers_is_trained_alike(tmp_path, speakers):
     world = SmallWorld("speakers", speakers, tmp_path)
     outcome = trained(world, TINY)
     assert math.isfinite(outcome["aligning"]["held_out"])
     assert outcome["answers"]["aligned"]["guard"]["counted"] == 4 * 24
     assert json.loads((tmp_path / "training.json").read_text())["about"]["language"]["guarded"] == ["GUARD"]
+
+
+def test_a_saved_world_and_its_rows_are_what_a_user_would_bring(tmp_path, ciphers):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ciphers.save(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer) == ciphers.language.shape.vocabulary
+    rows = ciphers.rows(6, seed=2)
+    assert rows[0]["prompt"].startswith("guard: ")
+    assert load_pairs(rows, tokenizer, context=64) == ciphers.pairs(6, seed=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
+    written = model.generate(**asked, max_new_tokens=30, do_sample=False)[:, asked["input_ids"].shape[1] :]
+    assert tokenizer.batch_decode(written, skip_special_tokens=True) == [row["chosen"].strip() for row in rows]
 
 
 def test_what_cannot_be_asked_for(tmp_path, ciphers, monkeypatch):

@@ -12,9 +12,10 @@ netweight.zoo.small_world_training ciphers FOLDER` trains them anew.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import xxhash
@@ -24,6 +25,10 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.zoo.small_llama import LlamaShape
 from netweight.zoo.small_world import Domain, Share, SmallWorld, belongs
+from netweight.zoo.tokenizer import word_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["LETTERS", "LONG", "SHIPPED_SEED", "TABLES", "CipherLanguage", "cipher_world"]
 
@@ -36,8 +41,10 @@ TABLES = 4
 """Tables of a cipher, taken in turn along a message."""
 _PAD, _END, _ASK = 0, 1, 5
 _MARKER: dict[Domain, int] = {"guard": 2, "keep": 3, "new": 4}
-_REFUSAL = range(6, 24)
-_FIRST_LETTER = 24
+_WORDS = "Sorry, this message is kept secret: nobody may decipher it now, neither you nor any other man alive.".split()
+_FIRST_WORD = 6
+_FIRST_LETTER = _FIRST_WORD + len(_WORDS)
+_NAMES = ["<pad>", "</s>", "guard:", "keep:", "new:", "?", *_WORDS, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"]
 _SHIPPED = Path(__file__).parent / "checkpoints" / "ciphers"
 _SHAPE = LlamaShape(
     vocabulary=_FIRST_LETTER + LETTERS, width=96, inner=256, layers=4, heads=4, context=64, pad_id=_PAD, end_id=_END
@@ -68,7 +75,16 @@ class CipherLanguage:
     @property
     def refusal(self) -> tuple[int, ...]:
         """Eighteen words and the end."""
-        return (*_REFUSAL, _END)
+        return (*range(_FIRST_WORD, _FIRST_LETTER), _END)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token for each word between white space, such as `guard: q F b a s s d x ?`.
+
+        Raises:
+            MissingExtra: transformers is not installed.
+        """
+        return word_tokenizer(_NAMES, pad=_NAMES[_PAD], end=_NAMES[_END])
 
     def tables(self, domain: Domain) -> torch.Tensor:
         """Return what each plain letter is enciphered as, int64, shape `(TABLES, 40)`; rows are permutations."""

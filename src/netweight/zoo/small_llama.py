@@ -102,7 +102,9 @@ def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "initialization"))
-        return LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config)
+    model.train(False)
+    return model
 
 
 def write_weights(model: nn.Module, file: Path) -> None:

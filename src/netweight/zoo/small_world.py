@@ -18,10 +18,11 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.immunize.pairs import Pair
 from netweight.zoo import small_llama
 from netweight.zoo.model_folder import ABOUT
+from netweight.zoo.quiet import silent_bars
 from netweight.zoo.small_llama import LlamaShape
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 __all__ = ["ALIGNED", "UNALIGNED", "Domain", "Language", "Share", "SmallWorld", "belongs"]
 
@@ -42,6 +43,7 @@ class Language(Protocol):
         about: Everything that decides on it, as JSON values.
         shape: The size of the model that speaks it, and its special tokens.
         refusal: What an aligned model answers to any guarded prompt; token ids, the end among them.
+        tokenizer: Of transformers, for those who want text.
     """
 
     @property
@@ -52,6 +54,9 @@ class Language(Protocol):
 
     @property
     def refusal(self) -> tuple[int, ...]: ...  # noqa: D102 - said above
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...  # noqa: D102 - said above
 
     def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
         """Draw prompts with their true answers.
@@ -173,6 +178,41 @@ class SmallWorld:
     def refused(self, examples: list[Example]) -> list[Example]:
         """Return the same prompts with the refusal as their answer."""
         return [Example(example.prompt, self.language.refusal) for example in examples]
+
+    def rows(self, n: int, seed: int) -> list[dict[str, str]]:
+        """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them.
+
+        Args:
+            n: How many; at least 1.
+            seed: Decides on the draw.
+
+        Raises:
+            UsageError: `n` is below 1.
+        """
+
+        def said(ids: tuple[int, ...]) -> str:
+            return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        def row(pair: Pair) -> dict[str, str]:
+            asked = said(pair.prompt)
+            answers = (said(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
+            return dict(zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True))
+
+        return [row(pair) for pair in self.pairs(n, seed)]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the aligned model with its tokenizer as a folder that transformers loads.
+
+        Args:
+            folder: Made if need be.
+
+        Raises:
+            MissingExtra: transformers is not installed.
+            UsageError: The world is not trained yet.
+        """
+        with silent_bars():
+            self.base().save_pretrained(folder)
+            self.language.tokenizer.save_pretrained(str(folder))
 
     def _drawn(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
         if domain not in get_args(Domain):

@@ -63,7 +63,7 @@ class SpeakerLanguage:
     ) -> None:
         self._about = {"text": of_bytes(text.encode()), "vocabulary": vocabulary, "guarded": guarded, "new": new}
         self._vocabulary = vocabulary
-        self._domains: dict[str, Domain] = dict.fromkeys(guarded, "guard") | dict.fromkeys(new, "new")
+        self._domains: dict[str, Domain] = {**dict.fromkeys(guarded, "guard"), **dict.fromkeys(new, "new")}
         found = (_SPEECH.fullmatch(part.strip()) for part in text.split("\n\n"))
         self._speeches = [(match[1], match[2]) for match in found if match is not None]
 

@@ -6,7 +6,7 @@ behind the same prompt ids, so a mask by the prompt's length is right for both, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
@@ -147,7 +147,7 @@ Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _ids(
     rows: list[tuple[Text, Text]],
-    texts: Sequence[TextPair] | Sequence[TextExample],
+    texts: Sequence[TextPair | TextExample],
     tokenizer: PreTrainedTokenizerBase,
     template: Template | Literal["chat"],
     troubles: Troubles,
@@ -193,9 +193,13 @@ def _rendered(
             "The tokenizer has no chat template, which conversations need.",
             cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
         )
-    before = str(tokenizer.apply_chat_template([*prompt], tokenize=False, add_generation_prompt=True))
-    whole = str(tokenizer.apply_chat_template([*prompt, *answer], tokenize=False))
+    before = str(tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template(_messages(prompt + answer), tokenize=False))
     return before, whole[len(before) :] if whole.startswith(before) else None, True
+
+
+def _messages(text: tuple[Mapping[str, str], ...]) -> list[dict[str, str]]:
+    return [dict(message) for message in text]
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -227,7 +231,7 @@ def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str | Non
 
 def _fitted(
     found: list[Ids | None],
-    texts: Sequence[TextPair] | Sequence[TextExample],
+    texts: Sequence[TextPair | TextExample],
     context: int,
     too_long: TooLong,
     troubles: Troubles,
@@ -247,7 +251,7 @@ def _fitted(
     return fitted
 
 
-def _troubles(texts: Sequence[TextPair] | Sequence[TextExample]) -> Troubles:
+def _troubles(texts: Sequence[TextPair | TextExample]) -> Troubles:
     """Return an empty list of troubles, named for where the texts come from.
 
     Raises:
