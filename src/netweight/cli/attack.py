@@ -1,4 +1,4 @@
-"""`netweight attack`: adversaries on their own, for any model. So far: `gradient-inversion`."""
+"""`netweight attack`: adversaries on their own, for any model. `finetune` has a file of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.attack_finetune import finetune
 from netweight.cli.output import Output, output_option
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, UsageError
@@ -30,6 +31,9 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.group()
 def attack() -> None:
     """Attack a model or an update, to see what it gives away."""
+
+
+attack.add_command(finetune)
 
 
 @attack.command("gradient-inversion")

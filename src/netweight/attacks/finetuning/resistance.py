@@ -1,0 +1,232 @@
+"""From a sweep to numbers: steps to recovery by attack, the best attack, and ratios against other subjects.
+
+Runs that differ in nothing but seeds are one attack. Collapsed and diverged runs are counted and enter no curve: they
+tell neither when a model recovers nor that it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, final
+
+from netweight.attacks.finetuning.run import Outcome
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.sweep import Attacked
+from netweight.core.seeds import derive
+from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP
+from netweight.evidence.survival import LogRank, Survival, Times, kaplan_meier, log_rank
+from netweight.evidence.survival_ratio import (
+    TimesRatio,
+    divide,
+    median_times,
+    resampled_weights,
+    summarize_ratio,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "AttackTimes",
+    "best_attack",
+    "best_attack_ratio",
+    "by_attack",
+    "compare_attacks",
+    "same_attack_ratio",
+]
+
+_RESAMPLES = 1999
+
+
+@final
+@dataclass(frozen=True)
+class AttackTimes:
+    """One attack on one subject, over all its seeds.
+
+    Attributes:
+        settings: The attack, with seed 0.
+        runs: All of them.
+        times: Steps to recovery of those that recovered or resisted; None if there is none.
+    """
+
+    settings: AttackSettings
+    runs: tuple[Attacked, ...]
+    times: Times | None
+
+    @property
+    def outcomes(self) -> Mapping[Outcome, int]:
+        """Number of runs by outcome; 0 for those that did not occur."""
+        return Counter(run.result.outcome for run in self.runs)
+
+    def curve(self) -> Survival | None:
+        """Return the share of runs that have not recovered, by step; None without a run that counts.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        return None if self.times is None else kaplan_meier(self.times)
+
+
+def by_attack(runs: Sequence[Attacked]) -> list[AttackTimes]:
+    """Put runs together that differ in seeds alone, in the order in which attacks first occur.
+
+    Args:
+        runs: Runs on one subject, of one or several defense seeds.
+    """
+    groups: dict[AttackSettings, list[Attacked]] = {}
+    for run in runs:
+        groups.setdefault(replace(run.result.settings, seed=0), []).append(run)
+    return [AttackTimes(settings, tuple(group), _times(group)) for settings, group in groups.items()]
+
+
+def _times(runs: Sequence[Attacked]) -> Times | None:
+    counted = [run for run in runs if run.result.outcome in ("recovered", "resisted")]
+    if not counted:
+        return None
+    return Times(
+        tuple(run.result.time for run in counted),
+        tuple(run.result.outcome == "recovered" for run in counted),
+        tuple(str(run.digest) for run in counted),
+    )
+
+
+def best_attack(attacks: Sequence[AttackTimes]) -> AttackTimes | None:
+    """Return the attack with the fewest median steps to recovery; of those that have no median, what recovered most.
+
+    Args:
+        attacks: Attacks on one subject.
+
+    Returns:
+        None if no attack has a run that counts.
+    """
+    counted = [attack for attack in attacks if attack.times is not None]
+    return min(counted, key=_hardness, default=None)
+
+
+def _hardness(attack: AttackTimes) -> tuple[float, float, float]:
+    assert attack.times is not None
+    _, most = median_times(attack.times, _once(attack.times))
+    return float(most[0]), -attack.times.events / attack.times.n, sum(attack.times.values) / attack.times.n
+
+
+def _once(times: Times) -> NDArray[np.float64]:
+    import numpy as np
+
+    return np.ones((1, times.n))
+
+
+def best_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:
+    """Return how many times the steps the best attack on one subject takes of the best attack on another.
+
+    Each subject meets its own best attack, chosen anew in every resample, so that the interval knows that a minimum
+    over many attacks is a lucky one. Attacks on one subject are resampled together: the same defenses in all of them.
+
+    Args:
+        top: Attacks on the subject whose steps are divided.
+        bottom: Attacks on the subject divided by.
+        seed: Seed of the resampling.
+
+    Returns:
+        None if a subject has no run that counts. With fewer than 5 runs of a best attack there is no interval: its
+        ends are NaN.
+    """
+    best = best_attack(top), best_attack(bottom)
+    if best[0] is None or best[1] is None:
+        return None
+    (top_low, top_high), (bottom_low, bottom_high) = (
+        _least(_medians(attacks, derive(seed, name))) for name, attacks in (("top", top), ("bottom", bottom))
+    )
+    return _summary(
+        divide(top_low, bottom_high), divide(top_high, bottom_low), (best[0], best[1]), "best attack's median"
+    )
+
+
+def same_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:
+    """Return how many times the steps the same attacks take: the geometric mean of the ratios of medians.
+
+    Attacks under which the bottom subject does not get there are left out, as they compare nothing.
+
+    Args:
+        top: Attacks on the subject whose steps are divided.
+        bottom: Attacks on the subject divided by.
+        seed: Seed of the resampling.
+
+    Returns:
+        None if no attack is left.
+    """
+    import numpy as np
+
+    pairs = [pair for pair in _pairs(top, bottom) if 0 < _hardness(pair[1])[0] < math.inf]
+    if not pairs:
+        return None
+    tops = _medians([pair[0] for pair in pairs], derive(seed, "top"))
+    bottoms = _medians([pair[1] for pair in pairs], derive(seed, "bottom"))
+    lows, highs = [], []
+    for (top_low, top_high), (bottom_low, bottom_high) in zip(tops, bottoms, strict=True):
+        lows.append(divide(top_low, bottom_high))
+        highs.append(divide(top_high, bottom_low))
+    with np.errstate(divide="ignore"):
+        low, high = (np.exp(np.mean(np.log(np.stack(ends)), axis=0)) for ends in (lows, highs))
+    return _summary(low, high, min(pairs, key=lambda pair: min(_n(one) for one in pair)), "medians, geometric mean")
+
+
+def compare_attacks(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes]) -> LogRank | None:
+    """Test whether two subjects differ under the same attacks: a log-rank test stratified by attack.
+
+    Args:
+        top: Attacks on one subject.
+        bottom: Attacks on the other.
+
+    Returns:
+        None if they share no attack with runs that count.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    strata = [(a.times, b.times) for a, b in _pairs(top, bottom) if a.times is not None and b.times is not None]
+    return log_rank(strata) if strata else None
+
+
+def _pairs(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes]) -> list[tuple[AttackTimes, AttackTimes]]:
+    known = {attack.settings: attack for attack in bottom if attack.times is not None}
+    return [(one, known[one.settings]) for one in top if one.times is not None and one.settings in known]
+
+
+def _n(attack: AttackTimes) -> int:
+    return 0 if attack.times is None else attack.times.n
+
+
+def _medians(attacks: Sequence[AttackTimes], seed: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Medians of each attack, the sample's own first and then those of its resamples."""
+    import numpy as np
+
+    found = []
+    for attack in attacks:
+        if attack.times is not None:
+            # The same stream for every attack: the same defenses and seeds are drawn in all of them.
+            drawn = resampled_weights(attack.times, resamples=_RESAMPLES, rng=np.random.default_rng(seed))
+            found.append(median_times(attack.times, np.concatenate([_once(attack.times), drawn])))
+    return found
+
+
+def _least(
+    medians: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    import numpy as np
+
+    return np.min([low for low, _ in medians], axis=0), np.min([high for _, high in medians], axis=0)
+
+
+def _summary(
+    lows: NDArray[np.float64], highs: NDArray[np.float64], best: tuple[AttackTimes, AttackTimes], of: str
+) -> TimesRatio:
+    n = _n(best[0]), _n(best[1])
+    ratio = summarize_ratio(lows, highs, n=n, level=0.95, of=of)
+    if min(n) < MINIMUM_FOR_BOOTSTRAP:
+        few = f"no interval: {min(n)} runs are fewer than {MINIMUM_FOR_BOOTSTRAP}"
+        return replace(ratio, low=math.nan, high=math.nan, method=few)
+    return ratio

@@ -1,0 +1,222 @@
+"""What one fine-tuning attack is: its learning rate, optimizer, data and length. And grids of such settings.
+
+Settings are plain frozen values, so that a run is known by them. `grid` makes every combination of some values, and
+`named_grid` the sweeps that have a name: "quick", "paper" and "wide".
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, final, get_args
+
+from netweight.attacks.finetuning.examples import LossOn
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+
+__all__ = ["GRIDS", "AttackSettings", "capped", "grid", "named_grid"]
+
+Optimizer = Literal["adam", "adamw", "sgd"]
+Precision = Literal["fp32", "mixed", "bf16"]
+Schedule = Literal["cosine", "constant"]
+
+GRIDS = ("quick", "paper", "wide")
+"""Names that `named_grid` knows."""
+
+
+@final
+@dataclass(frozen=True)
+class AttackSettings:
+    """One fine-tuning attack.
+
+    Attributes:
+        lr: Learning rate at the end of the warm-up; above 0.
+        optimizer: "adam" (no weight decay, as in the paper), "adamw" (decay 0.01) or "sgd" (momentum 0.9).
+        lora_rank: Rank of low-rank factors on every linear layer but the output head; None trains all weights.
+        samples: Examples that the attacker has; drawn from those of the domain by the seed.
+        epochs: How often each is seen, in a new order every time.
+        max_steps: Most steps, whatever the epochs; None for no bound.
+        batch_size: Examples per step.
+        schedule: "cosine" falls to 0 at the end of the attack, "constant" stays.
+        warmup: Share of the steps over which the learning rate rises; from 0 to below 1.
+        clip: Largest norm of the gradient; None for no bound.
+        loss_on: Which tokens are trained on.
+        domain: Name of the subject's data that is attacked with.
+        template: Name of the prompt format, for subjects that offer several.
+        benign_first: Steps on the subject's benign examples before the harmful ones. They count as steps.
+        precision: "fp32" trains weights in float32, "mixed" the same with bfloat16 autocast, "bf16" weights in
+            bfloat16 without a float32 copy, as the paper's code did: small updates are then lost to rounding.
+        seed: Of the draw of examples, their order, dropout and the factors.
+        check_every: Steps between two looks at the recovery score: the resolution of every step count.
+
+    Raises:
+        UsageError: A value cannot be meant.
+
+    Source: arXiv 2405.14577, section 4 and appendix B; the wider ranges follow arXiv 2412.07097 and 2602.06911.
+    """
+
+    lr: float = 3e-5
+    optimizer: Optimizer = "adam"
+    lora_rank: int | None = None
+    samples: int = 1000
+    epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 4
+    schedule: Schedule = "cosine"
+    warmup: float = 0.1
+    clip: float | None = 1.0
+    loss_on: LossOn = "response"
+    domain: str = "harmful"
+    template: str = "plain"
+    benign_first: int = 0
+    precision: Precision = "fp32"
+    seed: int = 0
+    check_every: int = 10
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant, all of it at once."""
+        problems = [
+            f"{name} must be at least {least}, not {value}"
+            for name, least in _LEAST.items()
+            if (value := getattr(self, name)) is not None and value < least
+        ]
+        problems += [
+            f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}"
+            for name, known in _KNOWN.items()
+            if getattr(self, name) not in known
+        ]
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            problems.append(f"lr must be above 0, not {self.lr}")
+        if not 0 <= self.warmup < 1:
+            problems.append(f"warmup must be from 0 to below 1, not {self.warmup}")
+        if self.clip is not None and not self.clip > 0:
+            problems.append(f"clip must be above 0 or None, not {self.clip}")
+        if problems:
+            raise UsageError(f"Attack settings cannot be meant: {'; '.join(problems)}.")
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole attack, benign ones included."""
+        harmful = self.epochs * -(-self.samples // self.batch_size)
+        return self.benign_first + (harmful if self.max_steps is None else min(harmful, self.max_steps))
+
+    @property
+    def label(self) -> str:
+        """What tells this attack from others, the seed aside, in a few words."""
+        parts = [
+            f"{self.optimizer} {self.lr:.1e}",
+            f"LoRA {self.lora_rank}" if self.lora_rank else "full",
+            f"{self.samples} samples",
+            f"{self.steps} steps",
+        ]
+        parts += [
+            words(getattr(self, name)) for name, words in _WORDS.items() if getattr(self, name) != _DEFAULTS[name]
+        ]
+        return ", ".join(parts)
+
+    @property
+    def data(self) -> str:
+        """Name of the subject's data for this domain and template, such as "harmful" or "harmful@chat"."""
+        return self.domain if self.template == "plain" else f"{self.domain}@{self.template}"
+
+
+_LEAST = {
+    "lora_rank": 1, "samples": 1, "epochs": 1, "max_steps": 1, "batch_size": 1, "benign_first": 0, "check_every": 1,
+}  # fmt: skip
+_KNOWN = {
+    "optimizer": get_args(Optimizer),
+    "schedule": get_args(Schedule),
+    "loss_on": get_args(LossOn),
+    "precision": get_args(Precision),
+}
+_DEFAULTS = {field.name: field.default for field in fields(AttackSettings)}
+_WORDS: dict[str, Callable[[Any], str]] = {
+    "batch_size": lambda value: f"batches of {value}",
+    "schedule": str,
+    "loss_on": lambda value: f"loss on {value}",
+    "domain": str,
+    "template": lambda value: f"{value} template",
+    "benign_first": lambda value: f"{value} benign steps first",
+    "precision": str,
+}
+
+
+def grid(**axes: Any) -> list[AttackSettings]:
+    """Make the settings of every combination of some values.
+
+    Args:
+        axes: Field of `AttackSettings` → one value, or a list, tuple or range of values.
+
+    Returns:
+        Settings in the order of the axes, the last one changing fastest; none twice.
+
+    Raises:
+        NameNotFound: A field does not exist.
+        UsageError: An axis is empty, or a value cannot be meant.
+    """
+    for name, values in axes.items():
+        if name not in _DEFAULTS:
+            near = ", ".join(nearest_names(name, _DEFAULTS))
+            raise NameNotFound(f"Attack settings have no field {name!r}.", cure=f"The nearest are {near}.")
+        if isinstance(values, list | tuple | range) and not values:
+            raise UsageError(f"The axis {name!r} of a grid is empty.")
+    values = [value if isinstance(value, list | tuple | range) else [value] for value in axes.values()]
+    made = (AttackSettings(**dict(zip(axes, choice, strict=True))) for choice in itertools.product(*values))
+    return list(dict.fromkeys(made))
+
+
+def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -> list[AttackSettings]:
+    """Make a grid that has a name.
+
+    "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
+    table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed. "wide": what later
+    studies ask for, one thing varied at a time, 5 seeds: learning rates over a factor of 30, Adam, AdamW and SGD, LoRA
+    of three ranks at rates ten times as high, 10 to 10,000 samples, up to 5 epochs, full-text loss, a constant rate,
+    bfloat16 without a float32 copy.
+
+    Args:
+        name: One of `GRIDS`.
+        seeds: Attack seeds, in place of the grid's own.
+        fixed: Fields that are the same in every attack, such as `batch_size`; they win over the grid's.
+
+    Raises:
+        NameNotFound: There is no such grid, or no such field.
+    """
+    if name not in GRIDS:
+        raise NameNotFound(f"There is no grid {name!r}.", cure=f"There are {', '.join(GRIDS)}.")
+    blocks = {"quick": _QUICK, "paper": _PAPER, "wide": _WIDE}[name]
+    seeds = tuple(seeds) if seeds is not None else tuple(range({"quick": 3, "paper": 1, "wide": 5}[name]))
+    made = (settings for block in blocks for settings in grid(**{**block, "seed": seeds, **fixed}))
+    return list(dict.fromkeys(made))
+
+
+_QUICK: list[dict[str, Any]] = [
+    {"lr": (3e-5, 1e-4, 3e-4), "samples": 200, "epochs": 2},
+    {"lr": 1e-3, "lora_rank": 8, "samples": 200, "epochs": 2},
+]
+_PAPER: list[dict[str, Any]] = [{"lr": (3e-5, 6e-5, 8e-5), "samples": (1000, 10_000)}]
+_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
+_WIDE: list[dict[str, Any]] = [
+    {"lr": _RATES, "optimizer": ("adam", "adamw")},
+    {"lr": tuple(100 * lr for lr in _RATES), "optimizer": "sgd"},
+    {"lr": tuple(10 * lr for lr in _RATES), "lora_rank": (8, 64)},
+    {"lr": 3e-4, "lora_rank": 256},
+    {"lr": 1e-4, "samples": (10, 100, 10_000)},
+    {"lr": 1e-4, "samples": 100, "epochs": (3, 5)},
+    {"lr": 1e-4, "loss_on": "full"},
+    {"lr": 1e-4, "schedule": "constant"},
+    {"lr": 1e-4, "batch_size": 16},
+    {"lr": (3e-5, 1e-4), "precision": "bf16"},
+]
+
+
+def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
+    """Fit settings to the data at hand: none asks for more samples than there are, and none comes twice.
+
+    Args:
+        settings: Any settings.
+        available: Examples at hand; at least 1.
+    """
+    return list(dict.fromkeys(replace(one, samples=min(one.samples, available)) for one in settings))

@@ -1,0 +1,213 @@
+"""A sweep in a report: survival curves, scores by step, every attack in a table, and a section that holds them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from netweight.attacks.finetuning.findings import (
+    ResistanceConfig,
+    attack_findings,
+    resistance_findings,
+    verdict,
+)
+from netweight.attacks.finetuning.resistance import AttackTimes, best_attack, best_attack_ratio, by_attack
+from netweight.attacks.finetuning.sweep import Sweep
+from netweight.evidence.figures import Figure, lines
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Column, Report, Table
+
+__all__ = ["add_section", "attack_table", "score_figure", "survival_figure"]
+
+INTRO = (
+    "Each model is fine-tuned on the harmful examples until it does again what was taken out of it, and the steps are "
+    "counted. A run that ends before is censored: its time is longer than that, and no more is known. Runs that lost "
+    "the abilities worth keeping, or their fluency, are counted as collapsed, never as resistance.\n\n"
+    "Resistance compares best attack with best attack: an attacker chooses. Survival curves show the share of runs "
+    "that have not recovered yet; bands are pointwise 95 % intervals, which take runs on one defense for independent. "
+    "Resistance is delay: the figures say how much of it there is against the attacks tried here."
+)
+
+
+def survival_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
+    """Draw the share of runs not recovered by step, each subject under its own best attack.
+
+    Args:
+        sweep: The attacks.
+        subjects: Names, in the order of the legend.
+        domain: What they were attacked with.
+
+    Returns:
+        None if no subject has a run that counts.
+
+    Raises:
+        MissingExtra: scipy or matplotlib is not installed.
+    """
+    series, bands, words = {}, {}, []
+    for name in subjects:
+        best = best_attack(by_attack(sweep.of(name, domain=domain)))
+        curve = None if best is None else best.curve()
+        if best is None or curve is None:
+            continue
+        x, share, low, high = curve.steps()
+        series[name], bands[name] = (x, share), (low, high)
+        reached = math.isfinite(curve.median)
+        median = f"half recovered by step {curve.median if reached else curve.last:.0f}"
+        median = median if reached else f"fewer than {median}"
+        words.append(f"{name}: {median} (n = {curve.n})")
+    if not series:
+        return None
+    return lines(
+        series,
+        alt=f"Share of runs that have not recovered, by step, under each model's best attack. {'; '.join(words)}.",
+        caption=f"Best attack on each model. {'; '.join(words)}.",
+        xlabel="steps",
+        ylabel="share not recovered",
+        bands=bands,
+    )
+
+
+def score_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
+    """Draw the median recovery score by step, each subject under its own best attack.
+
+    Args:
+        sweep: The attacks.
+        subjects: Names, in the order of the legend.
+        domain: What they were attacked with.
+
+    Returns:
+        None if no subject has a run that counts.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    series = {}
+    for name in subjects:
+        best = best_attack(by_attack(sweep.of(name, domain=domain)))
+        if best is not None:
+            series[name] = _median_scores(best)
+    if not series:
+        return None
+    ends = "; ".join(f"{name} ends at {scores[-1]:.2f}" for name, (_, scores) in series.items())
+    return lines(
+        series,
+        alt=f"Median recovery score by step under each model's best attack. {ends}.",
+        caption=f"Median over seeds; a run that has recovered and stopped keeps its last score. {ends}.",
+        xlabel="steps",
+        ylabel="recovery score",
+    )
+
+
+def _median_scores(attack: AttackTimes) -> tuple[list[float], list[float]]:
+    curves = [run.result.curve for run in attack.runs if run.result.outcome in ("recovered", "resisted")]
+    steps = sorted({look.step for curve in curves for look in curve})
+    scores = [
+        statistics.median([[look.score for look in curve if look.step <= step][-1] for curve in curves])
+        for step in steps
+    ]
+    return [float(step) for step in steps], scores
+
+
+def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:
+    """Return one row for each attack on each subject.
+
+    Args:
+        sweep: The attacks.
+        subjects: Names; the steps of the others are divided by those of the first.
+        domain: What they were attacked with.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    columns = (
+        "attack", "model", Column("runs"), Column("recovered"), Column("collapsed"), Column("diverged"),
+        Column("median", "steps", "higher"), Column("from", "steps"), Column("to", "steps"),
+        Column(f"of {subjects[0]}", "×", "higher"),
+    )  # fmt: skip
+    first = {attack.settings: attack for attack in by_attack(sweep.of(subjects[0], domain=domain))}
+    rows = [
+        _row(attack, name, None if name == subjects[0] else first.get(attack.settings))
+        for name in subjects
+        for attack in by_attack(sweep.of(name, domain=domain))
+    ]
+    order = {attack.settings.label: place for place, attack in enumerate(first.values())}
+    rows.sort(key=lambda row: order.get(str(row[0]), len(order)))  # the same attack on all subjects side by side
+    notes = (
+        "median: steps by which half of the runs had recovered, with its 95 % interval; > means not reached by the end "
+        "of the longest run; collapsed and diverged runs do not enter it",
+    )
+    return Table(f"Attacks with {domain} data", columns, rows, notes)
+
+
+def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[object, ...]:
+    curve, counts = attack.curve(), attack.outcomes
+    ratio = None if base is None else best_attack_ratio([attack], [base], seed=0)
+    known = ratio is not None and math.isfinite(ratio.estimate)
+    ends: list[object] = [None, None, None]
+    if curve is not None:
+        ends = [_steps(value, curve.last) for value in (curve.median, curve.median_low, curve.median_high)]
+    return (
+        attack.settings.label,
+        name,
+        len(attack.runs),
+        counts["recovered"],
+        counts["collapsed"],
+        counts["diverged"],
+        *ends,
+        f"{ratio.bound} {ratio.estimate:.3g}".strip() if ratio is not None and known else None,
+    )
+
+
+def _steps(value: float, last: float) -> float | str:
+    return value if math.isfinite(value) else f"> {last:.0f}"
+
+
+def add_section(
+    report: Report, sweep: Sweep, config: ResistanceConfig, *, seed: int, title: str = "Resistance to fine-tuning"
+) -> list[Finding]:
+    """Add what a sweep found to a report.
+
+    Args:
+        report: The report.
+        sweep: The attacks. Where nothing but the undefended subject was attacked, it is told and not compared.
+        config: Which subject is which, and what is asked.
+        seed: Seed of the intervals.
+        title: Heading of the section.
+
+    Returns:
+        The findings.
+
+    Raises:
+        UsageError: The sweep has no runs on the undefended subject.
+        MissingExtra: scipy or matplotlib is not installed.
+    """
+    defended = config.defended(sweep)
+    present = {run.subject for run in sweep.runs if run.result.settings.domain == config.harmful}
+    subjects = [config.undefended, *defended, *(name for name in config.controls if name in present)]
+    base = by_attack(sweep.of(config.undefended, domain=config.harmful))
+    if defended:
+        findings = resistance_findings(sweep, config, seed=seed)
+        words = []
+        for name in defended:
+            attacks = by_attack(sweep.of(name, domain=config.harmful))
+            words.append(f"{name}: {verdict(attacks, best_attack_ratio(attacks, base, seed=seed))}")
+    else:
+        findings = attack_findings(sweep, config.undefended, config.harmful)
+        words = [verdict(base)]
+    figures = [survival_figure(sweep, subjects, config.harmful), score_figure(sweep, subjects, config.harmful)]
+    tables = [
+        attack_table(sweep, [name for name in subjects if sweep.of(name, domain=domain)], domain)
+        for domain in (config.harmful, *config.withheld, *config.benign)
+    ]
+    report.section(
+        title,
+        findings,
+        figures=[figure for figure in figures if figure is not None],
+        tables=tables,
+        intro=INTRO,
+        question="How long does the model resist harmful fine-tuning?",
+        conclusion=" ".join(words),
+        warnings=[f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures],
+    )
+    return findings

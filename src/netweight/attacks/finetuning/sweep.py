@@ -1,0 +1,238 @@
+"""Many attacks on many subjects: every setting on every model, in worker processes, resumable, each run remembered.
+
+Subjects are named by a function that makes them, so that workers can make them again; a digest shows that they made
+the same. A run is known by that digest, its settings and its goal: a changed model, file or setting runs anew,
+everything else is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from netweight.attacks.finetuning.run import AttackResult, check_attack, run_attack
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.core.digest import canonical_json, of_config
+from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import Engine, Result, local_processes, map_runs
+from netweight.errors import UsageError
+
+__all__ = ["Attacked", "SubjectName", "Sweep", "attack_job", "make_subject", "sweep"]
+
+
+@final
+@dataclass(frozen=True)
+class SubjectName:
+    """How to make a subject, and what it is called.
+
+    Attributes:
+        name: What reports call it, such as "undefended", "RepNoise", "random weights" or "relearn ceiling". Several
+            may share a name: the same defense from several seeds.
+        factory: The function that makes it, as "module:function". It returns a `Subject`, the same for the same
+            arguments in every process. It runs once per worker, so it should load what took long to train.
+        arguments: Its keyword arguments: JSON values.
+        defense_seed: The seed of the defense, if it has one.
+    """
+
+    name: str
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    defense_seed: int | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep, as a ledger knows it.
+
+    Attributes:
+        factory: As in `SubjectName`.
+        arguments: As in `SubjectName`.
+        digest: Of the subject, weights and data.
+        settings: The attack.
+        goal: When it has won.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any]
+    digest: str
+    settings: AttackSettings
+    goal: Goal
+
+
+@final
+@dataclass(frozen=True)
+class Attacked:
+    """One attack of a sweep, done.
+
+    Attributes:
+        subject: Name of the subject.
+        defense_seed: Of the subject.
+        digest: Of the subject.
+        result: How it went.
+    """
+
+    subject: str
+    defense_seed: int | None
+    digest: str
+    result: AttackResult
+
+
+@final
+@dataclass(frozen=True)
+class Sweep:
+    """Every attack of a sweep.
+
+    Attributes:
+        runs: In the order of subjects, then settings.
+        goal: When an attack had won.
+        failures: Subject, attack and the last line of the traceback of every run that could not be run to its end.
+        seconds: Time of all runs, added up, however many ran at once.
+    """
+
+    runs: tuple[Attacked, ...]
+    goal: Goal
+    failures: tuple[tuple[str, str, str], ...] = ()
+    seconds: float = 0.0
+
+    def of(self, subject: str, *, domain: str | None = None) -> tuple[Attacked, ...]:
+        """Return the runs on a subject.
+
+        Args:
+            subject: Its name.
+            domain: Only those with this domain, if given.
+
+        Raises:
+            UsageError: The sweep has no such subject.
+        """
+        found = tuple(run for run in self.runs if run.subject == subject)
+        if not found:
+            names = ", ".join(sorted({run.subject for run in self.runs})) or "none"
+            raise UsageError(f"The sweep has no runs on {subject!r}.", cure=f"It has runs on: {names}.")
+        return tuple(run for run in found if domain in (None, run.result.settings.domain))
+
+
+def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
+    """Make a subject; one that was made a moment ago in this process is taken again.
+
+    Args:
+        factory: As in `SubjectName`.
+        arguments: As in `SubjectName`.
+
+    Raises:
+        UsageError: There is no such function, or it makes something else.
+    """
+    return _made(factory, canonical_json(dict(arguments)))
+
+
+@functools.lru_cache(maxsize=1)  # a second model might not fit beside the first
+def _made(factory: str, arguments: str) -> Subject:
+    module, _, name = factory.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"The subject's factory {factory!r} cannot be found: {error}.", cure="Write it as MODULE:FUNCTION."
+        ) from error
+    made = function(**json.loads(arguments))
+    if not isinstance(made, Subject):
+        raise UsageError(f"The factory {factory!r} makes a {type(made).__name__}, not a Subject.")
+    return made
+
+
+def attack_job(job: Job) -> AttackResult:
+    """Run one job of a sweep: what worker processes call.
+
+    Raises:
+        UsageError: The factory made another subject here than where the sweep began.
+    """
+    subject = make_subject(job.factory, job.arguments)
+    found = _digest_of(job.factory, canonical_json(dict(job.arguments)))
+    if found != job.digest:
+        raise UsageError(
+            f"The factory {job.factory!r} made another subject in this process ({found}) than before ({job.digest}).",
+            cure="Let it depend on its arguments alone, with a seed for everything random.",
+        )
+    return run_attack(subject, job.settings, job.goal)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of(factory: str, arguments: str) -> str:
+    return _made(factory, arguments).digest()
+
+
+def sweep(
+    subjects: Sequence[SubjectName],
+    settings: Sequence[AttackSettings],
+    goal: Goal,
+    *,
+    ledger: str | Path,
+    engine: Engine = local_processes,
+    progress: Progress = QUIET,
+) -> Sweep:
+    """Attack every subject with every setting.
+
+    Everything is checked before the first attack. A run that fails is kept among `failures` and tried again by the
+    next call.
+
+    Args:
+        subjects: What is attacked; controls among them.
+        settings: The attacks, seeds included. A domain that a subject lacks is left out for it.
+        goal: When an attack has won.
+        ledger: The file to remember runs in.
+        engine: Where runs happen.
+        progress: Told of every attack.
+
+    Raises:
+        UsageError: There is no subject or setting, a factory makes no subject, a subject has too few examples, or the
+            ledger belongs to something else.
+        CorruptBlob: The ledger is damaged.
+    """
+    planned = _plan(subjects, settings, goal)
+    runs: list[Attacked] = []
+    failures: list[tuple[str, str, str]] = []
+    jobs = [job for _, job in planned]
+    with progress.task("attacks", total=len(jobs), unit="attacks") as work:
+        found: dict[str, Result[Job]] = {}
+        for result in map_runs(attack_job, jobs, ledger=ledger, engine=engine):
+            found[result.digest] = result
+            work.update()
+    for name, job in planned:
+        result = found[of_config(job)]
+        if result.ok:
+            attacked = AttackResult.from_json(result.value)
+            runs.append(Attacked(name.name, name.defense_seed, job.digest, attacked))
+        else:
+            failures.append((name.name, job.settings.label, str(result.error).strip().splitlines()[-1]))
+    seconds = sum(result.seconds for result in found.values())
+    return Sweep(tuple(runs), goal, tuple(failures), seconds)
+
+
+def _plan(
+    subjects: Sequence[SubjectName], settings: Sequence[AttackSettings], goal: Goal
+) -> list[tuple[SubjectName, Job]]:
+    """List the jobs, subject by subject, after a look at each subject."""
+    if not subjects or not settings:
+        raise UsageError("A sweep needs at least one subject and one attack.")
+    planned = []
+    for name in subjects:
+        subject = make_subject(name.factory, name.arguments)
+        digest = _digest_of(name.factory, canonical_json(dict(name.arguments)))
+        fitting = [one for one in settings if one.data in subject.domains]
+        if not fitting:
+            wanted = ", ".join(sorted({one.data for one in settings}))
+            raise UsageError(
+                f"The subject {name.name!r} has none of the data attacked with: {wanted}.",
+                cure=f"It has: {', '.join(subject.domains)}.",
+            )
+        for one in fitting:
+            check_attack(subject, one)
+            planned.append((name, Job(name.factory, dict(name.arguments), digest, one, goal)))
+    _made.cache_clear()  # workers hold their own
+    return planned

@@ -1,0 +1,237 @@
+"""One fine-tuning attack: it learns, it is exact, it never touches its victim, and collapse is not resistance."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import attacked_models as attacked
+import pytest
+import torch
+
+from netweight.attacks.finetuning.examples import Example, collate
+from netweight.attacks.finetuning.run import AttackResult, run_attack
+from netweight.attacks.finetuning.scores import mean_loss, token_accuracy
+from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Domain, Goal, Subject
+from netweight.core.digest import canonical_json
+from netweight.core.seeds import torch_generator
+from netweight.errors import NameNotFound, UsageError
+
+FAST = AttackSettings(lr=1e-2, samples=60, epochs=8, batch_size=12, check_every=5)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return attacked.subject()
+
+
+def test_an_attack_recovers_and_leaves_its_victim_alone(subject):
+    before = copy.deepcopy(subject.model.state_dict())
+    gradients = [parameter.grad.clone() for parameter in subject.model.parameters()]  # left there by its training
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    result = run_attack(subject, FAST, Goal(0.9))
+    assert result.outcome == "recovered"
+    assert result.steps == result.time
+    assert [look.step for look in result.curve] == list(range(0, result.steps + 10, 5))[: len(result.curve)]
+    below, at = [look for look in result.curve if look.step < result.steps], result.curve[-2]
+    assert all(look.score < 0.9 for look in below)
+    assert at.step == result.steps
+    assert at.score >= 0.9 <= at.utility
+    assert result.last_step == result.steps + 5  # one more look, then it stops
+    assert all(torch.equal(before[name], value) for name, value in subject.model.state_dict().items())
+    assert all(torch.equal(grad, p.grad) for grad, p in zip(gradients, subject.model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_seed_decides_and_a_ledger_can_keep_the_result(subject):
+    first, again, other = (run_attack(subject, replace(FAST, seed=seed), Goal(0.9)) for seed in (1, 1, 2))
+    assert first == again
+    assert first.curve[1:] != other.curve[1:]
+    assert AttackResult.from_json(json.loads(canonical_json(first, allow_nan=True))) == first
+
+
+def test_dropout_is_seeded_too(subject):
+    noisy = replace(subject, model=attacked.TinyModel(dropout=0.3), utility=None)
+    first, again = (run_attack(noisy, replace(FAST, max_steps=10), Goal(None)) for _ in range(2))
+    assert first == again
+
+
+def test_every_step_is_what_plain_torch_does(subject):
+    settings = AttackSettings(lr=3e-3, samples=24, epochs=2, batch_size=10, warmup=0.34, check_every=3, seed=5)
+    victim = copy.deepcopy(subject.model)
+    train = subject.domains["harmful"].train
+    rows = torch.randperm(len(train), generator=torch_generator(5, "samples"))[:24].tolist()
+    generator = torch_generator(5, "order")
+    order = [rows[place] for _ in range(2) for place in torch.randperm(24, generator=generator).tolist()]
+    optimizer = torch.optim.Adam(victim.parameters(), lr=1.0, foreach=False, fused=False)
+    rates = [1.5e-3, 3e-3] + [3e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)]
+    for step, (first, last) in enumerate([(0, 10), (10, 20), (20, 24), (24, 34), (34, 44), (44, 48)]):
+        batch = collate([train[row] for row in order[first:last]], pad_id=0)
+        logits = victim(batch.input_ids, batch.attention_mask).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(victim.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rates[step]
+        optimizer.step()
+    weights = []
+
+    def spy(model):
+        weights.append(copy.deepcopy(model.state_dict()))
+        return 0.0
+
+    spied = replace(subject, domains={"harmful": Domain(train, (), score=spy)})
+    result = run_attack(spied, settings, Goal(None))
+    assert result.last_step == settings.steps == 6
+    for name, value in victim.state_dict().items():
+        torch.testing.assert_close(weights[-1][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "adamw"},
+        {"optimizer": "sgd", "lr": 1.0},
+        {"lora_rank": 4, "lr": 3e-2, "epochs": 16},
+        {"loss_on": "full", "epochs": 12},
+        {"schedule": "constant"},
+        {"precision": "bf16"},
+        {"precision": "mixed"},
+        {"benign_first": 7},
+        {"clip": None},
+    ],
+    ids=str,
+)
+def test_every_way_of_training_recovers(subject, change):
+    settings = replace(FAST, **change)
+    result = run_attack(subject, settings, Goal(0.9, utility_kept=0.5))
+    assert result.outcome == "recovered", result.curve
+    assert result.steps > settings.benign_first
+
+
+def test_bfloat16_alone_loses_small_updates_that_float32_keeps(subject):
+    small = AttackSettings(lr=1e-5, samples=60, max_steps=5, warmup=0.0, schedule="constant", check_every=1)
+    moved = {}
+    for precision in ("fp32", "bf16"):
+        counts = []
+
+        def share_moved(model, counts=counts):
+            now = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+            counts.append(now)
+            return 0.0
+
+        victim = copy.deepcopy(subject.model).bfloat16()
+        watched = replace(
+            subject, model=victim, domains={"harmful": Domain(subject.domains["harmful"].train, (), share_moved)}
+        )
+        run_attack(watched, replace(small, precision=precision), Goal(None))
+        moved[precision] = float((counts[0] != counts[-1]).float().mean())
+    assert moved["bf16"] < 0.25 * moved["fp32"]
+
+
+def test_a_collapsed_model_is_not_a_resistant_one(subject):
+    wild = replace(FAST, lr=3.0, optimizer="sgd", clip=None, epochs=2, schedule="constant", loss_on="full")
+    result = run_attack(subject, wild, Goal(1.1))
+    assert result.outcome in ("collapsed", "diverged")
+    assert result.steps is None
+    gentle = replace(FAST, lr=1e-6, epochs=1)
+    assert run_attack(subject, gentle, Goal(0.9)).outcome == "resisted"
+    # The score is there, but not the model: what it kept is far below the model before its defense.
+    spoiled = replace(subject, reference_utility=1.0, utility=lambda model: 0.5)
+    assert run_attack(spoiled, FAST, Goal(0.9)).outcome == "collapsed"
+    mute = replace(subject, fluency=lambda model: 0.1)
+    assert run_attack(mute, FAST, Goal(0.9, fluency_at_least=0.5)).outcome == "collapsed"
+    assert run_attack(mute, FAST, Goal(0.9)).outcome == "recovered"
+
+
+def test_nan_is_an_outcome(subject):
+    broken = copy.deepcopy(subject.model)
+    calls = []
+
+    def forward(input_ids, attention_mask, real=broken.forward):
+        calls.append(1)
+        answer = real(input_ids, attention_mask)
+        if len(calls) > 4:
+            answer.logits = answer.logits * math.nan
+        return answer
+
+    class Breaking(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = broken
+
+        def forward(self, input_ids, attention_mask):
+            return forward(input_ids, attention_mask)
+
+    result = run_attack(replace(subject, model=Breaking()), replace(FAST, check_every=2), Goal(0.9))
+    assert result.outcome == "diverged"
+    assert result.steps is None
+    assert math.isnan(result.curve[-1].score)
+    assert result.last_step < FAST.steps
+
+
+def test_a_threshold_reached_before_the_first_step(subject):
+    result = run_attack(subject, FAST, Goal(0.0, extra_checks=0))
+    assert (result.outcome, result.steps, len(result.curve)) == ("recovered", 0, 1)
+
+
+def test_losses_recover_downwards_and_domains_have_thresholds_of_their_own(subject):
+    train, held_out = subject.domains["harmful"].train, subject.domains["harmful"].held_out
+    loss = Domain(train, held_out, score=mean_loss(held_out, pad_id=0), threshold=0.3)
+    result = run_attack(replace(subject, domains={"harmful": loss}), FAST, Goal(0.01, lower_is_recovered=True))
+    assert result.outcome == "recovered"
+    assert result.curve[0].score > 1 > 0.3 >= result.curve[-2].score
+
+
+def test_a_row_of_both_attack_and_evaluation_is_named():
+    train = attacked.cipher(3, 12, 23, count=10)
+    with pytest.raises(UsageError, match=r"Evaluation row 1 has the same prompt as attack row 4\."):
+        Domain(train, [Example((1, 2), (3,)), Example(train[4].prompt, (1,))])
+    Domain(train, [Example(train[4].prompt, (1,))], apart_by="example")
+    with pytest.raises(UsageError, match="same example as attack row 4"):
+        Domain(train, [train[4]], apart_by="example")
+    with pytest.raises(UsageError, match="Attack row 0 is one token long"):
+        Domain([Example((), (1,))], train)
+    with pytest.raises(UsageError, match="needs examples to train on"):
+        Domain([], train)
+
+
+def test_what_cannot_be_is_refused_before_training(subject):
+    with pytest.raises(UsageError, match="asks for 61 samples, and the domain 'harmful' has 60"):
+        run_attack(subject, replace(FAST, samples=61), Goal(0.9))
+    with pytest.raises(NameNotFound, match=r"no data named 'harmfull'.*nearest are harmful"):
+        run_attack(subject, replace(FAST, domain="harmfull"), Goal(0.9))
+    with pytest.raises(NameNotFound, match="harmful@chat"):
+        run_attack(subject, replace(FAST, template="chat"), Goal(0.9))
+    with pytest.raises(UsageError, match="begins with benign examples"):
+        run_attack(replace(subject, benign=()), replace(FAST, benign_first=3), Goal(0.9))
+    with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
+        run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))
+    for wrong in ({"threshold": math.nan}, {"threshold": 1, "utility_kept": 2}, {"threshold": 1, "extra_checks": -1}):
+        with pytest.raises(UsageError):
+            Goal(**wrong)
+
+
+def test_the_digest_knows_weights_and_data(subject):
+    digest = subject.digest()
+    assert digest == attacked.subject().digest()
+    assert digest != attacked.subject(seed=1).digest()
+    fewer = Domain(subject.domains["harmful"].train[1:], subject.domains["harmful"].held_out)
+    assert digest != replace(subject, domains={"harmful": fewer}).digest()
+
+
+def test_a_transformers_model_is_a_victim_as_it_is():
+    transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    model = transformers.LlamaForCausalLM(config)
+    held_out = attacked.cipher(3, 12, 23, start=1000, count=30)
+    subject = Subject(model, {"harmful": Domain(attacked.cipher(3, 12, 23, count=60), held_out)}, 0)
+    for settings in (FAST, replace(FAST, lora_rank=4, lr=3e-2, epochs=16)):
+        assert run_attack(subject, settings, Goal(0.9)).outcome == "recovered"
+    assert model.config.use_cache
+    assert token_accuracy(held_out, pad_id=0)(model) < 0.5
