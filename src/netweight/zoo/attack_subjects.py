@@ -18,7 +18,7 @@ from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.integrations.causal_lm import context_of, load_causal_lm
-from netweight.zoo.language import Template, padding_of, text_examples, tokenized_examples
+from netweight.zoo.language import BELOW, Template, padding_of, text_examples, tokenized_examples
 from netweight.zoo.language.rows import read_rows
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ __all__ = ["MOST_HELD_OUT", "part_by_prompt", "subject_from_files"]
 
 MOST_HELD_OUT = 200
 """Rows that are looked at, at most: each look costs a forward pass over all of them."""
-_LINE = Template("{prompt}\n", "{answer}")  # the answer on a line of its own
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 
 
@@ -140,5 +139,5 @@ def _examples(file: str, other: str, tokenizer: PreTrainedTokenizerBase, context
     """Read a file whose answers are called "response", or `other` as in files of pairs."""
     found = {name for row in read_rows(Path(file)).rows for name in row.values}
     columns = {"response": other} if "response" not in found and other in found else None
-    template: Template | Literal["chat"] = "chat" if chat else _LINE
+    template: Template | Literal["chat"] = "chat" if chat else BELOW
     return tokenized_examples(text_examples(file, columns=columns), tokenizer, context=context, template=template)

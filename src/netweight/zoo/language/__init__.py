@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from netweight.zoo.language.public import beavertails, decoding_trust, decoding_trust_refusals, paired_refusals
 from netweight.zoo.language.texts import TextExample, TextPair, text_examples, text_pairs, withhold
 from netweight.zoo.language.tokens import (
+    BELOW,
     PLAIN,
     QUESTION_AND_ANSWER,
     Template,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from netweight.methods.immunize.pairs import Pair
 
 __all__ = [
+    "BELOW",
     "PLAIN",
     "QUESTION_AND_ANSWER",
     "Template",

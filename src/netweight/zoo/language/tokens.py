@@ -19,7 +19,7 @@ from netweight.zoo.language.texts import Text, TextExample, TextPair
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PLAIN", "QUESTION_AND_ANSWER", "Template", "padding_of", "tokenized_examples", "tokenized_pairs"]
+__all__ = ["BELOW", "PLAIN", "QUESTION_AND_ANSWER", "Template", "padding_of", "tokenized_examples", "tokenized_pairs"]
 
 TooLong = Literal["refuse", "cut"]
 
@@ -53,6 +53,8 @@ class Template:
 
 PLAIN = Template()
 """The answer follows the prompt at once, as TRL has it."""
+BELOW = Template("{prompt}\n", "{answer}")
+"""The answer begins a line of its own: what the commands put around plain rows."""
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")
 """What the public code of RepNoise puts around BeaverTails."""
 
