@@ -75,7 +75,7 @@ def call(case, out, *arguments, base=True):
 
 def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp_path):
     before = (case / "defended" / "model.safetensors").read_bytes()
-    answer = call(case, tmp_path, "--task", str(case / "task.jsonl"))
+    answer = call(case, tmp_path, "--task", str(case / "task.jsonl"), "--benign-share", "0.25")
     assert answer.exit_code == 1, answer.output
     result = json.loads(answer.stdout)
     findings = {finding["name"]: finding for finding in result["findings"]}
@@ -91,7 +91,9 @@ def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (case / "defended" / "model.safetensors").read_bytes() == before
     lines = (tmp_path / "attacks.jsonl").read_text()
-    again = call(case, tmp_path, "--task", str(case / "task.jsonl"), "--least-resistance", "0")
+    again = call(
+        case, tmp_path, "--task", str(case / "task.jsonl"), "--benign-share", "0.25", "--least-resistance", "0"
+    )
     assert json.loads(again.stdout)["verdict"] == result["verdict"]
     assert (tmp_path / "attacks.jsonl").read_text() == lines
 
@@ -109,7 +111,7 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
          "--lr", "1e-2", "--seeds", "1", "--max-steps", "4", "--out", str(tmp_path / "text")],
     )  # fmt: skip
     assert text.exit_code == 0, text.output
-    assert "4 attacks on 1 models" not in text.output
+    assert "2 attacks on: model. Recovered: token accuracy on held-out rows at least 0.300" in text.output
     assert "Report: " in text.output
 
 
@@ -130,6 +132,8 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "one prompt" in refused("--harmful", str(tmp_path / "one.jsonl"))
     assert "no list of numbers" in refused("--lr", "fast")
     (tmp_path / "nothing").mkdir()
+    arguments = [str(case / "base"), "--harmful", str(case / "harmful.jsonl"), "--benign-share", "0.5", "--out", "out"]
+    assert "Give --benign" in CliRunner().invoke(netweight, ["attack", "finetune", *arguments]).output
     assert "no config.json" in refused("--base", str(tmp_path / "nothing"))
     assert "no chat template" in refused("--chat")
 

@@ -81,7 +81,15 @@ def test_steps_and_words():
 def test_settings_that_cannot_be_meant_are_refused_all_at_once():
     with pytest.raises(UsageError, match=r"samples must be at least 1, not 0; optimizer must be .* lr must be above 0"):
         AttackSettings(lr=-1, samples=0, optimizer="lion")
-    for wrong in ({"warmup": 1.0}, {"clip": 0.0}, {"lr": math.inf}, {"lora_rank": 0}, {"loss_on": "prompt"}):
+    for wrong in (
+        {"warmup": 1.0},
+        {"clip": 0.0},
+        {"lr": math.inf},
+        {"lora_rank": 0},
+        {"benign_share": 0.9},
+        {"benign_first": 9, "max_steps": 9},
+        {"loss_on": "x"},
+    ):
         with pytest.raises(UsageError):
             AttackSettings(**wrong)
     with pytest.raises(NameNotFound, match=r"no field 'rate'"):

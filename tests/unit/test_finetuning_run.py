@@ -100,6 +100,7 @@ def test_every_step_is_what_plain_torch_does(subject):
         {"precision": "bf16"},
         {"precision": "mixed"},
         {"benign_first": 7},
+        {"benign_share": 0.5, "epochs": 6},
         {"clip": None},
     ],
     ids=str,
@@ -129,6 +130,28 @@ def test_bfloat16_alone_loses_small_updates_that_float32_keeps(subject):
         run_attack(watched, replace(small, precision=precision), Goal(None))
         moved[precision] = float((counts[0] != counts[-1]).float().mean())
     assert moved["bf16"] < 0.25 * moved["fp32"]
+
+
+def test_an_attacker_who_mixes_benign_examples_in_keeps_more(subject):
+    batches = []
+
+    class Watching(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = copy.deepcopy(subject.model)
+
+        def forward(self, input_ids, attention_mask):
+            if self.training:
+                batches.append(input_ids.clone())
+            return self.inner(input_ids, attention_mask)
+
+    mixed = replace(FAST, benign_share=0.25, benign_first=1, max_steps=6)
+    run_attack(replace(subject, model=Watching()), mixed, Goal(None))
+    benign = [int((batch[:, 0] < 12).sum()) for batch in batches]
+    assert benign == [12, 3, 3, 3, 3, 3]
+    hot = replace(FAST, lr=3e-2, max_steps=40, optimizer="adam", schedule="constant")
+    alone, with_benign = (run_attack(subject, replace(hot, benign_share=share), Goal(None)) for share in (0, 0.5))
+    assert with_benign.curve[-1].utility > alone.curve[-1].utility
 
 
 def test_a_collapsed_model_is_not_a_resistant_one(subject):
@@ -207,6 +230,8 @@ def test_what_cannot_be_is_refused_before_training(subject):
         run_attack(subject, replace(FAST, template="chat"), Goal(0.9))
     with pytest.raises(UsageError, match="begins with benign examples"):
         run_attack(replace(subject, benign=()), replace(FAST, benign_first=3), Goal(0.9))
+    with pytest.raises(UsageError, match="mixes them in"):
+        run_attack(replace(subject, benign=()), replace(FAST, benign_share=0.5), Goal(0.9))
     with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
         run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))
     for wrong in ({"threshold": math.nan}, {"threshold": 1, "utility_kept": 2}, {"threshold": 1, "extra_checks": -1}):

@@ -46,6 +46,10 @@ _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
 @click.option("--lr", metavar="LR,LR,...", help="Learning rates in place of the grid's.")
 @click.option("--seeds", type=click.IntRange(1), help="Seeds of every attack; each grid has its own number.")
 @click.option("--max-steps", type=click.IntRange(1), help="Most steps of an attack.")
+@click.option(
+    "--benign-share", type=click.FloatRange(0, 1, max_open=True),
+    help="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs --benign.",
+)  # fmt: skip
 @click.option("--check-every", type=click.IntRange(1), help="Steps between two looks; 10 by default.")
 @click.option(
     "--threshold", type=click.FloatRange(0, 1),
@@ -81,7 +85,7 @@ def finetune(context: click.Context, /, output: Output, **options: Any) -> None:
     ledger = options["out"] / "attacks.jsonl"
     engine = _engine(options["workers"])
     names, goal, settings = _plan(options, ledger, engine, progress)
-    output.line(f"{len(settings)} attacks on {len(names)} models; recovered: {_goal_words(goal)}")
+    output.line(f"{len(settings)} attacks on: {', '.join(name.name for name in names)}. Recovered: {_goal_words(goal)}")
     found = sweep(names, settings, goal, ledger=ledger, engine=engine, progress=progress)
     config = ResistanceConfig(
         undefended=names[0].name,
@@ -138,9 +142,10 @@ def _plan(
     from netweight.attacks.finetuning.subject import Goal
     from netweight.attacks.finetuning.sweep import make_subject
 
+    wanted = _grid(options)
     first = _subject("undefended" if options["base"] else "model", options["base"] or options["model"], options)
     subject = make_subject(first.factory, first.arguments)
-    domains, wanted = subject.domains, _grid(options)
+    domains = subject.domains
     utility = None if subject.utility is None else subject.utility(subject.model)
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
     attacks = capped(wanted, len(domains["harmful"].train))
@@ -181,7 +186,11 @@ def _subject(name: str, folder: Path, options: Mapping[str, Any], **more: Any) -
 def _grid(options: Mapping[str, Any]) -> list[AttackSettings]:
     from netweight.attacks.finetuning.settings import named_grid
 
-    fixed: dict[str, Any] = {key: options[key] for key in ("max_steps", "check_every") if options[key] is not None}
+    if options["benign_share"] and options["benign"] is None:
+        raise UsageError("--benign-share mixes benign rows in, and there are none.", cure="Give --benign.")
+    fixed: dict[str, Any] = {
+        key: options[key] for key in ("max_steps", "check_every", "benign_share") if options[key] is not None
+    }
     if options["lr"] is not None:
         try:
             fixed["lr"] = tuple(float(part) for part in options["lr"].split(","))

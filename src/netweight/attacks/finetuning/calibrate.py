@@ -71,7 +71,7 @@ def calibrate(
         raise UsageError(
             "Every attack on the undefended model collapses: the loss diverges, or the model loses more of the kept "
             "ability than is allowed.",
-            cure="Take lower learning rates or fewer steps, or name a threshold.",
+            cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
         )
     best = max(look.score for result in useful for look in result.curve)
     if best - first.score < LEAST_GAIN:

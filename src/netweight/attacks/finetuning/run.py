@@ -133,8 +133,10 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
             f"The attack asks for {settings.samples:,} samples, and the domain {settings.data!r} has {available:,}.",
             cure="Bring more, or ask for fewer.",
         )
-    if settings.benign_first and not subject.benign:
-        raise UsageError("The attack begins with benign examples, and the subject has none.", cure="Bring some.")
+    if (settings.benign_first or settings.benign_share) and not subject.benign:
+        raise UsageError(
+            "The attack begins with benign examples or mixes them in, and the subject has none.", cure="Bring some."
+        )
 
 
 @final

@@ -37,7 +37,7 @@ class AttackSettings:
         lora_rank: Rank of low-rank factors on every linear layer but the output head; None trains all weights.
         samples: Examples that the attacker has; drawn from those of the domain by the seed.
         epochs: How often each is seen, in a new order every time.
-        max_steps: Most steps, whatever the epochs; None for no bound.
+        max_steps: Most steps, benign ones included, whatever the epochs; None for no bound.
         batch_size: Examples per step.
         schedule: "cosine" falls to 0 at the end of the attack, "constant" stays.
         warmup: Share of the steps over which the learning rate rises; from 0 to below 1.
@@ -46,6 +46,8 @@ class AttackSettings:
         domain: Name of the subject's data that is attacked with.
         template: Name of the prompt format, for subjects that offer several.
         benign_first: Steps on the subject's benign examples before the harmful ones. They count as steps.
+        benign_share: Share of each later batch that is benign examples, from 0 to below 1: an attacker who wants to
+            keep the model's other abilities mixes them in.
         precision: "fp32" trains weights in float32, "mixed" the same with bfloat16 autocast, "bf16" weights in
             bfloat16 without a float32 copy, as the paper's code did: small updates are then lost to rounding.
         seed: Of the draw of examples, their order, dropout and the factors.
@@ -71,6 +73,7 @@ class AttackSettings:
     domain: str = "harmful"
     template: str = "plain"
     benign_first: int = 0
+    benign_share: float = 0.0
     precision: Precision = "fp32"
     seed: int = 0
     check_every: int = 10
@@ -91,6 +94,12 @@ class AttackSettings:
             problems.append(f"lr must be above 0, not {self.lr}")
         if not 0 <= self.warmup < 1:
             problems.append(f"warmup must be from 0 to below 1, not {self.warmup}")
+        if not 0 <= self.benign_share < 1 or self.batch_size >= 1 > self.harmful_per_batch:
+            problems.append(f"benign_share must leave room for harmful examples, which {self.benign_share} does not")
+        if self.max_steps is not None and self.benign_first >= self.max_steps >= 1:
+            problems.append(
+                f"benign_first must leave some of {self.max_steps} steps, which {self.benign_first} does not"
+            )
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip must be above 0 or None, not {self.clip}")
         if problems:
@@ -99,8 +108,14 @@ class AttackSettings:
     @property
     def steps(self) -> int:
         """Steps of the whole attack, benign ones included."""
-        harmful = self.epochs * -(-self.samples // self.batch_size)
-        return self.benign_first + (harmful if self.max_steps is None else min(harmful, self.max_steps))
+        harmful = self.epochs * -(-self.samples // self.harmful_per_batch)
+        whole = self.benign_first + harmful
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    @property
+    def harmful_per_batch(self) -> int:
+        """Harmful examples in each batch after those that are benign alone."""
+        return self.batch_size - round(self.benign_share * self.batch_size)
 
     @property
     def label(self) -> str:
@@ -139,6 +154,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "domain": str,
     "template": lambda value: f"{value} template",
     "benign_first": lambda value: f"{value} benign steps first",
+    "benign_share": lambda value: f"{value:.0%} benign",
     "precision": str,
 }
 

@@ -22,30 +22,36 @@ __all__ = ["Training", "attack_batches", "learning_rate"]
 def attack_batches(
     harmful: Sequence[Example], benign: Sequence[Example], settings: AttackSettings, *, pad_id: int
 ) -> Iterator[Batch]:
-    """Yield one batch for each step: benign ones first if asked for, then harmful ones, in a new order every epoch.
+    """Yield one batch for each step: benign ones first if asked for, then harmful or mixed ones.
+
+    The order is new in every epoch.
 
     Args:
         harmful: The attacker's examples; `settings.samples` of them are drawn.
-        benign: What the attack begins with.
+        benign: What the attack begins with, or mixes in.
         settings: The attack.
         pad_id: What fills the shorter examples.
     """
     drawn = torch.randperm(len(harmful), generator=torch_generator(settings.seed, "samples"))[: settings.samples]
     chosen = [harmful[row] for row in drawn.tolist()]
-    yield from _batches(benign, settings.benign_first, settings, pad_id, "benign order")
-    yield from _batches(chosen, settings.steps - settings.benign_first, settings, pad_id, "order")
+    kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
+    for _ in range(settings.benign_first):
+        yield collate(next(kept), pad_id=pad_id, loss_on=settings.loss_on)
+    own = _draws(chosen, settings.harmful_per_batch, torch_generator(settings.seed, "order"))
+    mixed = _draws(
+        benign, settings.batch_size - settings.harmful_per_batch, torch_generator(settings.seed, "mixed order")
+    )
+    for _ in range(settings.steps - settings.benign_first):
+        more = next(mixed) if settings.benign_share else []
+        yield collate([*next(own), *more], pad_id=pad_id, loss_on=settings.loss_on)
 
 
-def _batches(
-    examples: Sequence[Example], steps: int, settings: AttackSettings, pad_id: int, order: str
-) -> Iterator[Batch]:
-    generator = torch_generator(settings.seed, order)
-    waiting: list[int] = []
-    for _ in range(steps):
-        if not waiting:
-            waiting = torch.randperm(len(examples), generator=generator).tolist()
-        rows, waiting = waiting[: settings.batch_size], waiting[settings.batch_size :]
-        yield collate([examples[row] for row in rows], pad_id=pad_id, loss_on=settings.loss_on)
+def _draws(examples: Sequence[Example], size: int, generator: torch.Generator) -> Iterator[list[Example]]:
+    """Yield batches without end, epoch after epoch, the last of each epoch with what is left of it."""
+    while True:
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        for first in range(0, len(order), size):
+            yield [examples[row] for row in order[first : first + size]]
 
 
 def learning_rate(settings: AttackSettings, step: int) -> float:
