@@ -1,0 +1,26 @@
+"""What docs/immunize.md shows is run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+PAGE = Path(__file__).parents[2] / "docs" / "immunize.md"
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
+
+
+def test_the_page_s_example_unlearns_step_by_step():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    names: dict[str, object] = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    record = names["record"]
+    assert [len(step.terms) for step in record.steps] == [4, 4]
+
+
+def test_the_page_names_every_defense():
+    from netweight.methods.immunize.catalog import DEFENSES
+
+    rows = "\n".join(line for line in PAGE.read_text().splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([a-z0-9-]+)`", rows)) == set(DEFENSES)
