@@ -3,15 +3,17 @@
 import copy
 import dataclasses
 import math
-import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from decoders_under_test import decoder, drawn, some_pairs
+from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
 from netweight.attacks.finetuning.examples import Example, collate
 from netweight.core.digest import of_tensor
@@ -28,7 +30,7 @@ from netweight.methods.immunize.security_vectors import SecurityVectors, remove_
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import CHECKPOINT, RECORD, immunize
 
-SHORT = Settings(lr=1e-2, batch_size=4, epochs=6, warmup=0.2, measure_every=3, save_every=4)
+KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
 
 def weights(model):
@@ -101,24 +103,9 @@ def test_a_killed_training_resumes_to_the_same_bits(tmp_path, defense):
     whole = decoder("gpt2")  # with dropout
     record = immunize(whole, pairs, kept, defense=defense, settings=SHORT)
 
-    child = os.fork()
-    if child == 0:
-        steps, original = 0, training._Training._step
-
-        def counted(self):
-            nonlocal steps
-            steps += 1
-            if steps == 11:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self)
-
-        training._Training._step = counted
-        try:
-            immunize(decoder("gpt2"), pairs, kept, defense=defense, settings=SHORT, folder=tmp_path)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
+    command = [sys.executable, str(KILLED), defense, str(tmp_path), str(torch.get_num_threads())]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT]
 
     resumed = decoder("gpt2")
