@@ -32,7 +32,10 @@ from netweight.methods.federate import (
     local_only,
     train,
 )
+from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
+from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.rounds import at_plateau
+from netweight.zoo.federation import FederationPlan
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
@@ -242,3 +245,12 @@ def test_running_statistics_stay_with_their_client() -> None:
     means = [run.private[client]["statistics.1.running_mean"] for client in range(4)]
     assert not any(torch.equal(means[0], other) for other in means[1:])
     assert not any("running" in name for name in run.state)
+
+
+def test_a_plan_takes_the_methods_own_rate_unless_it_says_another() -> None:
+    """What generates the head too has a gentler schedule than the paper's; pFedHN's is of another kind."""
+    own, told = FederationPlan(method="hyperfl-whole"), FederationPlan(method="hyperfl-whole", lr=0.02, epochs=2)
+    assert own.training() == named_method("hyperfl-whole").training == METHODS_BY_NAME["hyperfl-whole"].training
+    assert FederationPlan(method="hyperfl").training() == LocalTraining()
+    assert told.training() == dataclasses.replace(own.training(), lr=0.02, epochs=2)
+    assert FederationPlan(method="pfedhn").training() is None

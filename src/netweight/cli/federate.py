@@ -45,7 +45,7 @@ def federate() -> None:
 @click.option("--alpha", default=0.5, show_default=True, help="Concentration of the Dirichlet partition.")
 @click.option("--epochs", default=5, show_default=True, help="Local epochs per round.")
 @click.option("--batch-size", default=50, show_default=True, help="Examples per local step.")
-@click.option("--lr", default=0.02, show_default=True, help="Learning rate of what is shared.")
+@click.option("--lr", type=float, help="Learning rate of what is shared; by default the method's own.")
 @click.option("--epsilon", default=4.0, show_default=True, help="Budget of differentially private methods, all rounds.")
 @click.option("--delta", default=1e-5, show_default=True, help="Its delta.")
 @click.option(

@@ -47,7 +47,7 @@ class FederationPlan:
         alpha: Concentration of the Dirichlet partition.
         epochs: Local epochs of what is shared.
         batch_size: Examples per local step.
-        lr: Learning rate of what is shared.
+        lr: Learning rate of what is shared; None takes the method's own.
         epsilon: Privacy budget of differentially private methods over all rounds.
         delta: Its δ.
         drop_out: Share of clients that vanish from each round, to rehearse it.
@@ -72,7 +72,7 @@ class FederationPlan:
     alpha: float = 0.5
     epochs: int = 5
     batch_size: int = 50
-    lr: float = 0.02
+    lr: float | None = None
     epsilon: float = 4.0
     delta: float = 1e-5
     drop_out: float = 0.0
@@ -128,11 +128,15 @@ class FederationPlan:
             raise UsageError(f"The small CNN takes square images, not {height} × {width}.", cure="Give a model.")
         return small_cnn(channels, height, len(images.classes), seed=self.seed)
 
-    def training(self) -> LocalTraining:
-        """Return how clients train."""
-        from netweight.methods.federate import LocalTraining
+    def training(self) -> LocalTraining | None:
+        """Return how clients train; None for methods whose local training is of another kind."""
+        from netweight.methods.federate.catalog import METHODS
 
-        return LocalTraining(epochs=self.epochs, batch_size=self.batch_size, lr=self.lr)
+        own = METHODS[self.method].training if self.method in METHODS else None
+        if own is None:
+            return None
+        rate = own.lr if self.lr is None else self.lr
+        return dataclasses.replace(own, epochs=self.epochs, batch_size=self.batch_size, lr=rate)
 
     def make_method(self, task: FedTask) -> Method:
         """Return the method, with the protections asked for around it."""
@@ -149,8 +153,7 @@ class FederationPlan:
         """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
         from netweight.methods.federate.catalog import METHODS, named_method
 
-        # pFedHN has local settings of its own, which are not HyperFL's.
-        training = None if self.method.startswith("pfedhn") else self.training()
+        training = self.training()
         if self.method not in METHODS or not METHODS[self.method].private:
             return named_method(self.method, training=training)
         from netweight.integrations.opacus import noise_multiplier_for_all
