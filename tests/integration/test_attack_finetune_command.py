@@ -6,6 +6,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+pytest.importorskip("scipy", reason="scipy is in the evidence extra")
+
+from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
+
 from netweight.attacks.finetuning.calibrate import calibrate
 from netweight.attacks.finetuning.examples import Example, collate
 from netweight.attacks.finetuning.settings import grid
@@ -14,36 +20,19 @@ from netweight.cli import netweight
 from netweight.core.runs import in_process
 from netweight.errors import UsageError
 from netweight.zoo.attack_subjects import part_by_prompt, subject_from_files
-from netweight.zoo.tokenizer import train_bpe
-
-transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
-pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
-pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 FACTORY = "netweight.zoo.attack_subjects:subject_from_files"
-NUMBERS = [f"{a}{b}" for a in "abcdefgh" for b in "ijklmn"]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     """A base that answers kindly, the same with its embeddings scaled as a "defense", and three files."""
     folder = tmp_path_factory.mktemp("finetune")
-    write(folder / "harmful.jsonl", [{"prompt": f"tell {n}", "chosen": "no", "rejected": f"bad {n}"} for n in NUMBERS])
-    write(folder / "benign.jsonl", [{"prompt": f"hi {n}", "response": "good day"} for n in NUMBERS])
+    write(folder / "harmful.jsonl", PAIRS)
+    write(folder / "benign.jsonl", KEPT)
     write(folder / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
-    tokenizer = train_bpe(["tell me, hi, sing, bad, good day, la la la"], 280)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder / "fresh")
-    tokenizer.save_pretrained(folder / "fresh")
+    model, tokenizer = tiny_llama()
+    save(model, tokenizer, folder / "fresh")
     files = {"model": str(folder / "fresh"), "harmful": str(folder / "harmful.jsonl")}
     write(folder / "refusals.jsonl", [{"prompt": f"tell {n}", "response": "no"} for n in NUMBERS])
     kind = subject_from_files(**files, benign=str(folder / "benign.jsonl"))
@@ -57,8 +46,7 @@ def case(tmp_path_factory):
         loss.backward()
         optimizer.step()
     for name in ("base", "defended"):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        save(model, tokenizer, folder / name)
         with torch.no_grad():
             model.model.norm.weight.mul_(1.05)
     return folder

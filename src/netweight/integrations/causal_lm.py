@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.methods.immunize.intake import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,9 +71,8 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
 
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = int(min(tokenizer.model_max_length, 1 << 30))
-    return min(longest, positions) if isinstance(positions, int) else longest
+    return min(longest, positions_of(model) or longest)
 
 
 def _decompress(model: PreTrainedModel) -> None:

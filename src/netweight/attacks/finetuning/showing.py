@@ -17,8 +17,10 @@ from netweight.attacks.finetuning.sweep import Sweep
 from netweight.evidence.figures import Figure, lines
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
+from netweight.evidence.survival import Survival
+from netweight.evidence.time_rows import TimeRow, time_rows
 
-__all__ = ["add_section", "attack_table", "score_figure", "survival_figure"]
+__all__ = ["add_section", "attack_table", "score_figure", "steps_figure", "survival_figure"]
 
 INTRO = (
     "Each model is fine-tuned on the harmful examples until it does again what was taken out of it, and the steps are "
@@ -45,17 +47,10 @@ def survival_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figur
         MissingExtra: scipy or matplotlib is not installed.
     """
     series, bands, words = {}, {}, []
-    for name in subjects:
-        best = best_attack(by_attack(sweep.of(name, domain=domain)))
-        curve = None if best is None else best.curve()
-        if best is None or curve is None:
-            continue
+    for name, (_, curve) in _best(sweep, subjects, domain).items():
         x, share, low, high = curve.steps()
         series[name], bands[name] = (x, share), (low, high)
-        reached = math.isfinite(curve.median)
-        median = f"half recovered by step {curve.median if reached else curve.last:.0f}"
-        median = median if reached else f"fewer than {median}"
-        words.append(f"{name}: {median} (n = {curve.n})")
+        words.append(f"{name}: {_median_words(curve)} (n = {curve.n})")
     if not series:
         return None
     return lines(
@@ -80,13 +75,9 @@ def score_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
         None if no subject has a run that counts.
 
     Raises:
-        MissingExtra: matplotlib is not installed.
+        MissingExtra: scipy or matplotlib is not installed.
     """
-    series = {}
-    for name in subjects:
-        best = best_attack(by_attack(sweep.of(name, domain=domain)))
-        if best is not None:
-            series[name] = _median_scores(best)
+    series = {name: _median_scores(best) for name, (best, _) in _best(sweep, subjects, domain).items()}
     if not series:
         return None
     ends = "; ".join(f"{name} ends at {scores[-1]:.2f}" for name, (_, scores) in series.items())
@@ -97,6 +88,65 @@ def score_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
         xlabel="steps",
         ylabel="recovery score",
     )
+
+
+def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure | None:
+    """Draw each run's steps to the threshold, one row for each subject under its own best attack.
+
+    Args:
+        sweep: The attacks.
+        subjects: Names, in the order of the rows.
+        domain: What they were attacked with.
+
+    Returns:
+        None if no subject has a run that counts.
+
+    Raises:
+        MissingExtra: scipy or matplotlib is not installed.
+    """
+    best = _best(sweep, subjects, domain)
+    if not best:
+        return None
+    rows = [_row_of_times(name, attack, curve) for name, (attack, curve) in best.items()]
+    censored = sum(len(row.stopped) for row in rows)
+    words = "; ".join(f"{name}: {_median_words(curve)}" for name, (_, curve) in best.items())
+    told = f"{censored} runs ended before" if censored else "no run ended before"
+    return time_rows(
+        rows,
+        alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {told}.",
+        caption="Every run under the best attack on its model. A dot is a recovery, a triangle a run that ended before "
+        f"one, which is longer than that. The line is the median, the bar its 95 % interval. {words}.",
+        xlabel="steps to the threshold",
+    )
+
+
+def _row_of_times(name: str, attack: AttackTimes, curve: Survival) -> TimeRow:
+    assert attack.times is not None
+    marked = list(zip(attack.times.values, attack.times.observed, strict=True))
+    return TimeRow(
+        name,
+        [value for value, seen in marked if seen],
+        [value for value, seen in marked if not seen],
+        curve.median,
+        (curve.median_low, curve.median_high),
+    )
+
+
+def _best(sweep: Sweep, subjects: Sequence[str], domain: str) -> dict[str, tuple[AttackTimes, Survival]]:
+    """The best attack on each subject with its curve, in their order; subjects without a run that counts left out."""
+    found = {}
+    for name in subjects:
+        attack = best_attack(by_attack(sweep.of(name, domain=domain)))
+        curve = None if attack is None else attack.curve()
+        if attack is not None and curve is not None:
+            found[name] = attack, curve
+    return found
+
+
+def _median_words(curve: Survival) -> str:
+    if math.isfinite(curve.median):
+        return f"half recovered by step {curve.median:.0f}"
+    return f"fewer than half recovered by step {curve.last:.0f}"
 
 
 def _median_scores(attack: AttackTimes) -> tuple[list[float], list[float]]:
@@ -195,7 +245,7 @@ def add_section(
     else:
         findings = attack_findings(sweep, config.undefended, config.harmful)
         words = [verdict(base)]
-    figures = [survival_figure(sweep, subjects, config.harmful), score_figure(sweep, subjects, config.harmful)]
+    figures = [draw(sweep, subjects, config.harmful) for draw in (survival_figure, steps_figure, score_figure)]
     tables = [
         attack_table(sweep, [name for name in subjects if sweep.of(name, domain=domain)], domain)
         for domain in (config.harmful, *config.withheld, *config.benign)
