@@ -19,6 +19,7 @@ from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.cli import netweight
 from netweight.core.runs import in_process
 from netweight.errors import UsageError
+from netweight.evidence.report import read_report
 from netweight.zoo.attack_subjects import part_by_prompt, subject_from_files
 
 FACTORY = "netweight.zoo.attack_subjects:subject_from_files"
@@ -70,11 +71,13 @@ def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp
     assert findings["resistance, defended"]["passed"] is False
     assert findings["resistance, defended"]["value"] < 3
     assert findings["kept ability, defended"]["value"] == pytest.approx(1, abs=0.02)
+    assert findings["kept ability, defended"]["ci95"][0] <= 1 <= findings["kept ability, defended"]["ci95"][1] + 0.02
+    assert findings["perplexity by the base's, defended"]["value"] == pytest.approx(1, abs=0.05)
     assert findings["training on task, defended"]["value"] > 0
     assert 0.2 < result["threshold"] < 1
     assert "delay, not prevention" in result["verdict"]
     report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["sections"][0]["figures"]) == 2
+    assert len(report["sections"][0]["figures"]) == 3
     assert set(report["provenance"]["inputs"]) == {"harmful.jsonl", "benign.jsonl", "task.jsonl"}
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (case / "defended" / "model.safetensors").read_bytes() == before
@@ -103,6 +106,23 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     assert "Report: " in text.output
 
 
+def test_what_the_defense_did_not_see_and_further_models_stand_apart(case, tmp_path):
+    marked = [{**row, "category": "rare" if place % 2 else "common"} for place, row in enumerate(PAIRS)]
+    write(tmp_path / "harmful.jsonl", marked)
+    write(tmp_path / "other.jsonl", [{"prompt": f"sing {n}", "response": "bad bad"} for n in NUMBERS])
+    answer = call(
+        case, tmp_path / "out", "--harmful", str(tmp_path / "harmful.jsonl"), "--withhold", "rare",
+        "--other", str(tmp_path / "other.jsonl"), "--also", f"fresh={case / 'base'}", "--threshold", "0.3",
+        "--seeds", "1", "--max-steps", "8",
+    )  # fmt: skip
+    found = {finding["name"] for finding in json.loads(answer.stdout)["findings"]}
+    for name in ("defended", "fresh"):
+        assert {f"generalization to withheld, {name}", f"generalization to other, {name}"} <= found
+        assert {f"resistance, {name}", f"kept ability, {name}", f"perplexity, {name}"} <= found
+    titles = [table.title for table in read_report(tmp_path / "out").sections[0].tables]
+    assert titles == ["Attacks with harmful data", "Attacks with withheld data", "Attacks with other data"]
+
+
 def test_bad_input_is_named_before_any_attack(case, tmp_path):
     def refused(*arguments):
         answer = call(case, tmp_path / "out", *arguments)
@@ -121,9 +141,11 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "no list of numbers" in refused("--lr", "fast")
     (tmp_path / "nothing").mkdir()
     arguments = [str(case / "base"), "--harmful", str(case / "harmful.jsonl"), "--benign-share", "0.5", "--out", "out"]
-    assert "Give --benign" in CliRunner().invoke(netweight, ["attack", "finetune", *arguments]).output
+    assert "Give benign rows" in CliRunner().invoke(netweight, ["attack", "finetune", *arguments]).output
     assert "no config.json" in refused("--base", str(tmp_path / "nothing"))
     assert "no chat template" in refused("--chat")
+    assert "'frozen' names no folder" in refused("--also", "frozen")
+    assert "No row has the category 'poetry'" in refused("--withhold", "poetry")
 
 
 def test_rows_with_one_prompt_are_not_parted():

@@ -1,4 +1,4 @@
-"""A Llama of a few thousand weights with its tokenizer, and the rows that tests of commands train and attack it with."""
+"""A Llama of a few thousand weights with its tokenizer, and the rows that tests train and attack it with."""
 
 import json
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from netweight.attacks.finetuning.findings import (
     ResistanceConfig,
+    Stability,
     attack_findings,
     resistance_findings,
     verdict,
@@ -28,7 +30,9 @@ INTRO = (
     "the abilities worth keeping, or their fluency, are counted as collapsed, never as resistance.\n\n"
     "Resistance compares best attack with best attack: an attacker chooses. Survival curves show the share of runs "
     "that have not recovered yet; bands are pointwise 95 % intervals, which take runs on one defense for independent. "
-    "Resistance is delay: the figures say how much of it there is against the attacks tried here."
+    "Resistance is delay: the figures say how much of it there is against the attacks tried here.\n\n"
+    "Four criteria: resistance; stability, what the defense cost before any attack; generalization, resistance to data "
+    "that it was not about; and trainability, the steps that a benign task takes at the same learning rates."
 )
 
 
@@ -214,7 +218,15 @@ def _steps(value: float, last: float) -> float | str:
 
 
 def add_section(
-    report: Report, sweep: Sweep, config: ResistanceConfig, *, seed: int, title: str = "Resistance to fine-tuning"
+    report: Report,
+    sweep: Sweep,
+    config: ResistanceConfig,
+    *,
+    seed: int,
+    stability: Stability = MappingProxyType({}),
+    title: str = "Resistance to fine-tuning",
+    treatment: str | None = None,
+    audits: Sequence[str] = (),
 ) -> list[Finding]:
     """Add what a sweep found to a report.
 
@@ -223,7 +235,10 @@ def add_section(
         sweep: The attacks. Where nothing but the undefended subject was attacked, it is told and not compared.
         config: Which subject is which, and what is asked.
         seed: Seed of the intervals.
+        stability: Defended subject → what `stability.py` found of it.
         title: Heading of the section.
+        treatment: The treatment that was attacked, if it has a name; see `Report.section`.
+        audits: Which of its audits this section holds.
 
     Returns:
         The findings.
@@ -237,7 +252,7 @@ def add_section(
     subjects = [config.undefended, *defended, *(name for name in config.controls if name in present)]
     base = by_attack(sweep.of(config.undefended, domain=config.harmful))
     if defended:
-        findings = resistance_findings(sweep, config, seed=seed)
+        findings = resistance_findings(sweep, config, seed=seed, stability=stability)
         words = []
         for name in defended:
             attacks = by_attack(sweep.of(name, domain=config.harmful))
@@ -258,6 +273,8 @@ def add_section(
         intro=INTRO,
         question="How long does the model resist harmful fine-tuning?",
         conclusion=" ".join(words),
+        treatment=treatment,
+        audits=audits,
         warnings=[f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures],
     )
     return findings

@@ -18,10 +18,10 @@ TITLE = "Depth of the defense"
 """Heading of the section."""
 
 _INTRO = (
-    "How deep a defense goes decides how much an attacker has to undo. Weights: how far each block moved. Lens: the loss "
-    "on answers if the model ended at a depth, through its own final norm and unembedding. Probes: whether a logistic "
-    "regression still tells representations of harmful from those of harmless answers; it is trained and tested on "
-    "different pairs. None of this says how long the model resists; attacks do."
+    "How deep a defense goes decides how much an attacker has to undo. Weights: how far each block moved. Lens: the "
+    "loss on answers if the model ended at a depth, through its own final norm and unembedding. Probes: whether a "
+    "logistic regression still tells representations of harmful from those of harmless answers; it is trained and "
+    "tested on different pairs. None of this says how long the model resists; attacks do."
 )
 
 
@@ -76,7 +76,7 @@ def _weights(insight: Insight) -> Finding:
         detail={
             "mean change relative to the weights' norm": dict(zip(("first half", "second half"), halves, strict=True)),
             "note": "1 is uniform; near 0, the defense sits in the last blocks alone",
-            **({} if halves[1] else {"reason": "the second half did not move"}),
+            **({} if halves[1] else {"reason": "the second half did not move" if half else "there is one block"}),
         },
     )
 
