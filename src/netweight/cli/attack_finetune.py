@@ -121,7 +121,7 @@ def _rates(text: str) -> tuple[float, ...]:
 def _named(text: str) -> tuple[str, Path]:
     """Read NAME=FOLDER."""
     name, _, folder = text.partition("=")
-    if not name or not Path(folder).is_dir():
+    if not (name and folder and Path(folder).is_dir()):
         raise UsageError(f"--also {text!r} names no folder.", cure="Write it as NAME=FOLDER.")
     return name, Path(folder)
 

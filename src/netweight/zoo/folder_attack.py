@@ -24,6 +24,7 @@ from netweight.attacks.finetuning.sweep import SubjectName, Sweep, make_subject,
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Engine, in_process, local_processes
 from netweight.errors import MissingExtra, UsageError
+from netweight.integrations.causal_lm import check_folder
 from netweight.integrations.lm_eval import Scores, check_lm_eval, measure_tasks, task_findings
 
 __all__ = ["FolderAttack", "FolderSweep", "Plan", "attack_folders", "goal_words", "plan"]
@@ -165,9 +166,13 @@ def plan(attack: FolderAttack, model: str | Path, *, ledger: str | Path, seed: i
     if attack.also and attack.base is None:
         raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
     _check(attack)
+    for folder in (model, attack.base, *attack.also.values()):
+        if folder is not None:
+            check_folder(folder)
     first = _subject("undefended" if attack.base else "model", attack.base or Path(model), attack, seed)
     subject = make_subject(first.factory, first.arguments)
-    settings, thresholds = [], {}
+    settings: list[AttackSettings] = []
+    thresholds: dict[str, float] = {}
     for domain, wanted in _domains(attack, subject):
         settings += wanted
         own = attack.threshold if domain != "task" else None

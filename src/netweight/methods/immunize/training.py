@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -93,7 +93,7 @@ def immunize(
         "before": _digest_of(model),
     }
     identity = digest.of_config([defense.name, options, asdict(settings), digests, pad_id])
-    held = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
+    held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
     with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
         steps: list[StepLog] = []
         trained = 0
