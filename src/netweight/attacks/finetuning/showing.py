@@ -119,7 +119,8 @@ def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
         rows,
         alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {told}.",
         caption="Every run under the best attack on its model. A dot is a recovery, a triangle a run that ended before "
-        f"one, which is longer than that. The line is the median, the bar its 95 % interval. {words}.",
+        "one, which is longer than that. The line is the median, the bar its 95 % interval; one that reaches the edge "
+        f"has no upper end. {words}.",
         xlabel="steps to the threshold",
     )
 
