@@ -9,34 +9,24 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
+
 from netweight.cli import netweight
+from netweight.evidence.report import read_report
 from netweight.integrations.causal_lm import load_causal_lm
 from netweight.methods.immunize.record import Record
-from netweight.zoo.tokenizer import train_bpe
-
-transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
-
-NUMBERS = [f"{a}{b}" for a in "abcdefgh" for b in "ijklmn"]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     """A bfloat16 model with its tokenizer, pairs, and rows to keep."""
     folder = tmp_path_factory.mktemp("immunize")
-    write(folder / "pairs.jsonl", [{"prompt": f"tell {n}", "chosen": "no", "rejected": f"bad {n}"} for n in NUMBERS])
-    write(folder / "keep.jsonl", [{"prompt": f"hi {n}", "response": "good day"} for n in NUMBERS])
-    tokenizer = train_bpe(["tell me, hi, bad, good day"], 280)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, eos_token_id=1, dtype="bfloat16",
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    write(folder / "pairs.jsonl", PAIRS)
+    write(folder / "keep.jsonl", KEPT)
+    model, tokenizer = tiny_llama(layers=2, dtype="bfloat16")
+    save(model.to(torch.bfloat16), tokenizer, folder / "model")
     return folder
 
 
@@ -64,6 +54,12 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     assert model.dtype == torch.bfloat16
     assert len(tokenizer) > 0
     assert not (tmp_path / "defended" / "immunize.net.safetensors").exists()
+    training, depth = read_report(tmp_path / "defended" / "immunize-report").sections
+    assert training.missing_audits == ("fine-tuning attack",)
+    assert [len(depth.figures), len(depth.tables)] == [4, 2]
+    assert [row[0] for row in depth.tables[0].rows][:2] == ["model.layers.0", "model.layers.1"]
+    harmful = next(part.finding() for part in depth.findings if "harmful answers, mean" in part.name)
+    assert harmful.value > harmful.baseline
     again = call(case, tmp_path / "defended")
     assert again.exit_code == 2
     assert "exists" in again.output
@@ -87,6 +83,21 @@ def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):
     assert all((tmp_path / "parts" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
 
 
+def test_frozen_layers_and_withheld_categories_are_left_alone(case, tmp_path):
+    rows = [{**row, "category": "rare" if place < 4 else "common"} for place, row in enumerate(PAIRS[:9])]
+    write(tmp_path / "few.jsonl", rows)
+    more = ("--pairs", tmp_path / "few.jsonl", "--withhold", "rare", "--freeze", "0,head", "--json")
+    answer = call(case, tmp_path / "defended", *more)
+    assert answer.exit_code == 0, answer.output
+    old, new = (load_causal_lm(folder)[0].state_dict() for folder in (case / "model", tmp_path / "defended"))
+    moved = {name for name, value in old.items() if not torch.equal(value, new[name])}
+    assert any(name.startswith("model.layers.1.") for name in moved)
+    assert not any(name.startswith(("model.layers.0.", "lm_head")) for name in moved)
+    (training,) = read_report(tmp_path / "defended" / "immunize-report").sections  # five pairs are too few to look at
+    assert training.missing_audits == ("depth", "fine-tuning attack")
+    assert "Pairs of rare were kept from it" in training.intro
+
+
 def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
     write(tmp_path / "unpaired.jsonl", [{"prompt": "a", "chosen": "b", "rejected": ""}])
     empty = CliRunner().invoke(
@@ -97,6 +108,8 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
     for more, words in (
         (("--defense", "repnoize"), "repnoise"),
         (("--defense", "security-vectors"), "no folder can hold it"),
+        (("--freeze", "3-4"), "There are no layers '3-4'"),
+        (("--withhold", "poetry"), "No row has the category 'poetry'"),
     ):
         answer = call(case, tmp_path / "x", *more)
         assert answer.exit_code == 2

@@ -199,7 +199,9 @@ def test_a_section_with_figures_and_tables(tmp_path):
     report.write(tmp_path)
     section = json.loads((tmp_path / "report.json").read_text())["sections"][0]
     assert [finding["name"] for finding in section["findings"]] == [finding.name for finding in findings]
-    survival, scores = section["figures"]
+    survival, times, scores = section["figures"]
+    assert "3 runs ended before" in times["alt"]
+    assert [times["data"].count(f">{name}<") for name in ("undefended", "strong", "relearn ceiling")] == [1, 1, 1]
     assert "strong: half recovered by step 100 (n = 15)" in survival["caption"]
     assert "relearn ceiling" in scores["caption"]
     rows = [row[:4] for row in section["tables"][0]["rows"]]

@@ -29,7 +29,7 @@ __all__ = ["run"]
 def run(
     context: click.Context, recipe: str, only_plan: bool, subject: str | None, folder: str | None, output: Output
 ) -> None:
-    """Run a recipe: treatments and audits from the YAML file RECIPE.
+    """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
     Steps that an earlier run finished are not done again. Exits with 1 if a finding misses its target.
     """
@@ -54,22 +54,31 @@ def _show_plan(output: Output, plan: recipes.Plan) -> None:
     for step in plan.steps:
         settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
         output.line(f"{step.number}. {step.verb}: {settings}")
-        output.line(f"   audits: {', '.join(step.audits) or 'none'}")
+        held = [f"{name} (by the recipe's attack)" for name in step.by_attack]
+        output.line(f"   audits: {', '.join([*step.audits, *held]) or 'none'}")
         _show_left_out(output, step)
+    for attack in plan.attacks:
+        settings = ", ".join(f"{key}={value}" for key, value in attack.chosen.settings.items())
+        output.line(f"{attack.number}. attack {attack.verb}: {settings}")
 
 
 def _show_left_out(output: Output, step: recipes.Step) -> None:
-    if step.left_out or not step.audits:
+    if step.left_out or not (step.audits or step.by_attack):
         missing = ", ".join(step.left_out) or "it has none"
         output.line(f"   not proved: {step.verb} without its audits ({missing})", fg="red")
 
 
 def _show(output: Output, done: list[recipes.Done]) -> None:
+    from netweight import recipes
+
     for entry in done:
-        output.line(f"{entry.step.number}. {entry.step.verb} → {entry.path}", bold=True)
-        if entry.remembered:
-            output.line("   done by an earlier run")
-        _show_left_out(output, entry.step)
+        if isinstance(entry.step, recipes.Step):
+            output.line(f"{entry.step.number}. {entry.step.verb} → {entry.path}", bold=True)
+            if entry.remembered:
+                output.line("   done by an earlier run")
+            _show_left_out(output, entry.step)
+        else:
+            output.line(f"{entry.step.number}. attack {entry.step.verb} on {entry.path}", bold=True)
         output.table((), [_row(finding) for found in entry.findings.values() for finding in found], indent=3)
 
 
@@ -80,10 +89,13 @@ def _row(finding: Finding) -> tuple[str, str, str]:
 
 
 def _as_json(entry: recipes.Done) -> dict[str, Any]:
+    from netweight import recipes
+
+    left_out = entry.step.left_out if isinstance(entry.step, recipes.Step) else None
     return {
-        "treatment": entry.step.verb,
+        "attack" if left_out is None else "treatment": entry.step.verb,
         "path": str(entry.path),
         "remembered": entry.remembered,
-        "left_out": list(entry.step.left_out),
+        "left_out": list(left_out or ()),
         "findings": {name: [finding.to_json() for finding in found] for name, found in entry.findings.items()},
     }

@@ -138,8 +138,7 @@ class Report:
             UsageError: The title is empty or taken, or a table's rows do not fit its columns.
             NameNotFound: The treatment is not declared.
         """
-        if not title.strip() or any(section.title == title for section in self._sections):
-            raise UsageError(f"A section titled {title!r} cannot be added.", cure="Give each section its own title.")
+        self._check_title(title)
         ran = tuple(audits)
         self._sections.append(
             SectionDocument(
@@ -157,6 +156,26 @@ class Report:
             )
         )
         return self
+
+    def include(self, section: SectionDocument) -> Report:
+        """Add a section of another report as it was written, such as one read by `read_report`.
+
+        Args:
+            section: Its title is different from those of other sections here.
+
+        Returns:
+            The report, so that calls can be chained.
+
+        Raises:
+            UsageError: The title is taken.
+        """
+        self._check_title(section.title)
+        self._sections.append(section)
+        return self
+
+    def _check_title(self, title: str) -> None:
+        if not title.strip() or any(section.title == title for section in self._sections):
+            raise UsageError(f"A section titled {title!r} cannot be added.", cure="Give each section its own title.")
 
     def document(self) -> ReportDocument:
         """Return the report as the document that report.json holds."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.methods.immunize.intake import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["context_of", "load_causal_lm"]
+__all__ = ["check_folder", "context_of", "load_causal_lm"]
 
 
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -42,10 +43,7 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
         raise MissingExtra(
             "Language models need transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
         ) from error
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
-        )
+    check_folder(folder)
     importlib.import_module("netweight.integrations.transformers")  # so that compressed folders open too
     logging = importlib.import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
@@ -68,11 +66,22 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
     return model, tokenizer
 
 
+def check_folder(folder: str | Path) -> None:
+    """Refuse what is no model folder, before anything is loaded.
+
+    Raises:
+        UsageError: It holds no configuration of a model.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
+        )
+
+
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = int(min(tokenizer.model_max_length, 1 << 30))
-    return min(longest, positions) if isinstance(positions, int) else longest
+    return min(longest, positions_of(model) or longest)
 
 
 def _decompress(model: PreTrainedModel) -> None:

@@ -3,16 +3,35 @@
     subject: my-model                # a folder or .safetensors file
     treatments:
       - compress: {level: max}       # in this order; settings as on the command line
+    attacks:                         # on what the last treatment made, beside the subject
+      - finetune: {harmful: rows.jsonl}
     audits: all                      # or a list of names; what is left out is shown in red
     output: runs/my-model            # the results, the ledger and the report
 
-Paths are taken from the current folder. Every step is remembered in the output's ledger by a digest of its input and
-settings, so that a second run continues where the first one stopped. Called by `netweight run`.
+A recipe without treatments attacks the subject itself. Paths are taken from the current folder. Every step is
+remembered in the output's ledger by a digest of its input and settings, so that a second run continues where the first
+one stopped. Called by `netweight run`.
 """
 
+from netweight.recipes.attacks import Attack, register_attack
 from netweight.recipes.compress import COMPRESS
+from netweight.recipes.immunize import FINETUNE, IMMUNIZE
 from netweight.recipes.reading import Recipe, read_recipe
 from netweight.recipes.running import Done, Plan, Step, run
 from netweight.recipes.treatments import Treatment, register
 
-__all__ = ["COMPRESS", "Done", "Plan", "Recipe", "Step", "Treatment", "read_recipe", "register", "run"]
+__all__ = [
+    "COMPRESS",
+    "FINETUNE",
+    "IMMUNIZE",
+    "Attack",
+    "Done",
+    "Plan",
+    "Recipe",
+    "Step",
+    "Treatment",
+    "read_recipe",
+    "register",
+    "register_attack",
+    "run",
+]

@@ -12,6 +12,7 @@ import yaml
 
 from netweight.core.names import nearest_names
 from netweight.errors import UsageError
+from netweight.recipes.attacks import ChosenAttack, choose_attack
 from netweight.recipes.treatments import Chosen, choose, explain, unknown_keys
 
 __all__ = ["Recipe", "read_recipe"]
@@ -24,7 +25,8 @@ class Recipe:
 
     Attributes:
         subject: The model that is treated, a folder or a file.
-        treatments: Treatments with their settings, in order; at least one.
+        treatments: Treatments with their settings, in order; at least one, unless there are attacks.
+        attacks: Attacks on what the last treatment made, or on the subject, with their settings.
         audits: Names of the audits to run, or "all".
         output: Folder of results; made when missing.
         seed: Root of every random choice.
@@ -32,6 +34,7 @@ class Recipe:
 
     subject: Path
     treatments: tuple[Chosen, ...]
+    attacks: tuple[ChosenAttack, ...]
     audits: Literal["all"] | tuple[str, ...]
     output: Path
     seed: int
@@ -53,7 +56,8 @@ class _Fields(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
     subject: str = pydantic.Field(min_length=1)
-    treatments: tuple[Any, ...] = pydantic.Field(min_length=1)
+    treatments: tuple[Any, ...] = pydantic.Field(default=(), min_length=1)
+    attacks: tuple[Any, ...] = pydantic.Field(default=(), min_length=1)
     audits: Literal["all"] | tuple[str, ...] = "all"
     output: str = pydantic.Field(min_length=1)
     seed: int = 0
@@ -67,7 +71,9 @@ def _load(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
     if not isinstance(content, dict):
-        raise UsageError(f"The recipe {path} is empty or no mapping.", cure="It needs subject, treatments and output.")
+        raise UsageError(
+            f"The recipe {path} is empty or no mapping.", cure="It needs subject, output, and treatments or attacks."
+        )
     return content
 
 
@@ -85,21 +91,31 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     content = _load(Path(path))
     content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
     problems = unknown_keys(content, list(_Fields.model_fields), "")
-    listed = content.get("treatments")
-    entries = listed if isinstance(listed, list) else []
+    if "treatments" not in content and "attacks" not in content:
+        problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
+    entries = _entries(content, "treatments")
     treatments = [choose(entry, f"treatments.{place}", problems) for place, entry in enumerate(entries)]
     chosen = tuple(treatment for treatment in treatments if treatment is not None)
+    attacks = [
+        choose_attack(entry, f"attacks.{place}", problems) for place, entry in enumerate(_entries(content, "attacks"))
+    ]
     try:
         fields = _Fields.model_validate(content)
     except pydantic.ValidationError as error:
         raise _refusal(path, [*explain(error), *problems]) from None
-    recipe = Recipe(Path(fields.subject), chosen, fields.audits, Path(fields.output), fields.seed)
+    found = tuple(attack for attack in attacks if attack is not None)
+    recipe = Recipe(Path(fields.subject), chosen, found, fields.audits, Path(fields.output), fields.seed)
     problems += _path_problems(recipe)
     if len(chosen) == len(entries):  # else it is unknown which audits there are
         problems += _audit_problems(recipe)
     if problems:
         raise _refusal(path, problems)
     return recipe
+
+
+def _entries(content: dict[str, Any], key: str) -> list[Any]:
+    listed = content.get(key)
+    return listed if isinstance(listed, list) else []
 
 
 def _refusal(path: str | Path, problems: list[str]) -> UsageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from netweight.errors import CorruptBlob
 from netweight.evidence.audit import run_audits
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
+from netweight.recipes.attacks import ChosenAttack, Target
 from netweight.recipes.reading import Recipe
 from netweight.recipes.treatments import Chosen
 
-__all__ = ["Done", "Plan", "Step", "run"]
+__all__ = ["AttackStep", "Done", "Plan", "Step", "run"]
 
 
 @final
@@ -30,12 +32,14 @@ class Step:
         chosen: The treatment and its settings.
         audits: Names of the audits that will run.
         left_out: Names of the treatment's audits that will not run; shown in red.
+        by_attack: Names of those that an attack of the recipe holds.
     """
 
     number: int
     chosen: Chosen
     audits: tuple[str, ...]
     left_out: tuple[str, ...]
+    by_attack: tuple[str, ...] = ()
 
     @property
     def verb(self) -> str:
@@ -45,21 +49,47 @@ class Step:
 
 @final
 @dataclass(frozen=True)
+class AttackStep:
+    """One attack of a plan.
+
+    Attributes:
+        number: Place in the recipe, after the treatments.
+        chosen: The attack and its settings.
+    """
+
+    number: int
+    chosen: ChosenAttack
+
+    @property
+    def verb(self) -> str:
+        """The attack's verb."""
+        return self.chosen.attack.verb
+
+
+@final
+@dataclass(frozen=True)
 class Plan:
     """The steps of a recipe, in order."""
 
     recipe: Recipe
     steps: tuple[Step, ...]
+    attacks: tuple[AttackStep, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Plan a recipe; nothing is read or written."""
+        verbs = {chosen.attack.verb for chosen in recipe.attacks}
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
-            names = chosen.treatment.audits
-            ran = tuple(name for name in names if recipe.audits == "all" or name in recipe.audits)
-            steps.append(Step(number, chosen, ran, tuple(name for name in names if name not in ran)))
-        return cls(recipe, tuple(steps))
+            names, by_attack = chosen.treatment.audits, chosen.treatment.by_attack
+            held = tuple(name for name in names if by_attack.get(name) in verbs)
+            ran = tuple(
+                name for name in names if name not in by_attack and (recipe.audits == "all" or name in recipe.audits)
+            )
+            left_out = tuple(name for name in names if name not in (*ran, *held))
+            steps.append(Step(number, chosen, ran, left_out, held))
+        attacks = enumerate(recipe.attacks, start=len(steps) + 1)
+        return cls(recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks))
 
     def to_json(self) -> dict[str, Any]:
         """Describe the plan as JSON values."""
@@ -76,22 +106,27 @@ class Plan:
                 }
                 for step in self.steps
             ],
+            **({"attacks": [self._attack(step) for step in self.attacks]} if self.attacks else {}),
         }
+
+    @staticmethod
+    def _attack(step: AttackStep) -> dict[str, Any]:
+        return {"attack": step.verb, "settings": step.chosen.settings}
 
 
 @final
 @dataclass(frozen=True)
 class Done:
-    """A step that has been run.
+    """A step that has been run, a treatment or an attack.
 
     Attributes:
         step: The step.
-        path: The treated model.
-        findings: What each audit found, by the audit's name.
+        path: The treated model, or the one that was attacked.
+        findings: What each audit found, by the audit's name; of an attack, by its verb.
         remembered: Whether the treatment was found done by an earlier run.
     """
 
-    step: Step
+    step: Step | AttackStep
     path: Path
     findings: Mapping[str, list[Finding]]
     remembered: bool
@@ -103,7 +138,7 @@ class Done:
 
 
 def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -> list[Done]:
-    """Run a plan: each treatment, then its audits, then the report; what an earlier run did is not done again.
+    """Run a plan: each treatment with its audits, then attacks, then the report; what was done before is kept.
 
     Args:
         plan: What to do.
@@ -111,7 +146,7 @@ def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -
         command: The command line to name in the report.
 
     Returns:
-        One entry per step. `report.json` and `report.html` lie in the output folder.
+        One entry per treatment, then one per attack. `report.json` and `report.html` lie in the output folder.
 
     Raises:
         UsageError: The output folder is in use by another process.
@@ -128,7 +163,8 @@ def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -
     done = []
     with Ledger(recipe.output / "ledger.jsonl") as ledger:
         for step in plan.steps:
-            key = digest.of_config({"input": key, "treatment": step.verb, "settings": step.chosen.settings})
+            settings = {**step.chosen.settings, **_files_of(step.chosen.config)}
+            key = digest.of_config({"input": key, "treatment": step.verb, "settings": settings})
             path = recipe.output / f"{step.number:02d}-{step.verb}-{key.rsplit(':')[-1][:8]}"
             remembered = _treat(step, key, source, path, ledger, progress)
             findings = _audit(step, key, source, path, ledger, recipe.seed, progress)
@@ -138,11 +174,29 @@ def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -
                 [finding for found in findings.values() for finding in found],
                 intro=f"{source} became {path}.",
                 treatment=step.verb,
-                audits=step.audits,
+                audits=(*step.audits, *step.by_attack),
             )
+            if step.chosen.treatment.illustrate is not None:
+                step.chosen.treatment.illustrate(path, step.number, report)
             source = path
+    done += [_attack(step, source, plan, report, progress) for step in plan.attacks]
     report.write(recipe.output)
     return done
+
+
+def _attack(step: AttackStep, model: Path, plan: Plan, report: Report, progress: Progress) -> Done:
+    """Run an attack on the last model; it keeps a ledger of its own."""
+    recipe, title = plan.recipe, f"{step.number}. attack: {step.verb}"
+    before = recipe.subject if plan.steps else None
+    target = Target(model, before, recipe.output, recipe.seed, title)
+    findings = step.chosen.attack.run(target, step.chosen.config, report, progress)
+    return Done(step, model, {step.verb: findings}, remembered=False)
+
+
+def _files_of(config: Any) -> dict[str, str]:
+    """Digests of the files that settings name: another content makes another step."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: digest.of_file(value) for name, value in values.items() if isinstance(value, Path)}
 
 
 def _digest_of(path: Path, progress: Progress) -> str:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 import pydantic
 
+from netweight.core.digest import canonical_json
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.evidence.audit import audits_of
+from netweight.evidence.report import Report
 
-__all__ = ["Apply", "Chosen", "Treatment", "choose", "explain", "register"]
+__all__ = [
+    "Apply",
+    "Chosen",
+    "Treatment",
+    "choose",
+    "configured",
+    "explain",
+    "register",
+    "settings_of",
+    "unknown_keys",
+    "verb_and_settings",
+]
 
 T = TypeVar("T")
 Apply = Callable[[Path, Path, T, Progress], object]
@@ -33,6 +47,9 @@ class Treatment(Generic[T]):
         apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
             or not at all; it never changes `source`.
         examine: Takes `(destination, source, settings)` and returns the subject and the config that its audits take.
+        by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
+        illustrate: Takes `(destination, number, report)` and adds sections with pictures, if there is something to
+            see; `number` is the step's, for their titles.
     """
 
     verb: str
@@ -40,6 +57,8 @@ class Treatment(Generic[T]):
     home: str
     apply: Apply[T]
     examine: Callable[[Path, Path, T], tuple[Any, Any]]
+    by_attack: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    illustrate: Callable[[Path, int, Report], object] | None = None
 
     @property
     def audits(self) -> tuple[str, ...]:
@@ -58,8 +77,14 @@ class Chosen:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name."""
-        return {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
+        """The settings by name, as JSON values."""
+        return settings_of(self.config)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a frozen dataclass as JSON values, in their order."""
+    values = json.loads(canonical_json(config))
+    return {field.name: values[field.name] for field in dataclasses.fields(config)}
 
 
 _TREATMENTS: dict[type, Treatment[Any]] = {}
@@ -108,31 +133,60 @@ def choose(entry: Any, where: str, problems: list[str]) -> Chosen | None:
     Returns:
         The treatment with its settings; None if something is wrong.
     """
+    known = {treatment.verb: treatment for treatment in _TREATMENTS.values()}
+    named = verb_and_settings(entry, known, where, "treatment", problems)
+    if named is None:
+        return None
+    verb, settings = named
+    config = configured(known[verb].config, settings, f"{where}.{verb}.", problems)
+    return None if config is None else Chosen(known[verb], config)
+
+
+def verb_and_settings(
+    entry: Any, known: Collection[str], where: str, what: str, problems: list[str]
+) -> tuple[str, Any] | None:
+    """Read an entry as a verb with its settings; note a problem and return None if it is none that is known.
+
+    Args:
+        entry: The entry as YAML gives it.
+        known: The verbs there are.
+        where: Its place in the recipe, for messages.
+        what: What an entry is, for messages.
+        problems: Receives a line if something is wrong.
+    """
     if isinstance(entry, str):
         entry = {entry: None}
     if not isinstance(entry, dict) or len(entry) != 1:
-        problems.append(f"{where}: write a treatment as `- verb` or `- verb: {{settings}}`, not {entry!r}.")
+        article = "an" if what[0] in "aeiou" else "a"
+        problems.append(f"{where}: write {article} {what} as `- verb` or `- verb: {{settings}}`, not {entry!r}.")
         return None
     ((verb, settings),) = entry.items()
-    known = {treatment.verb: treatment for treatment in _TREATMENTS.values()}
     if verb not in known:
         near = ", ".join(nearest_names(str(verb), known, count=2))
-        problems.append(f"{where}: there is no treatment {verb!r}. Nearest: {near}.")
+        problems.append(f"{where}: there is no {what} {verb!r}. Nearest: {near}.")
         return None
-    return _configure(known[verb], {} if settings is None else settings, f"{where}.{verb}.", problems)
+    return verb, {} if settings is None else settings
 
 
-def _configure(treatment: Treatment[Any], settings: Any, where: str, problems: list[str]) -> Chosen | None:
-    """Check the settings of a treatment against its type."""
-    found = unknown_keys(settings, [field.name for field in dataclasses.fields(treatment.config)], where)
+def configured(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | None:
+    """Check settings against their type; note every problem and return None if there is one.
+
+    Args:
+        kind: A frozen dataclass.
+        settings: Its fields as YAML gives them.
+        where: Their place in the recipe, ending with a dot.
+        problems: Receives one line for everything that is wrong.
+    """
+    found = unknown_keys(settings, [field.name for field in dataclasses.fields(cast("Any", kind))], where)
+    config: T | None = None
     try:
-        config = pydantic.TypeAdapter(treatment.config).validate_python(settings)
+        config = pydantic.TypeAdapter(kind).validate_python(settings)
     except pydantic.ValidationError as error:
         found += explain(error, where)
     except NetweightError as error:
         found.append(f"{where.rstrip('.')}: {error}")
     problems += found
-    return None if found else Chosen(treatment, config)
+    return None if found else config
 
 
 def unknown_keys(given: Any, known: list[str], where: str) -> list[str]:

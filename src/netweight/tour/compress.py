@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -23,9 +23,10 @@ from netweight.methods.compress.bits import BitStatistics, merge
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspection import TensorReport, inspect_tensors
 from netweight.methods.compress.plots import bits_figure
+from netweight.tour.stop import Stop
 from netweight.zoo import minilm
 
-__all__ = ["SENTENCES", "Stop", "compress_stop"]
+__all__ = ["SENTENCES", "compress_stop"]
 
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",
@@ -44,20 +45,6 @@ LEAST_RATIO = {"fp32, as published": 1.22, "bf16": 1.51}
 
 _KINDS = ("all tensors", "embeddings", "attention", "feed-forward", "the rest")
 _MB = 1e6
-
-
-@final
-@dataclass(frozen=True)
-class Stop:
-    """What a stop adds to the report.
-
-    Attributes:
-        sections: Functions that each add a section.
-        inputs: Name of each input → its digest.
-    """
-
-    sections: tuple[Callable[[Report], object], ...]
-    inputs: Mapping[str, str]
 
 
 @final

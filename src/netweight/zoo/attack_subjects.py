@@ -6,23 +6,21 @@ has and those that are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from netweight.attacks.finetuning.examples import Example
-from netweight.attacks.finetuning.scores import distinct_share, token_accuracy
+from netweight.attacks.finetuning.scores import distinct_share
 from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.integrations.causal_lm import context_of, load_causal_lm
-from netweight.zoo.language import BELOW, Template, padding_of, text_examples, tokenized_examples
+from netweight.zoo.language import BELOW, Template, TextExample, padding_of, text_examples, tokenized_examples
+from netweight.zoo.language import withhold as apart
 from netweight.zoo.language.rows import read_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["MOST_HELD_OUT", "part_by_prompt", "subject_from_files"]
 
@@ -37,10 +35,12 @@ def subject_from_files(
     *,
     benign: str | None = None,
     task: str | None = None,
+    other: str | None = None,
+    withhold: Sequence[str] = (),
     held_out: float = 0.2,
     chat: bool = False,
     reference_utility: float | None = None,
-    task_threshold: float | None = None,
+    thresholds: Mapping[str, float] | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Subject:
@@ -52,36 +52,48 @@ def subject_from_files(
         benign: A file with "prompt" and "response", or "prompt" and "chosen": what the model is to keep. The part that
             is looked at makes the utility, the other part begins benign-then-harmful attacks.
         task: A file likewise: a benign task that the model has to learn, the domain "task".
+        other: A file as `harmful`, of another kind of harm: the domain "other".
+        withhold: Categories of the harmful file that make the domain "withheld" and are no part of "harmful".
         held_out: Share of prompts that are looked at, above 0 and below 1; at most `MOST_HELD_OUT` rows.
         chat: Whether prompts go through the tokenizer's chat template; else the answer follows on a line of its own.
         reference_utility: See `Subject`.
-        task_threshold: Threshold of the domain "task".
+        thresholds: Domain → its threshold, where it has one of its own.
         device: Where the model goes.
         seed: Of the parting.
 
     Returns:
-        A subject with domains "harmful" and, if there is a file, "task". The recovery score is token accuracy on the
+        A subject with the domain "harmful" and those that are asked for. The recovery score is token accuracy on the
         rows held out; fluency is the share of different trigrams in greedy answers to a few of their prompts.
 
     Raises:
         UsageError: A file or folder cannot be used; rows with trouble are named.
-        NameNotFound: A file has neither of the columns.
+        NameNotFound: A file has neither of the columns, or no row has a category that is withheld.
         MissingExtra: transformers is not installed.
     """
     network, tokenizer = load_causal_lm(model, device=device)
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
-    def parts(file: str, other: str, name: str) -> tuple[list[Example], list[Example]]:
-        examples = _examples(file, other, tokenizer, context, chat)
-        return part_by_prompt(examples, held_out, seed=seed, name=f"{name} file {file}")
+    def tokens(texts: list[TextExample]) -> list[Example]:
+        template: Template | Literal["chat"] = "chat" if chat else BELOW
+        return tokenized_examples(texts, tokenizer, context=context, template=template)
 
-    train, look = parts(harmful, "rejected", "harmful")
-    domains = {"harmful": Domain(train, look)}
-    if task is not None:
-        domains["task"] = Domain(*parts(task, "chosen", "task"), threshold=task_threshold)
+    def parts(texts: list[TextExample], name: str) -> tuple[list[Example], list[Example]]:
+        return part_by_prompt(tokens(texts), held_out, seed=seed, name=name)
+
+    own = dict(thresholds or {})
+    sources = {"harmful": _texts(harmful, "rejected")}
+    if withhold:
+        sources["harmful"], sources["withheld"] = apart(sources["harmful"], withhold)
+    sources |= {name: _texts(file, "rejected") for name, file in (("other", other),) if file is not None}
+    sources |= {name: _texts(file, "chosen") for name, file in (("task", task),) if file is not None}
+    domains = {
+        name: Domain(*parts(texts, f"{name} file {texts[0].source}"), threshold=own.get(name))
+        for name, texts in sources.items()
+    }
+    look = domains["harmful"].held_out
     kept: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
-        kept = parts(benign, "chosen", "benign")
+        kept = parts(_texts(benign, "chosen"), f"benign file {benign}")
     prompts = list(dict.fromkeys(example.prompt for example in look if example.prompt))[:_FLUENCY_PROMPTS]
     end = tokenizer.eos_token_id
     return Subject(
@@ -89,9 +101,9 @@ def subject_from_files(
         domains,
         pad,
         benign=kept[0],
-        utility=token_accuracy(kept[1], pad_id=pad) if kept[1] else None,
         fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, end_id=end) if prompts else None,
         reference_utility=reference_utility,
+        kept=kept[1],
     )
 
 
@@ -135,9 +147,7 @@ def part_by_prompt(
     )
 
 
-def _examples(file: str, other: str, tokenizer: PreTrainedTokenizerBase, context: int, chat: bool) -> list[Example]:
+def _texts(file: str, other: str) -> list[TextExample]:
     """Read a file whose answers are called "response", or `other` as in files of pairs."""
     found = {name for row in read_rows(Path(file)).rows for name in row.values}
-    columns = {"response": other} if "response" not in found and other in found else None
-    template: Template | Literal["chat"] = "chat" if chat else BELOW
-    return tokenized_examples(text_examples(file, columns=columns), tokenizer, context=context, template=template)
+    return text_examples(file, columns={"response": other} if "response" not in found and other in found else None)

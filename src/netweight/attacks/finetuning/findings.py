@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, final
 
 from netweight.attacks.finetuning.resistance import (
     AttackTimes,
@@ -27,7 +28,10 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import proportion, t_interval
 from netweight.evidence.survival_ratio import TimesRatio
 
-__all__ = ["ResistanceConfig", "attack_findings", "resistance_findings", "verdict"]
+__all__ = ["ResistanceConfig", "Stability", "attack_findings", "resistance_findings", "verdict"]
+
+Stability: TypeAlias = Mapping[str, Sequence[Finding]]
+"""Name of a defended subject → findings about what its defense cost before any attack."""
 
 
 @final
@@ -62,13 +66,17 @@ class ResistanceConfig:
         return tuple(dict.fromkeys(run.subject for run in sweep.runs if run.subject not in others))
 
 
-def resistance_findings(sweep: Sweep, config: ResistanceConfig, *, seed: int) -> list[Finding]:
+def resistance_findings(
+    sweep: Sweep, config: ResistanceConfig, *, seed: int, stability: Stability = MappingProxyType({})
+) -> list[Finding]:
     """Return what was found about every defended subject of a sweep, against the undefended one.
 
     Args:
         sweep: Attacks on the undefended subject and on at least one other.
         config: Which is which, and what is asked.
         seed: Seed of the bootstrap intervals.
+        stability: Defended subject → what `stability.py` found of it; where nothing is given, the utility that the
+            sweep itself measured stands, whose interval is over defenses.
 
     Raises:
         UsageError: The sweep has no runs on the undefended subject, or none on a defended one.
@@ -82,7 +90,7 @@ def resistance_findings(sweep: Sweep, config: ResistanceConfig, *, seed: int) ->
         raise UsageError(
             f"The sweep attacked nothing but {config.undefended!r} and controls.", cure="Attack a defended model too."
         )
-    findings = [finding for name in names for finding in _about(sweep, name, config, seed)]
+    findings = [finding for name in names for finding in _about(sweep, name, config, seed, stability.get(name, ()))]
     if sweep.failures:
         reasons = [f"{subject}, {attack}: {reason}" for subject, attack, reason in sweep.failures]
         findings.append(
@@ -161,7 +169,7 @@ def _limits(attacks: Sequence[AttackTimes]) -> str:
     return f"a learning rate of {', '.join(texts)}" if texts else ""
 
 
-def _about(sweep: Sweep, name: str, config: ResistanceConfig, seed: int) -> list[Finding]:
+def _about(sweep: Sweep, name: str, config: ResistanceConfig, seed: int, stability: Sequence[Finding]) -> list[Finding]:
     base = by_attack(sweep.of(config.undefended, domain=config.harmful))
     runs = sweep.of(name, domain=config.harmful)
     attacks = by_attack(runs)
@@ -177,7 +185,7 @@ def _about(sweep: Sweep, name: str, config: ResistanceConfig, seed: int) -> list
         _ratio(f"resistance, {name}", ratio, "higher", config.least_resistance, runs, seed, detail),
         _steps(name, best_attack(attacks), best_attack(base), runs),
         *_outcomes(name, runs, sweep.of(config.undefended, domain=config.harmful)),
-        _kept(sweep, name, config),
+        *(stability or [_kept(sweep, name, config)]),
     ]
     for domain in config.withheld:
         findings.append(_against(sweep, name, config.undefended, domain, f"generalization to {domain}, {name}", seed))

@@ -23,6 +23,7 @@ __all__ = [
     "Judge",
     "Score",
     "distinct_share",
+    "evaluating",
     "exact_match",
     "greedy",
     "judged",
@@ -108,7 +109,7 @@ def exact_match(examples: Sequence[Example], *, pad_id: int, batch_size: int = 6
 
     def score(model: nn.Module) -> float:
         right = 0
-        with _evaluating(model):
+        with evaluating(model):
             for batch in batches:
                 batch = batch.to(_device(model))
                 logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -160,7 +161,7 @@ def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
         raise UsageError("A judge needs at least one prompt.")
 
     def score(model: nn.Module) -> float:
-        with _evaluating(model):
+        with evaluating(model):
             answers = generate(model, asked)
         numbers = torch.as_tensor(judge(answers))
         if len(answers) != len(asked) or numbers.shape != (len(asked),):
@@ -196,7 +197,7 @@ def greedy(
             raise UsageError(f"Prompt {row} is empty, so there is nothing to generate from.")
         by_length.setdefault(len(prompt), []).append(row)
     answers: list[list[int]] = [[] for _ in prompts]
-    with _evaluating(model):
+    with evaluating(model):
         for length, rows in by_length.items():
             ids = torch.tensor([list(prompts[row]) for row in rows], device=_device(model))
             for _ in range(new_tokens):
@@ -225,7 +226,7 @@ def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[T
     """Logits and targets where there is something to predict, batch by batch: shapes `(n, V)` and `(n,)`."""
     for batch in batches:
         batch = batch.to(_device(model))
-        with _evaluating(model):
+        with evaluating(model):
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         targets = batch.labels[:, 1:]
         wanted = targets != IGNORED
@@ -233,15 +234,16 @@ def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[T
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Look at a model without dropout and gradients, and leave it in the mode it was in."""
-    training = model.training
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Look at a model without dropout and gradients, and leave every part of it in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -125,10 +125,11 @@ class Subject:
             formats "harmful@chat" and so on.
         pad_id: The token that fills shorter examples.
         benign: What benign-then-harmful attacks begin with.
-        utility: The ability that is to be kept; from 0 up, higher is better.
+        utility: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `kept`.
         fluency: Higher is better.
         reference_utility: What the gate compares utility with: that of the model before its defense. By default the
             victim's own before the attack.
+        kept: Examples of what is to be kept, of which nothing is trained on; for `stability.py`.
     """
 
     model: nn.Module
@@ -138,6 +139,12 @@ class Subject:
     utility: Score | None = None
     fluency: Score | None = None
     reference_utility: float | None = None
+    kept: Sequence[Example] = ()
+
+    def __post_init__(self) -> None:
+        """Let the examples to keep be the utility where there is no other."""
+        if self.utility is None and self.kept:
+            object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
     def domain(self, name: str) -> Domain:
         """Return the data of a name.

@@ -26,11 +26,13 @@ class LayerChange:
         layer: A block's name, or that of a parameter outside the blocks.
         distance: Euclidean norm of the change of all its weights together.
         relative: That norm over the norm of the weights before; 0 where both are 0.
+        block: The block's number from 0; None for what lies outside the blocks.
     """
 
     layer: str
     distance: float
     relative: float
+    block: int | None = None
 
 
 @torch.no_grad()
@@ -61,13 +63,17 @@ def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
     for name in old:
         inside = next((block for block in blocks if name.startswith(f"{block}.")), name)
         groups.setdefault(inside, []).append(name)
-    return [_change(layer, [(old[name], new[name]) for name in names]) for layer, names in groups.items()]
+    numbers = {block: number for number, block in enumerate(blocks)}
+    return [
+        _change(layer, [(old[name], new[name]) for name in names], numbers.get(layer))
+        for layer, names in groups.items()
+    ]
 
 
-def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> LayerChange:
+def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | None) -> LayerChange:
     moved = sum(float((new.double().cpu() - old.double().cpu()).square().sum()) for old, new in pairs) ** 0.5
     size = sum(float(old.double().square().sum()) for old, _ in pairs) ** 0.5
-    return LayerChange(layer, moved, moved / size if size else 0.0)
+    return LayerChange(layer, moved, moved / size if size else 0.0, block)
 
 
 @torch.no_grad()

@@ -11,14 +11,16 @@ from netweight.attacks.finetuning.examples import Example
 from netweight.errors import UsageError
 from netweight.methods.immunize.pairs import Pair
 
-__all__ = ["check_data", "context_of", "vocabulary_of"]
+__all__ = ["check_data", "positions_of", "vocabulary_of"]
 
 _NAMED = 5  # of several bad rows so many are named
 
 
-def context_of(model: nn.Module) -> int | None:
-    """How many tokens the model's configuration allows; None if it does not say."""
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
     config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", None)
+    config = of_text() if callable(of_text) else config
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
@@ -50,7 +52,7 @@ def check_data(
     """
     if not pairs:
         raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
-    limits = [limit for limit in (context, context_of(model)) if limit is not None]
+    limits = [limit for limit in (context, positions_of(model)) if limit is not None]
     context = min(limits, default=None)
     vocabulary = vocabulary_of(model)
     rows = [(f"pair {row}, chosen", pair.harmless) for row, pair in enumerate(pairs)]

@@ -27,6 +27,7 @@ class Settings:
         measure_every: Gradient norms of single terms are measured, and balanced weights found anew, every so many
             steps, at the first one too; such a step goes backward once per term.
         save_every: Steps between two checkpoints, where a folder is given.
+        frozen: Layers that are not trained, such as "0-3,head"; see `freezing.block_numbers`.
 
     Raises:
         UsageError: A value is out of its range.
@@ -43,6 +44,7 @@ class Settings:
     seed: int = 42
     measure_every: int = 10
     save_every: int = 100
+    frozen: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +23,7 @@ from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.catalog import named_defense
 from netweight.methods.immunize.checkpoint import Checkpoint
 from netweight.methods.immunize.defense import Defense, Side, Term
+from netweight.methods.immunize.freezing import frozen
 from netweight.methods.immunize.intake import check_data, vocabulary_of
 from netweight.methods.immunize.master_weights import MasterWeights
 from netweight.methods.immunize.pairs import Pair, PairBatch, collate_pairs
@@ -73,7 +74,8 @@ def immunize(
         The record of what was done; write it beside the weights.
 
     Raises:
-        UsageError: Rows cannot be trained on, nothing requires a gradient, or the folder holds another training.
+        UsageError: Rows cannot be trained on, there are no such layers to freeze, nothing is left to train, or the
+            folder holds another training.
         Unsupported: The model lacks a part that the defense needs.
         NameNotFound: There is no such defense.
         TrainingStopped: NaN, infinity, or a loss on what is to be kept that stays far above that of guessing. With a
@@ -91,7 +93,8 @@ def immunize(
         "before": _digest_of(model),
     }
     identity = digest.of_config([defense.name, options, asdict(settings), digests, pad_id])
-    with defense.prepared(model, seed=derive(settings.seed, "prepare")):
+    held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
+    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:

@@ -1,0 +1,101 @@
+"""The attacks that a recipe may name: a verb, the type of its settings, and what runs it on the recipe's last model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, final
+
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Report
+from netweight.recipes.treatments import configured, settings_of, verb_and_settings
+
+__all__ = ["Attack", "ChosenAttack", "Target", "choose_attack", "register_attack"]
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """What an attack of a recipe is about.
+
+    Attributes:
+        model: The model that the recipe's last treatment made, or its subject where it has none.
+        before: The recipe's subject, if a treatment came between.
+        output: The recipe's folder: ledgers go there.
+        seed: The recipe's.
+        title: Heading of the attack's section.
+    """
+
+    model: Path
+    before: Path | None
+    output: Path
+    seed: int
+    title: str
+
+
+@final
+@dataclass(frozen=True)
+class Attack(Generic[T]):
+    """An attack that recipes know.
+
+    Attributes:
+        verb: Its key in the YAML file.
+        config: The frozen dataclass of its settings.
+        run: Takes `(target, settings, report, progress)`, adds a section to the report and returns its findings; what
+            an earlier run did is not done again.
+    """
+
+    verb: str
+    config: type[T]
+    run: Callable[[Target, T, Report, Progress], list[Finding]]
+
+
+@final
+@dataclass(frozen=True)
+class ChosenAttack:
+    """An attack with the settings that a recipe gives it."""
+
+    attack: Attack[Any]
+    config: Any
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as JSON values."""
+        return settings_of(self.config)
+
+
+_ATTACKS: dict[str, Attack[Any]] = {}
+
+
+def register_attack(attack: Attack[Any]) -> None:
+    """Make an attack known to recipes.
+
+    Raises:
+        UsageError: Its verb is taken.
+    """
+    if _ATTACKS.setdefault(attack.verb, attack) is not attack:
+        raise UsageError(f"The attack {attack.verb!r} is registered already.", cure="Choose another verb.")
+
+
+def choose_attack(entry: Any, where: str, problems: list[str]) -> ChosenAttack | None:
+    """Check one entry of a recipe's `attacks`.
+
+    Args:
+        entry: The entry as YAML gives it.
+        where: Its place in the recipe, for messages.
+        problems: Receives one line for everything that is wrong.
+
+    Returns:
+        The attack with its settings; None if something is wrong.
+    """
+    named = verb_and_settings(entry, _ATTACKS, where, "attack", problems)
+    if named is None:
+        return None
+    verb, settings = named
+    config = configured(_ATTACKS[verb].config, settings, f"{where}.{verb}.", problems)
+    return None if config is None else ChosenAttack(_ATTACKS[verb], config)

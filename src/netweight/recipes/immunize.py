@@ -1,0 +1,56 @@
+"""`immunize` and the attack `finetune` in recipes: a defense trained into a folder, and what attackers make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from netweight.core.progress import Progress
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Report, read_report
+from netweight.methods.immunize.audit import ATTACKED, REPORT, TREATMENT
+from netweight.methods.immunize.depth_report import TITLE
+from netweight.recipes.attacks import Attack, Target, register_attack
+from netweight.recipes.treatments import Treatment, register
+from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
+from netweight.zoo.immunized_folder import FolderDefense, immunize_folder
+
+__all__ = ["FINETUNE", "IMMUNIZE"]
+
+
+def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:
+    immunize_folder(source, destination, settings, progress=progress)
+
+
+def _examine(destination: Path, source: Path, settings: FolderDefense) -> tuple[Path, FolderDefense]:
+    return destination, settings
+
+
+def _illustrate(destination: Path, number: int, report: Report) -> None:
+    """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
+    for section in read_report(destination / REPORT).sections:
+        if section.title == TITLE:
+            report.include(section.model_copy(update={"title": f"{number}. {TITLE}", "findings": ()}))
+
+
+def _finetune(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:
+    from netweight.attacks.finetuning.showing import add_section
+
+    base = settings.base or target.before
+    attack = dataclasses.replace(settings, base=base)
+    ledger = target.output / "attacks.jsonl"
+    planned = plan(attack, target.model, ledger=ledger, seed=target.seed, progress=progress)
+    found = attack_folders(attack, planned, ledger=ledger, seed=target.seed, progress=progress)
+    report.summary = f"{report.summary} Recovered means: {goal_words(planned.goal)}.".strip()
+    return add_section(
+        report, found.sweep, planned.config, seed=target.seed, stability=found.stability, title=target.title
+    )
+
+
+IMMUNIZE = Treatment(
+    TREATMENT, FolderDefense, home="netweight.methods.immunize.audit", apply=_immunize, examine=_examine,
+    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate,
+)  # fmt: skip
+register(IMMUNIZE)
+FINETUNE = Attack("finetune", FolderAttack, _finetune)
+register_attack(FINETUNE)

@@ -1,0 +1,105 @@
+"""Recipes for immunization and fine-tuning attacks on a tiny Llama: one report, resumed, errors that name the key."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+pytest.importorskip("scipy", reason="scipy is in the evidence extra")
+
+from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
+
+from netweight.cli import netweight
+from netweight.evidence.report import read_report
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = ", lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pairs.jsonl", PAIRS[::2])
+    write(tmp_path / "harmful.jsonl", PAIRS[1::2])
+    write(tmp_path / "retain.jsonl", KEPT[::2])
+    write(tmp_path / "keep.jsonl", KEPT[1::2])
+    write(tmp_path / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
+    save(*tiny_llama(), tmp_path / "model")
+    return tmp_path
+
+
+def shipped(name, old, new):
+    text = (RECIPES / name).read_text().replace("grid: quick, seeds: 5}", "grid: quick, seeds: 1" + SMALL)
+    assert old in text
+    Path("recipe.yaml").write_text(text.replace(old, new))
+    return "recipe.yaml"
+
+
+def run(*arguments):
+    return CliRunner().invoke(netweight, ["run", *map(str, arguments)])
+
+
+def test_one_recipe_defends_attacks_both_and_writes_one_report(here):
+    recipe = shipped("immunize.yaml", "defense: repnoise", "defense: repnoise, lr: 3e-3")
+    call = (recipe, "--subject", "model", "--output", "out", "--json")
+    answer = run(*call)
+    assert answer.exit_code in (0, 1), answer.output
+    defended, attacked = json.loads(answer.stdout)["steps"]
+    assert defended["findings"]["depth"][0]["name"].startswith("change of the weights")
+    found = {finding["name"] for finding in attacked["findings"]["finetune"]}
+    assert {"resistance, defended", "kept ability, defended", "training on task, defended"} <= found
+    first, depth, second = read_report("out").sections
+    assert (first.missing_audits, first.audits) == ((), ("depth", "fine-tuning attack"))
+    assert (depth.title, len(depth.figures)) == ("1. Depth of the defense", 4)
+    assert (second.title, len(second.figures)) == ("2. attack: finetune", 3)
+    lines = Path("out/attacks.jsonl").read_text()
+    again = run(*call)
+    assert json.loads(again.stdout)["steps"][0]["remembered"] is True
+    assert Path("out/attacks.jsonl").read_text() == lines
+    attack = shipped("attack-finetune.yaml", "BASE", "model")
+    answer = run(attack, "--subject", defended["path"], "--output", "alone", "--json")
+    (alone,) = json.loads(answer.stdout)["steps"]
+    assert [f["value"] for f in alone["findings"]["finetune"]] == [f["value"] for f in attacked["findings"]["finetune"]]
+
+
+def test_without_an_attack_the_report_says_what_was_not_proved(here):
+    recipe = shipped("immunize.yaml", "defense: repnoise", "defense: repnoise")
+    text = Path(recipe).read_text()
+    Path(recipe).write_text(re.sub(r"attacks:\n.*\n", "", text))
+    plan = run(recipe, "--subject", "model", "--plan").stdout
+    assert "not proved: immunize without its audits (fine-tuning attack)" in plan
+    assert "audits: depth\n" in plan
+
+
+def test_what_is_wrong_is_named_by_its_key(here):
+    Path("recipe.yaml").write_text("""
+subject: model
+treatments:
+  - immunize: {pairs: nowhere.jsonl, epochs: 0}
+  - immunize: {pairs: pairs.jsonl, defense: repnoize}
+  - immunize: {pears: pairs.jsonl}
+attacks:
+  - fintune: {}
+  - finetune: {harmful: harmful.jsonl, grid: huge, lr: [0]}
+  - finetune: {harmful: harmful.jsonl, benign_share: 0.5}
+output: out
+""")
+    answer = run("recipe.yaml")
+    assert answer.exit_code == 2
+    for expected in (
+        "treatments.0.immunize.pairs: Path does not point to a file, not 'nowhere.jsonl'",
+        "treatments.0.immunize.epochs: Input should be greater than or equal to 1, not 0",
+        "treatments.1.immunize: There is no defense 'repnoize'.",
+        "treatments.2.immunize.pears: there is no such key. Nearest: pairs",
+        "attacks.0: there is no attack 'fintune'. Nearest: finetune",
+        "attacks.1.finetune.grid: Input should be 'quick', 'paper' or 'wide', not 'huge'",
+        "attacks.1.finetune.lr.0: Input should be greater than 0, not 0",
+        "attacks.2.finetune: benign_share mixes benign rows in",
+    ):
+        assert expected in answer.stderr
+    Path("recipe.yaml").write_text("subject: model\noutput: out\n")
+    assert "treatments: is missing, and so are attacks" in run("recipe.yaml").stderr
