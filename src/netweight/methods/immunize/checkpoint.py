@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
@@ -11,10 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.errors import UsageError
 from netweight.methods.immunize.master_weights import MasterWeights
 from netweight.methods.immunize.record import StepLog
-from netweight.store import StoreWriter, open_store
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["Checkpoint"]
 
@@ -74,14 +72,14 @@ class Checkpoint:
             path: The file, safetensors with compressed tensors and a digest of each.
             identity: A digest of model, data and settings; only the same may resume it.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        with StoreWriter(path, level="fast", overwrite=True) as writer:
-            writer.add("about", torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8))
-            for name, value in self.weights.items():
-                writer.add(f"weight|{name}", _whole(value))
-            for (name, kind), value in self.moments.items():
-                writer.add(f"{kind}|{name}", _whole(value))
+        write_checkpoint(path, about, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.weights.items():
+            yield f"weight|{name}", value
+        for (name, kind), value in self.moments.items():
+            yield f"{kind}|{name}", value
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Checkpoint:
@@ -91,23 +89,14 @@ class Checkpoint:
             UsageError: It belongs to another training.
             CorruptBlob: It is damaged.
         """
-        with open_store(path) as store:
-            about = json.loads(bytes(store.get("about").tolist()))
-            if about["identity"] != identity:
-                raise UsageError(
-                    f"{path} holds a training of another model, defense, data or settings.",
-                    cure="Choose another folder, or delete the file to begin anew.",
-                )
-            weights: dict[str, Tensor] = {}
-            moments: dict[tuple[str, str], Tensor] = {}
-            for stored in store.names():
+        weights: dict[str, Tensor] = {}
+        moments: dict[tuple[str, str], Tensor] = {}
+        refusal = "holds a training of another model, defense, data or settings"
+        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
+            for stored in names:
                 kind, _, name = stored.partition("|")
                 if kind == "weight":
                     weights[name] = store.get(stored)
                 elif kind in _MOMENTS:
                     moments[name, kind] = store.get(stored)
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous()
