@@ -7,7 +7,8 @@ import importlib.util
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,11 @@ _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
 @click.option("--least-resistance", type=click.FloatRange(0), default=3.0, show_default=True,
               help="Least ratio of steps against the base; the finding fails below it.")  # fmt: skip
 @click.option("--chat", is_flag=True, help="Put prompts through the tokenizer's chat template.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
-              help="Attacks at a time, each with a model of its own.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where attacks run: processes of this machine, or a Ray cluster.")  # fmt: skip
+@click.option("--address", help='Of the Ray cluster: "auto", "HOST:PORT" or "ray://HOST:PORT"; else Ray runs here.')
+@click.option("--workers", type=click.IntRange(1),
+              help="Attacks at a time, each with its model: 1 here, and all that fit in a cluster.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="Where models go, such as cuda.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the held-out rows and of the intervals.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
@@ -80,10 +84,10 @@ def finetune(context: click.Context, /, output: Output, **options: Any) -> None:
     from netweight.core.digest import of_file
     from netweight.evidence.report import Report
 
-    _check()
+    _check(options)
     progress = QUIET if output.as_json else Progress()
     ledger = options["out"] / "attacks.jsonl"
-    engine = _engine(options["workers"])
+    engine = context.with_resource(_engine(options))
     names, goal, settings = _plan(options, ledger, engine, progress)
     output.line(f"{len(settings)} attacks on: {', '.join(name.name for name in names)}. Recovered: {_goal_words(goal)}")
     found = sweep(names, settings, goal, ledger=ledger, engine=engine, progress=progress)
@@ -117,8 +121,10 @@ def finetune(context: click.Context, /, output: Output, **options: Any) -> None:
         context.exit(FINDING_FAILED)
 
 
-def _check() -> None:
+def _check(options: Mapping[str, Any]) -> None:
     """Refuse before hours of work what would fail after them."""
+    if options["address"] is not None and options["engine"] != "ray":
+        raise UsageError("--address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
     missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtra(
@@ -127,10 +133,19 @@ def _check() -> None:
         )
 
 
-def _engine(workers: int) -> Engine:
-    from netweight.core.runs import in_process, local_processes
+@contextmanager
+def _engine(options: Mapping[str, Any]) -> Iterator[Engine]:
+    workers = options["workers"]
+    if options["engine"] == "ray":
+        from netweight.integrations.ray import ray_cluster
 
-    return in_process if workers == 1 else functools.partial(local_processes, workers=workers)
+        gpus = 1 if options["device"].startswith("cuda") else 0
+        with ray_cluster(options["address"], workers=workers, gpus=gpus) as engine:
+            yield engine
+    else:
+        from netweight.core.runs import in_process, local_processes
+
+        yield in_process if workers in (None, 1) else functools.partial(local_processes, workers=workers)
 
 
 def _plan(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from netweight.methods.immunize.master_weights import MasterWeights
+from netweight.methods.immunize.ranks import ALONE, Ranks
 from netweight.methods.immunize.record import StepLog
+from netweight.methods.immunize.sharded import put, sharded_like, whole
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["Checkpoint"]
@@ -53,33 +55,57 @@ class Checkpoint:
         }
         return cls(weights.masters, moments, balance, steps)
 
-    def restore(self, weights: MasterWeights, optimizer: torch.optim.Adam) -> None:
-        """Set weights and optimizer to what they were."""
-        weights.load(dict(self.weights))
+    @torch.no_grad()
+    def restore(self, weights: MasterWeights, optimizer: torch.optim.Adam, ranks: Ranks = ALONE) -> None:
+        """Set weights and optimizer to what they were; the first process has the tensors for all, see `load`."""
+        known = ranks.first(lambda: sorted(self.moments))
         for name, master in weights.masters.items():
+            put(master, ranks.spread(self.weights.get(name), master))
             optimizer.state.pop(master, None)
-            state = {kind: self.moments[name, kind] for kind in _MOMENTS if (name, kind) in self.moments}
-            if state:  # Adam counts its steps on the CPU
-                device = {"step": torch.device("cpu")}
-                optimizer.state[master] = {
-                    kind: value.to(device.get(kind, master.device)) for kind, value in state.items()
-                }
+            state: dict[str, Tensor] = {}
+            for kind in (kind for kind in _MOMENTS if (name, kind) in known):
+                like = torch.zeros(()) if kind == "step" else master  # Adam counts its steps on the CPU
+                state[kind] = sharded_like(ranks.spread(self.moments.get((name, kind)), like), like)
+            if state:
+                optimizer.state[master] = state
+        weights.write_back()
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing.
+    def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
+        """Write the checkpoint over the one before it, all or nothing; the first process does, with all others' parts.
 
         Args:
             path: The file, safetensors with compressed tensors and a digest of each.
             identity: A digest of model, data and settings; only the same may resume it.
+            ranks: The processes that train together.
+
+        Raises:
+            OutputFailed: The file could not be written; the older one is untouched.
         """
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        write_checkpoint(path, about, self._tensors())
+        ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.weights.items():
-            yield f"weight|{name}", value
+            yield f"weight|{name}", whole(value)
         for (name, kind), value in self.moments.items():
-            yield f"{kind}|{name}", value
+            yield f"{kind}|{name}", whole(value)
+
+    @classmethod
+    def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
+        """Read a checkpoint in the first process; the others get all but its tensors.
+
+        Raises:
+            UsageError: It belongs to another training.
+            CorruptBlob: It is damaged.
+        """
+        mine: list[Checkpoint] = []
+
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
+            mine.append(cls.load(path, identity))
+            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+
+        balance, steps = ranks.first(read)
+        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Checkpoint:
