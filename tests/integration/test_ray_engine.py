@@ -26,8 +26,10 @@ from netweight.integrations.ray import ray_cluster
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray of two cores, made by the engine itself, that all tests here connect to."""
-    with ray_cluster(workers=2):
-        yield ray.get_runtime_context().gcs_address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # workers import what tests import
+        with ray_cluster(workers=2):
+            yield ray.get_runtime_context().gcs_address
     assert not ray.is_initialized()
 
 

@@ -179,7 +179,7 @@ def what_is_wrong_is_said_by_all(rank, folder):
     fully_shard(some.model.layers[0])
     with pytest.raises(Unsupported, match="not by fully_shard on the whole model"):
         immunize(some, PAIRS, settings=FEW)
-    one = torch.distributed.init_device_mesh("cpu", (2, 1))
+    one = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
     with pytest.raises(Unsupported, match="several meshes"):
         immunize(fully_shard(decoder(), mesh=one), PAIRS, settings=FEW)
 

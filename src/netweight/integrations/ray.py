@@ -22,7 +22,7 @@ from netweight.errors import MissingExtra, UsageError
 
 try:
     import ray
-    from ray import cloudpickle
+    import ray.cloudpickle as cloudpickle
     from ray.exceptions import RayError
 except ImportError as error:
     raise MissingExtra(
@@ -45,8 +45,8 @@ def ray_cluster(
 
     Args:
         address: "auto" for the cluster that this machine is part of, or "HOST:PORT" or "ray://HOST:PORT". None takes
-            the cluster that the environment's RAY_ADDRESS names or that runs on this machine, and else starts Ray here
-            and stops it at the end. A connection that the program has made before is used, and kept.
+            the cluster that the environment's RAY_ADDRESS names, and else starts Ray here and stops it at the end. A
+            connection that the program has made before is used, and kept.
         workers: Most runs at a time; None for as many as there is room for.
         cpus: Cores that each run is given, and threads that it computes with.
         gpus: GPUs that each run is given; a fraction shares one.
@@ -77,7 +77,7 @@ def _connect(address: str | None, workers: int | None, cpus: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here reports to nobody
     given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     if address is None and "RAY_ADDRESS" not in os.environ:
-        given["include_dashboard"] = False
+        given |= {"address": "local", "include_dashboard": False}
         if workers is not None:
             given["num_cpus"] = workers * cpus
     with warnings.catch_warnings():
@@ -101,26 +101,27 @@ def _run(
     fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None, cpus: int, gpus: float
 ) -> Iterator[tuple[int, Outcome]]:
     waiting = list(enumerate(sendable(fn, items, dumps=cloudpickle.dumps)))[::-1]
-    serve = ray.remote(_serve).options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
+    task: Any = ray.remote(_serve)
+    serve = task.options(num_cpus=cpus, num_gpus=gpus, max_retries=0)
     under_way: dict[Any, tuple[int, float]] = {}
     try:
         while waiting or under_way:
             while waiting and (workers is None or len(under_way) < workers):
-                index, task = waiting.pop()
-                under_way[serve.remote(task, cpus)] = index, time.perf_counter()
+                index, given = waiting.pop()
+                under_way[serve.remote(given, cpus)] = index, time.perf_counter()
             (ended, *_), _ = ray.wait(list(under_way), num_returns=1)
-            index, given = under_way.pop(ended)
-            yield index, _outcome(ended, given)
+            index, since = under_way.pop(ended)
+            yield index, _outcome(ended, since)
     finally:
         for reference in under_way:
             ray.cancel(reference, force=True)
 
 
-def _outcome(reference: Any, given: float) -> Outcome:
+def _outcome(reference: Any, since: float) -> Outcome:
     """What a run said; of one whose worker died, what Ray says, and as its time that since it was handed over."""
     try:
         said = cloudpickle.loads(ray.get(reference))
     except RayError as error:
-        return Outcome(None, f"Ray lost the run's worker process: {error}", time.perf_counter() - given)
+        return Outcome(None, f"Ray lost the run's worker process: {error}", time.perf_counter() - since)
     assert isinstance(said, Outcome)
     return said
