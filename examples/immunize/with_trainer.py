@@ -1,6 +1,7 @@
-"""Immunize the little model of ciphers with transformers' Trainer, in as many processes as accelerate starts.
+r"""Immunize the little model of ciphers with transformers' Trainer, in as many processes as accelerate starts.
 
-    accelerate launch --cpu --num-processes 2 --num-machines 1 --mixed-precision no examples/immunize/with_trainer.py /tmp/out
+    accelerate launch --cpu --num-processes 2 --num-machines 1 --mixed-precision no \
+        examples/immunize/with_trainer.py /tmp/out
     accelerate launch --use-fsdp --fsdp-version 2 --fsdp-auto-wrap-policy TRANSFORMER_BASED_WRAP \
         --num-processes 2 examples/immunize/with_trainer.py /tmp/out       # two GPUs, sharded
 

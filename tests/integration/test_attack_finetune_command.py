@@ -117,6 +117,8 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     assert "Report: " in text.output
 
 
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_attacks_on_ray_go_on_where_attacks_here_ended(case, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="ray is in the ray extra")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

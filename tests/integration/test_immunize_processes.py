@@ -29,7 +29,7 @@ def free_port():
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 def test_two_processes(tmp_path):
-    """All checks in one pair of processes, since starting them takes longest; what they say names the one that fails."""
+    """All checks in one pair of processes, since starting them takes longest; what they say names what fails."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1",

@@ -22,6 +22,12 @@ import ray
 
 from netweight.integrations.ray import ray_cluster
 
+# Ray leaves its own processes, sockets and logs to the collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+
 
 @pytest.fixture(scope="module")
 def cluster():
