@@ -233,7 +233,7 @@ def _ranks_of(trainer: Trainer) -> Ranks:
 @contextmanager
 def _reducing(model: nn.Module, otherwise: bool) -> Iterator[None]:
     """Let FSDP reduce the gradients of a backward pass, also where more batches are to be accumulated first."""
-    roots = [unit for unit in units(model) if unit is model]
+    roots: list[Any] = [unit for unit in units(model) if unit is model]
     for root in roots:
         root.set_requires_gradient_sync(True)
     try:

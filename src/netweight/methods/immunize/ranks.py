@@ -132,7 +132,8 @@ class Ranks:
         failure = answer[1]
         if failure is not None:
             answer[1] = (type(failure), *_words(failure))
-        torch.distributed.broadcast_object_list(answer, group=self.group, group_src=0, device=self.device)
+        place = torch.device(self.device)
+        torch.distributed.broadcast_object_list(answer, group=self.group, group_src=0, device=place)
         if failure is not None:
             raise failure
         if answer[1] is not None:
