@@ -1,5 +1,9 @@
-"""Functions that worker processes import, and a study that a test kills. Not a test itself."""
+"""Functions that worker processes import, and a study that a test kills. Not a test itself.
 
+Usage: runs_under_test.py LEDGER TRACES [leave | ray ADDRESS]
+"""
+
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -45,10 +49,17 @@ def unsendable(config: Config) -> object:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 3:  # leave in the middle, with the iterator alive
-        unfinished = map_runs(work, [Config(number, sys.argv[2], "slow") for number in range(6)], ledger=sys.argv[1])
+    ledger, traces, *how = sys.argv[1:]
+    study = [Config(number, traces, "slow") for number in range(6)]
+    if how == ["leave"]:  # in the middle, with the iterator alive
+        unfinished = map_runs(work, study, ledger=ledger)
         next(unfinished)
         sys.exit(0)
-    study = [Config(number, sys.argv[2], "slow") for number in range(6)]
-    for result in map_runs(work, study, ledger=sys.argv[1]):
-        print(result.config.number, result.remembered, flush=True)
+    with contextlib.ExitStack() as stack:
+        options = {}
+        if how:
+            from netweight.integrations.ray import ray_cluster
+
+            options["engine"] = stack.enter_context(ray_cluster(how[1]))
+        for result in map_runs(work, study, ledger=ledger, **options):
+            print(result.config.number, result.remembered, flush=True)

@@ -56,8 +56,11 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--lm-eval", metavar="TASK,TASK,...", help="Tasks of lm-evaluation-harness, where it is installed.")
 @click.option("--lm-eval-limit", type=click.IntRange(1), help="Examples of each such task; all by default.")
 @click.option("--chat", is_flag=True, help="Put prompts through the tokenizer's chat template.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
-              help="Attacks at a time, each with a model of its own.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where attacks run: processes of this machine, or a Ray cluster.")  # fmt: skip
+@click.option("--address", help='Of the Ray cluster: "auto", "HOST:PORT" or "ray://HOST:PORT"; else Ray runs here.')
+@click.option("--workers", type=click.IntRange(1),
+              help="Attacks at a time, each with its model: 1 here, and all that fit in a cluster.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="Where models go, such as cuda.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the held-out rows and of the intervals.")
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
@@ -82,6 +85,7 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
     options["also"] = dict(_named(text) for text in options["also"])
     attack = FolderAttack(**options)
     how: Any = {"ledger": out / "attacks.jsonl", "seed": seed, "progress": QUIET if output.as_json else Progress()}
+    how["engine"] = context.with_resource(attack.running())
     planned = plan(attack, model, **how)
     goal = goal_words(planned.goal)
     named = ", ".join(subject.name for subject in planned.subjects)

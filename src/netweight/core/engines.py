@@ -1,7 +1,7 @@
 """Engines: where the runs of `map_runs` happen. A plain function each, so that others can be added anywhere.
 
 An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order.
-`local_processes` and `in_process` are here; clusters live in `netweight.integrations`.
+`local_processes` and `in_process` are here; clusters live in `netweight.integrations`, made of the same parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from typing import Any, Protocol, TypeVar, cast, final
 from netweight.core.environment import usable_cores
 from netweight.errors import UsageError
 
-__all__ = ["Engine", "Outcome", "in_process", "local_processes"]
+__all__ = [
+    "Engine",
+    "Outcome",
+    "answer",
+    "attempt",
+    "in_process",
+    "limit_threads",
+    "local_processes",
+    "sendable",
+]
 
 C = TypeVar("C")
 
@@ -78,27 +87,33 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
+def limit_threads(threads: int) -> None:
+    """Compute with so many threads in this process, also in what is imported later."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+
+
 def _work(pipe: Connection, threads: int) -> None:
     """Serve runs in a worker process: receive a pickled `(fn, item)`, answer with an `Outcome`, until stopped."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
+    limit_threads(threads)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         while True:
-            pipe.send_bytes(_answer(_attempt(pipe.recv_bytes())))
+            pipe.send_bytes(answer(attempt(pipe.recv_bytes())))
 
 
-def _answer(outcome: Outcome) -> bytes:
+def answer(outcome: Outcome, *, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
+    """Pickle an outcome in a worker; one that does not pickle has failed."""
     try:
-        return pickle.dumps(outcome)
+        return dumps(outcome)
     except Exception:
-        return pickle.dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
+        return dumps(Outcome(None, f"The run's value cannot be pickled.\n{traceback.format_exc()}", 0.0))
 
 
-def _attempt(task: bytes) -> Outcome:
-    """Unpickle a task and run it; a task that cannot be unpickled here has failed."""
+def attempt(task: bytes) -> Outcome:
+    """Unpickle a task in a worker and run it; a task that cannot be unpickled here has failed."""
     try:
         fn, item = pickle.loads(task)
     except Exception:
@@ -176,7 +191,7 @@ def local_processes(
     cores = usable_cores()
     count = min(workers or cores, len(items))
     threads = max(1, cores // max(1, count))
-    waiting = list(enumerate(_pickled(fn, items)))[::-1]
+    waiting = list(enumerate(sendable(fn, items)))[::-1]
     pool = {worker.pipe: worker for worker in (_Worker(threads) for _ in range(count))}
     try:
         for worker in pool.values():
@@ -198,9 +213,16 @@ def local_processes(
             worker.stop()
 
 
-def _pickled(fn: Callable[[C], Any], items: Sequence[C]) -> list[bytes]:
+def sendable(
+    fn: Callable[[C], Any], items: Sequence[C], *, dumps: Callable[[Any], bytes] = pickle.dumps
+) -> list[bytes]:
+    """Pickle the runs of a function on items: tasks for `attempt`.
+
+    Raises:
+        UsageError: The function or an item does not pickle.
+    """
     try:
-        return [pickle.dumps((fn, item)) for item in items]
+        return [dumps((fn, item)) for item in items]
     except Exception as error:
         raise UsageError(
             f"{getattr(fn, '__qualname__', fn)!r} cannot be sent to worker processes: {error}.",

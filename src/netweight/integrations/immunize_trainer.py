@@ -3,13 +3,17 @@
     trainer = ImmunizeTrainer(model, TrainingArguments("out", learning_rate=2e-5), train_dataset=pairs, pad_id=0)
     trainer.train()
 
+Under `accelerate launch` or `torchrun` it trains in several processes, by DDP or FSDP2: the loss of their batches is
+that of one batch of all their rows.
+
 A batch holds both sides of its pairs, so that nothing can part them. Both go backward together here; `immunize` takes
 them one after the other, in less memory, and steps narrow weights in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
@@ -20,9 +24,12 @@ from netweight.attacks.finetuning.examples import Batch
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.immunize.config import RepNoiseConfig
+from netweight.methods.immunize.gradient_norms import gradient_norm
 from netweight.methods.immunize.intake import check_data
 from netweight.methods.immunize.pairs import Pair, PairBatch, collate_pairs
-from netweight.methods.immunize.repnoise import LossParts, gradient_norm, repnoise_loss
+from netweight.methods.immunize.ranks import ALONE, Ranks
+from netweight.methods.immunize.repnoise import LossParts, repnoise_loss
+from netweight.methods.immunize.sharded import trained_weights, units
 from netweight.methods.immunize.structure import structure_of
 
 try:
@@ -100,7 +107,8 @@ class ImmunizeTrainer(Trainer):
         kwargs: What `Trainer` takes.
 
     Raises:
-        Unsupported: The model is no decoder, or training is spread over processes or devices.
+        Unsupported: The model is no decoder, or training is spread over devices in another way than by processes with
+            DDP or FSDP2.
         UsageError: Rows cannot be trained on, no padding is known, or narrow weights would be stepped.
     """
 
@@ -133,11 +141,7 @@ class ImmunizeTrainer(Trainer):
                 check_data(model, [as_pair(row) for row in rows], ())
         kwargs.setdefault("data_collator", PairCollator(pad_id, aligned=config.fidelity == "reference"))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
-        if self.accelerator.num_processes > 1 or self.args.n_gpu > 1:
-            raise Unsupported(
-                "ImmunizeTrainer trains in one process on one device.",
-                cure="Start it without a launcher, with one visible device.",
-            )
+        self._ranks = _ranks_of(self)
         self._signature_columns = list(_COLUMNS)  # type: ignore[assignment]  # Trainer fills it in later otherwise
         self._config, self._measure_every = config, measure_every
         self._noise_weight: float | None = None
@@ -152,15 +156,17 @@ class ImmunizeTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute RepNoise's loss on a batch of `PairCollator`."""
-        batch = PairBatch(Batch(**inputs["harmless"]), Batch(**inputs["harmful"]))
+        batch = PairBatch(Batch(**inputs["harmless"]), Batch(**inputs["harmful"]), self._ranks)
         training = model.training
+        parameters = trained_weights(model)
         generator = self._draw() if training else torch_generator(self.args.seed, "evaluation")
         weight = self._config.beta if self._noise_weight is None else self._noise_weight
         parts = repnoise_loss(model, batch, self._config, generator=generator, noise_weight=weight)
         if training:
-            parts = self._measured(model, parts)
-            for name in _TERMS:
-                self._note(name, getattr(parts, name).detach().item())
+            parts = self._measured(model, parts, parameters)
+            values = torch.tensor([getattr(parts, name).detach().item() for name in _TERMS])
+            for name, value in zip(_TERMS, self._ranks.mean(values).tolist(), strict=True):
+                self._note(name, value)
         return (parts.total, asdict(parts)) if return_outputs else parts.total
 
     def prediction_step(
@@ -189,13 +195,13 @@ class ImmunizeTrainer(Trainer):
         self._update = self.state.global_step
         return torch_generator(self.args.seed, "noise", self._update, self._part)
 
-    def _measured(self, model: nn.Module, parts: LossParts) -> LossParts:
+    def _measured(self, model: nn.Module, parts: LossParts, parameters: Sequence[nn.Parameter]) -> LossParts:
         """Measure gradient norms and balance the noise's weight when it is time."""
         balanced = self._config.fidelity == "corrected" and self._config.alpha > 0 and self._config.beta > 0
-        due = self._part == 0 and self._update % self._measure_every == 0
-        if due or (balanced and self._noise_weight is None):
-            parameters = [value for value in model.parameters() if value.requires_grad]
-            norms = {name: gradient_norm(getattr(parts, name), parameters) for name in _TERMS}
+        due = self._update % self._measure_every == 0 or (balanced and self._noise_weight is None)
+        if due and self._part == 0:  # before gradients are accumulated, which measuring shards would take away
+            with _reducing(model, self.accelerator.sync_gradients):
+                norms = {name: gradient_norm(getattr(parts, name), parameters, self._ranks) for name in _TERMS}
             for name, norm in norms.items():
                 self._note(f"{name}_norm", norm)
             if balanced and norms["noise"] > 0:
@@ -207,3 +213,31 @@ class ImmunizeTrainer(Trainer):
 
     def _note(self, name: str, value: float) -> None:
         self._seen.setdefault(name, []).append(value)
+
+
+def _ranks_of(trainer: Trainer) -> Ranks:
+    """The processes that the launcher has started."""
+    accelerator = trainer.accelerator
+    kind = accelerator.distributed_type.value
+    known = kind == "NO" or kind.startswith("MULTI_") or accelerator.is_fsdp2
+    split = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1
+    if trainer.args.n_gpu > 1 or not known or split:
+        how = "parallel tensors or sequences" if split else f"{trainer.args.n_gpu} devices in one process, or {kind}"
+        raise Unsupported(
+            f"ImmunizeTrainer does not train by {how}.",
+            cure="Start a process per device with accelerate launch or torchrun, by DDP or FSDP2 (fsdp_version: 2).",
+        )
+    return ALONE if accelerator.num_processes == 1 else Ranks.of(None, trainer.args.device)
+
+
+@contextmanager
+def _reducing(model: nn.Module, otherwise: bool) -> Iterator[None]:
+    """Let FSDP reduce the gradients of a backward pass, also where more batches are to be accumulated first."""
+    roots: list[Any] = [unit for unit in units(model) if unit is model]
+    for root in roots:
+        root.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(otherwise)

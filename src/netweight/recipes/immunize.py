@@ -39,8 +39,9 @@ def _finetune(target: Target, settings: FolderAttack, report: Report, progress: 
     base = settings.base or target.before
     attack = dataclasses.replace(settings, base=base)
     ledger = target.output / "attacks.jsonl"
-    planned = plan(attack, target.model, ledger=ledger, seed=target.seed, progress=progress)
-    found = attack_folders(attack, planned, ledger=ledger, seed=target.seed, progress=progress)
+    with attack.running() as engine:
+        planned = plan(attack, target.model, ledger=ledger, engine=engine, seed=target.seed, progress=progress)
+        found = attack_folders(attack, planned, ledger=ledger, engine=engine, seed=target.seed, progress=progress)
     report.summary = f"{report.summary} Recovered means: {goal_words(planned.goal)}.".strip()
     return add_section(
         report, found.sweep, planned.config, seed=target.seed, stability=found.stability, title=target.title

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
@@ -61,7 +62,9 @@ class FolderAttack:
         lm_eval: Tasks of lm-evaluation-harness, on the base and the defended model.
         lm_eval_limit: Examples of each such task; None for all.
         chat: Whether prompts go through the tokenizer's chat template.
-        workers: Attacks at a time, each with a model of its own.
+        engine: Where attacks run: "local" in processes of this machine, "ray" in a Ray cluster.
+        address: Of that cluster, as `netweight.integrations.ray.ray_cluster` takes it; None runs Ray here.
+        workers: Attacks at a time, each with a model of its own; None for 1 here, and all that fit in a cluster.
         device: Where models go.
     """
 
@@ -83,15 +86,20 @@ class FolderAttack:
     lm_eval: tuple[str, ...] = ()
     lm_eval_limit: Count | None = None
     chat: bool = False
-    workers: Count = 1
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None
+    workers: Count | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later.
 
         Raises:
-            UsageError: Benign rows are to be mixed in and there are none, or a name is taken.
+            UsageError: Benign rows are to be mixed in and there are none, a name is taken, or there is an address of
+                a cluster and no attack runs there.
         """
+        if self.address is not None and self.engine != "ray":
+            raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
         if self.benign_share and self.benign is None:
             raise UsageError("benign_share mixes benign rows in, and there are none.", cure="Give benign rows.")
         taken = {DEFENDED, "undefended", "model"} & self.also.keys()
@@ -103,10 +111,21 @@ class FolderAttack:
         """The files of rows that are attacked with or looked at."""
         return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
 
-    @property
-    def engine(self) -> Engine:
-        """Where attacks run: in this process, or in several."""
-        return in_process if self.workers == 1 else functools.partial(local_processes, workers=self.workers)
+    @contextmanager
+    def running(self) -> Iterator[Engine]:
+        """Yield what attacks run on: this process, several of this machine, or a Ray cluster.
+
+        Raises:
+            MissingExtra: Ray is not installed.
+            UsageError: No cluster answers.
+        """
+        if self.engine == "ray":
+            from netweight.integrations.ray import ray_cluster
+
+            with ray_cluster(self.address, workers=self.workers, gpus=int(self.device.startswith("cuda"))) as engine:
+                yield engine
+        else:
+            yield in_process if self.workers in (None, 1) else functools.partial(local_processes, workers=self.workers)
 
     def attacks(self) -> list[AttackSettings]:
         """The grid."""
@@ -147,13 +166,22 @@ class FolderSweep:
     stability: Stability
 
 
-def plan(attack: FolderAttack, model: str | Path, *, ledger: str | Path, seed: int, progress: Progress = QUIET) -> Plan:
+def plan(
+    attack: FolderAttack,
+    model: str | Path,
+    *,
+    ledger: str | Path,
+    engine: Engine,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Plan:
     """Look at files and folders, and find out what counts as recovered.
 
     Args:
         attack: The attacks.
         model: The folder in question.
         ledger: Where runs are remembered, those on the base that a threshold is found by too.
+        engine: Where attacks run: `FolderAttack.running`.
         seed: Of the rows held out.
         progress: Told of every attack on the base.
 
@@ -177,7 +205,7 @@ def plan(attack: FolderAttack, model: str | Path, *, ledger: str | Path, seed: i
         settings += wanted
         own = attack.threshold if domain != "task" else None
         if own is None:
-            found = calibrate(first, wanted, ledger=ledger, engine=attack.engine, progress=progress)
+            found = calibrate(first, wanted, ledger=ledger, engine=engine, progress=progress)
             own = found.threshold
         thresholds[domain] = own
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
@@ -199,7 +227,13 @@ def plan(attack: FolderAttack, model: str | Path, *, ledger: str | Path, seed: i
 
 
 def attack_folders(
-    attack: FolderAttack, planned: Plan, *, ledger: str | Path, seed: int, progress: Progress = QUIET
+    attack: FolderAttack,
+    planned: Plan,
+    *,
+    ledger: str | Path,
+    engine: Engine,
+    seed: int,
+    progress: Progress = QUIET,
 ) -> FolderSweep:
     """Run a plan; what an earlier run did is not done again.
 
@@ -207,11 +241,12 @@ def attack_folders(
         attack: The attacks.
         planned: What `plan` made of it.
         ledger: Where runs are remembered.
+        engine: Where attacks run.
         seed: Of the intervals.
         progress: Told of every attack.
     """
     found = sweep(
-        planned.subjects, planned.attacks, planned.goal, ledger=ledger, engine=attack.engine, progress=progress
+        planned.subjects, planned.attacks, planned.goal, ledger=ledger, engine=engine, progress=progress
     )
     return FolderSweep(found, _stability(attack, planned, seed))
 

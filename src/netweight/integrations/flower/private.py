@@ -7,7 +7,7 @@ round that the server took and after the newest one: which of them counts, the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -21,8 +21,8 @@ from torch import Tensor
 from netweight.errors import UsageError
 from netweight.integrations.flower.records import from_record, to_record
 from netweight.methods.federate.updates import Tensors
-from netweight.store import StoreWriter, open_store
 from netweight.store.atomic import whole_file
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["Kept", "export_private", "import_private", "private_file"]
 
@@ -89,14 +89,13 @@ class Kept:
 
     def save(self, path: Path) -> None:
         """Write them over what is there, all or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = json.dumps({"client": self.client, "federation": self.federation}).encode()
-        with StoreWriter(path, level="fast", overwrite=True) as writer:
-            writer.add("about", torch.frombuffer(bytearray(about), dtype=torch.uint8))
-            for round, tensors in self.after.items():
-                writer.add(f"{round}|", torch.empty(0))  # a round without private tensors is a round, too
-                for name, value in tensors.items():
-                    writer.add(f"{round}|{name}", value.detach().cpu().contiguous())
+        write_checkpoint(path, {"client": self.client, "federation": self.federation}, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for round, tensors in self.after.items():
+            yield f"{round}|", torch.empty(0)  # a round without private tensors is a round, too
+            for name, value in tensors.items():
+                yield f"{round}|{name}", value
 
     @classmethod
     def load(cls, path: Path) -> Kept:
@@ -106,14 +105,12 @@ class Kept:
             CorruptBlob: It is damaged.
         """
         after: dict[int, dict[str, Tensor]] = {}
-        with open_store(path) as store:
-            about = json.loads(bytes(store.get("about", check=True).tolist()))
-            for stored in store.names():
-                round, mark, name = stored.partition("|")
-                if mark:
-                    tensors = after.setdefault(int(round), {})
-                    if name:
-                        tensors[name] = store.get(stored, check=True).clone()
+        with open_checkpoint(path) as (about, store, names):
+            for stored in names:
+                round, _, name = stored.partition("|")
+                tensors = after.setdefault(int(round), {})
+                if name:
+                    tensors[name] = store.get(stored, check=True).clone()
         return cls(about["client"], about["federation"], after)
 
 

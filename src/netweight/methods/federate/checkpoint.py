@@ -5,19 +5,16 @@ The engine in this process calls it. A Flower server and its clients keep theirs
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import torch
 from torch import Tensor
 
-from netweight.errors import UsageError
 from netweight.methods.federate.rounds import Round
 from netweight.methods.federate.updates import Tensors
-from netweight.store import StoreWriter, open_store
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["Checkpoint"]
 
@@ -44,15 +41,15 @@ class Checkpoint:
             path: The file, safetensors with compressed tensors and a digest of each.
             settings: A digest of what the federation was asked for; only the same may resume it.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
-        with StoreWriter(path, level="fast", overwrite=True) as writer:
-            writer.add("about", torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8))
-            for name, value in self.state.items():
-                writer.add(f"state|{name}", _whole(value))
-            for client, tensors in self.private.items():
-                for name, value in tensors.items():
-                    writer.add(f"private|{client}|{name}", _whole(value))
+        write_checkpoint(path, about, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.state.items():
+            yield f"state|{name}", value
+        for client, tensors in self.private.items():
+            for name, value in tensors.items():
+                yield f"private|{client}|{name}", value
 
     @classmethod
     def load(cls, path: Path, settings: str) -> Checkpoint:
@@ -62,16 +59,11 @@ class Checkpoint:
             UsageError: It belongs to a federation with other settings.
             CorruptBlob: It is damaged.
         """
-        with open_store(path) as store:
-            about = json.loads(bytes(store.get("about").tolist()))
-            if about["settings"] != settings:
-                raise UsageError(
-                    f"{path} holds a federation with other settings, data or model.",
-                    cure="Choose another folder, or delete the file to begin anew.",
-                )
-            state: dict[str, Tensor] = {}
-            private: dict[int, dict[str, Tensor]] = {}
-            for name in store.names():
+        state: dict[str, Tensor] = {}
+        private: dict[int, dict[str, Tensor]] = {}
+        refusal = "holds a federation with other settings, data or model"
+        with open_checkpoint(path, {"settings": settings}, refusal=refusal) as (about, store, names):
+            for name in names:
                 kind, _, rest = name.partition("|")
                 if kind == "state":
                     state[rest] = store.get(name)
@@ -79,7 +71,3 @@ class Checkpoint:
                     client, _, own = rest.partition("|")
                     private.setdefault(int(client), {})[own] = store.get(name)
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous()

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from netweight.methods.immunize.defense import Side
+from netweight.methods.immunize.gradient_norms import gradient_norm
+from netweight.methods.immunize.ranks import ALONE, Ranks
+from netweight.methods.immunize.sharded import is_sharded
 
 __all__ = ["TermLog", "backward"]
 
@@ -52,16 +55,29 @@ def _measured(parameters: Sequence[nn.Parameter], *, keep: bool) -> Iterator[lis
             handle.remove()
 
 
-def _norm(value: Tensor, parameters: Sequence[nn.Parameter], *, keep: bool) -> float:
+def _norm(value: Tensor, parameters: Sequence[nn.Parameter], ranks: Ranks, *, keep: bool) -> float:
+    if ranks.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
+        norm = gradient_norm(value, parameters, ranks)
+        if keep:
+            value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return norm
     with _measured(parameters, keep=keep) as squares:
         value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def backward(
-    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], *, measure: bool
+    side: Side,
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    *,
+    measure: bool,
+    ranks: Ranks = ALONE,
 ) -> dict[str, TermLog]:
     """Add the gradients of a side's terms to `grad`.
+
+    Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room for
+    one more gradient.
 
     Args:
         side: The terms.
@@ -70,33 +86,44 @@ def backward(
             that has almost reached its aim has a small gradient that is mostly chance, which must not be made loud.
         measure: Whether to measure each term's gradient and to balance anew. Terms without a weight are measured
             whatever this says.
+        ranks: The processes that share the batch.
 
     Returns:
         What each term was.
     """
     unknown = any(term.share is not None and name not in weights for name, term in side.items())
     if measure or unknown:
-        return _one_by_one(side, parameters, weights)
+        return _one_by_one(side, parameters, weights, ranks)
     used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
     total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
     total.backward()  # type: ignore[no-untyped-call]
-    return {name: TermLog(term.value.detach().item(), used[name]) for name, term in side.items()}
+    values = _values(side, ranks)
+    return {name: TermLog(values[name], used[name]) for name in side}
+
+
+def _values(side: Side, ranks: Ranks) -> dict[str, float]:
+    """The terms of the whole batch."""
+    values = [term.value.detach().item() for term in side.values()]
+    if ranks.size > 1:
+        values = ranks.mean(torch.tensor(values, dtype=torch.float64)).tolist()
+    return dict(zip(side, values, strict=True))
 
 
 def _one_by_one(
-    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float]
+    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], ranks: Ranks
 ) -> dict[str, TermLog]:
     logs: dict[str, TermLog] = {}
+    values = _values(side, ranks)
     pull = 0.0
     for name, term in side.items():
         if term.share is None:
-            weighted = _norm(term.weight * term.value, parameters, keep=True)
+            weighted = _norm(term.weight * term.value, parameters, ranks, keep=True)
             norm = weighted / abs(term.weight) if term.weight else 0.0
-            logs[name] = TermLog(term.value.detach().item(), term.weight, norm)
+            logs[name] = TermLog(values[name], term.weight, norm)
             pull += weighted
     for name, term in side.items():
         if term.share is not None:
-            norm = _norm(term.value, parameters, keep=False)
+            norm = _norm(term.value, parameters, ranks, keep=False)
             weight = 0.0
             if (
                 0 < norm < math.inf and pull < math.inf
@@ -104,5 +131,5 @@ def _one_by_one(
                 found = term.share * pull / norm
                 weight = weights[name] = min(found, weights.get(name, found))
             (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            logs[name] = TermLog(term.value.detach().item(), weight, norm)
+            logs[name] = TermLog(values[name], weight, norm)
     return {name: logs[name] for name in side}

@@ -16,18 +16,25 @@ from netweight.errors import UsageError
 from netweight.methods.immunize.defense import Side, Term
 from netweight.methods.immunize.lens import Targets, answer_loss
 from netweight.methods.immunize.pairs import PairBatch
+from netweight.methods.immunize.ranks import ALONE, Ranks
+from netweight.methods.immunize.sharded import put
 
 __all__ = ["AdversarialLoss", "GradientAscent", "RandomWeights", "SafetyTraining", "response_loss"]
 
 
-def response_loss(model: nn.Module, side: Batch) -> Tensor:
+def response_loss(model: nn.Module, side: Batch, ranks: Ranks = ALONE) -> Tensor:
     """Mean cross-entropy of a batch's labeled tokens.
+
+    Args:
+        model: A causal language model that is called as those of transformers.
+        side: The rows.
+        ranks: The processes that share the batch: the mean over them of what each returns is that over all its tokens.
 
     Raises:
         UsageError: No token is labeled.
     """
     result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
-    return answer_loss(result.logits, Targets.of_labels(side.labels))
+    return answer_loss(result.logits, Targets.of_labels(side.labels, ranks))
 
 
 class _Plain:
@@ -51,7 +58,7 @@ class SafetyTraining(_Plain):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """The harmless side."""
-        yield {"retain": Term(response_loss(model, batch.harmless))}
+        yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
 
 
 @final
@@ -63,7 +70,7 @@ class GradientAscent(_Plain):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """The harmful side."""
-        yield {"ascent": Term(response_loss(model, batch.harmful), -1.0)}
+        yield {"ascent": Term(response_loss(model, batch.harmful, batch.ranks), -1.0)}
 
 
 @final
@@ -85,8 +92,8 @@ class AdversarialLoss(_Plain):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """The harmless side, then the harmful one."""
-        yield {"retain": Term(response_loss(model, batch.harmless))}
-        yield {"ascent": Term(response_loss(model, batch.harmful), -self.alpha)}
+        yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
+        yield {"ascent": Term(response_loss(model, batch.harmful, batch.ranks), -self.alpha)}
 
 
 @final
@@ -111,7 +118,7 @@ class RandomWeights(_Plain):
                     drawn = torch.randn(value.shape, generator=torch_generator(seed, path, name)) * self.std
                 else:
                     drawn = torch.full(value.shape, 0.0 if name == "bias" else 1.0)
-                value.data.copy_(drawn)
+                put(value.data, drawn)
         yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from netweight.errors import UsageError
 from netweight.methods.immunize.master_weights import MasterWeights
+from netweight.methods.immunize.ranks import ALONE, Ranks
 from netweight.methods.immunize.record import StepLog
-from netweight.store import StoreWriter, open_store
+from netweight.methods.immunize.sharded import put, sharded_like, whole
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["Checkpoint"]
 
@@ -55,33 +55,57 @@ class Checkpoint:
         }
         return cls(weights.masters, moments, balance, steps)
 
-    def restore(self, weights: MasterWeights, optimizer: torch.optim.Adam) -> None:
-        """Set weights and optimizer to what they were."""
-        weights.load(dict(self.weights))
+    @torch.no_grad()
+    def restore(self, weights: MasterWeights, optimizer: torch.optim.Adam, ranks: Ranks = ALONE) -> None:
+        """Set weights and optimizer to what they were; the first process has the tensors for all, see `load`."""
+        known = ranks.first(lambda: sorted(self.moments))
         for name, master in weights.masters.items():
+            put(master, ranks.spread(self.weights.get(name), master))
             optimizer.state.pop(master, None)
-            state = {kind: self.moments[name, kind] for kind in _MOMENTS if (name, kind) in self.moments}
-            if state:  # Adam counts its steps on the CPU
-                device = {"step": torch.device("cpu")}
-                optimizer.state[master] = {
-                    kind: value.to(device.get(kind, master.device)) for kind, value in state.items()
-                }
+            state: dict[str, Tensor] = {}
+            for kind in (kind for kind in _MOMENTS if (name, kind) in known):
+                like = torch.zeros(()) if kind == "step" else master  # Adam counts its steps on the CPU
+                state[kind] = sharded_like(ranks.spread(self.moments.get((name, kind)), like), like)
+            if state:
+                optimizer.state[master] = state
+        weights.write_back()
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing.
+    def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
+        """Write the checkpoint over the one before it, all or nothing; the first process does, with all others' parts.
 
         Args:
             path: The file, safetensors with compressed tensors and a digest of each.
             identity: A digest of model, data and settings; only the same may resume it.
+            ranks: The processes that train together.
+
+        Raises:
+            OutputFailed: The file could not be written; the older one is untouched.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        with StoreWriter(path, level="fast", overwrite=True) as writer:
-            writer.add("about", torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8))
-            for name, value in self.weights.items():
-                writer.add(f"weight|{name}", _whole(value))
-            for (name, kind), value in self.moments.items():
-                writer.add(f"{kind}|{name}", _whole(value))
+        ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.weights.items():
+            yield f"weight|{name}", whole(value)
+        for (name, kind), value in self.moments.items():
+            yield f"{kind}|{name}", whole(value)
+
+    @classmethod
+    def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
+        """Read a checkpoint in the first process; the others get all but its tensors.
+
+        Raises:
+            UsageError: It belongs to another training.
+            CorruptBlob: It is damaged.
+        """
+        mine: list[Checkpoint] = []
+
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
+            mine.append(cls.load(path, identity))
+            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+
+        balance, steps = ranks.first(read)
+        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Checkpoint:
@@ -91,23 +115,14 @@ class Checkpoint:
             UsageError: It belongs to another training.
             CorruptBlob: It is damaged.
         """
-        with open_store(path) as store:
-            about = json.loads(bytes(store.get("about").tolist()))
-            if about["identity"] != identity:
-                raise UsageError(
-                    f"{path} holds a training of another model, defense, data or settings.",
-                    cure="Choose another folder, or delete the file to begin anew.",
-                )
-            weights: dict[str, Tensor] = {}
-            moments: dict[tuple[str, str], Tensor] = {}
-            for stored in store.names():
+        weights: dict[str, Tensor] = {}
+        moments: dict[tuple[str, str], Tensor] = {}
+        refusal = "holds a training of another model, defense, data or settings"
+        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
+            for stored in names:
                 kind, _, name = stored.partition("|")
                 if kind == "weight":
                     weights[name] = store.get(stored)
                 elif kind in _MOMENTS:
                     moments[name, kind] = store.get(stored)
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous()

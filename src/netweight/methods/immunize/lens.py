@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -18,6 +18,8 @@ from torch.nn import functional
 from netweight.attacks.finetuning.examples import IGNORED
 from netweight.errors import UsageError
 from netweight.methods.immunize.known_gradient import with_gradients
+from netweight.methods.immunize.ranks import ALONE, Ranks
+from netweight.methods.immunize.sharded import gathered, run
 from netweight.methods.immunize.structure import Structure
 
 __all__ = ["Targets", "answer_loss", "lens_losses", "mean_lens_loss", "sampled_layers"]
@@ -36,31 +38,42 @@ class Targets:
         tokens: Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`.
         blanked: How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each
             and have no gradient; the published loss has such, see `repnoise.py`.
+        shared: Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
+            processes. The mean over the processes of such means is that over all tokens.
     """
 
     rows: Tensor
     tokens: Tensor
     blanked: int = 0
+    shared: float | None = None
 
     @classmethod
-    def of_labels(cls, labels: Tensor) -> Targets:
+    def of_labels(cls, labels: Tensor, ranks: Ranks = ALONE) -> Targets:
         """Predict every labeled token.
 
         Args:
             labels: Tokens to be predicted where they stand, else `IGNORED`; int64, shape `(B, T)`.
+            ranks: The processes that share the batch.
 
         Raises:
-            UsageError: There is none that a position comes before.
+            UsageError: There is none in the batch that a position comes before.
         """
         rows = labels[:, 1:] != IGNORED
-        if not rows.any():
+        targets = cls(rows, labels[:, 1:][rows]).among(ranks)
+        if not targets.count:
             raise UsageError("No token of the batch is to be predicted.", cure="Leave rows without an answer out.")
-        return cls(rows, labels[:, 1:][rows])
+        return targets
+
+    def among(self, ranks: Ranks) -> Targets:
+        """The same, of a batch that processes share."""
+        if ranks.size == 1:
+            return self
+        return replace(self, shared=sum(ranks.counts(len(self.tokens) + self.blanked)) / ranks.size)
 
     @property
-    def count(self) -> int:
-        """How many tokens are predicted, the blanked ones among them."""
-        return len(self.tokens) + self.blanked
+    def count(self) -> float:
+        """How many tokens are predicted, the blanked ones among them; in a shared batch its part of all of them."""
+        return len(self.tokens) + self.blanked if self.shared is None else self.shared
 
     def mean(self, total: Tensor, vocabulary: int) -> Tensor:
         """The mean over all tokens, from the sum over those that are not blanked."""
@@ -97,9 +110,10 @@ def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure
     Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
     """
     losses = []
-    for state in states:
-        pieces = [_of_chunk(rows, tokens, structure) for rows, tokens in _chunks(_rows(state, targets), targets, chunk)]
-        losses.append(targets.mean(torch.stack(pieces).sum(), structure.vocabulary))
+    with gathered((structure.norm, structure.unembedding), states[0].dtype):
+        for state in states:
+            pieces = [_of_chunk(*some, structure) for some in _chunks(_rows(state, targets), targets, chunk)]
+            losses.append(targets.mean(torch.stack(pieces).sum(), structure.vocabulary))
     return torch.stack(losses)
 
 
@@ -120,26 +134,25 @@ def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Struct
     """
     if not torch.is_grad_enabled():
         return lens_losses(states, targets, structure, chunk=chunk).mean()
-    modules = (structure.norm, structure.unembedding)
-    weights = list({value: None for module in modules for value in module.parameters() if value.requires_grad})
-    by_weights = [torch.zeros_like(value) for value in weights]
     rows = [_rows(state, targets) for state in states]
     by_rows: list[Tensor] = []
     losses: list[Tensor] = []
-    for layer in rows:
-        pieces: list[Tensor] = []
-        for some, tokens in _chunks(layer.detach(), targets, chunk):
-            leaf = some.requires_grad_()
-            loss = _of_chunk(leaf, tokens, structure)
-            found = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
-            pieces.append(found[0])
-            losses.append(loss.detach())
-            for total, part in zip(by_weights, found[1:], strict=True):
-                total += part
-        by_rows.append(torch.cat(pieces))
+    with gathered((structure.norm, structure.unembedding), rows[0].dtype) as (weights, in_graph):
+        by_weights = [torch.zeros_like(value) for value in weights]
+        for layer in rows:
+            pieces: list[Tensor] = []
+            for some, tokens in _chunks(layer.detach(), targets, chunk):
+                leaf = some.requires_grad_()
+                loss = _of_chunk(leaf, tokens, structure)
+                found = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
+                pieces.append(found[0])
+                losses.append(loss.detach())
+                for total, part in zip(by_weights, found[1:], strict=True):
+                    total += part
+            by_rows.append(torch.cat(pieces))
     # All layers have as many tokens, so that the mean of their means is that over all tokens.
     value = targets.mean(torch.stack(losses).sum() / len(rows), structure.vocabulary)
-    return with_gradients(value, [*rows, *weights], [*by_rows, *by_weights])
+    return with_gradients(value, [*rows, *in_graph], [*by_rows, *by_weights])
 
 
 def _rows(state: Tensor, targets: Targets) -> Tensor:
@@ -151,7 +164,7 @@ def _chunks(rows: Tensor, targets: Targets, chunk: int) -> Iterator[tuple[Tensor
 
 
 def _of_chunk(rows: Tensor, tokens: Tensor, structure: Structure) -> Tensor:
-    logits = structure.unembedding(structure.norm(rows))
+    logits = run(structure.unembedding, run(structure.norm, rows))
     return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 
 

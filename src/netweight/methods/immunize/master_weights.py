@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import UsageError
+from netweight.methods.immunize.ranks import Ranks
+from netweight.methods.immunize.sharded import common_norm, is_sharded, local
 
 __all__ = ["MasterWeights"]
 
@@ -57,26 +59,40 @@ class MasterWeights:
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
                 value.grad = None
 
-    def norm(self) -> float:
-        """The common norm of all gradients."""
-        grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+    def average(self, ranks: Ranks) -> None:
+        """Average the gradients over all processes; FSDP has averaged those of its shards."""
+        if ranks.size > 1:
+            for master in self.masters.values():
+                if master.grad is None and not is_sharded(master):  # other processes may have one
+                    master.grad = torch.zeros_like(master)
+            ranks.average(grad for grad in self._gradients() if not is_sharded(grad))
 
+    def norm(self, ranks: Ranks) -> float:
+        """The common norm of all gradients."""
+        return common_norm(self._gradients(), ranks)
+
+    @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:
         """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
-        torch.nn.utils.clip_grads_with_norm_(self.masters.values(), most, torch.tensor(norm))
+        factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+        for grad in map(local, self._gradients()):
+            grad.mul_(factor.to(grad.device))
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def clear(self) -> None:
         """Free all gradients."""
         for value in (*self.trained.values(), *self.masters.values()):
             value.grad = None
 
-    def not_finite(self) -> str | None:
-        """The name of a weight whose gradient holds NaN or infinity."""
-        for name, master in self.masters.items():
-            if master.grad is not None and not torch.isfinite(master.grad).all():
-                return name
-        return None
+    def not_finite(self, ranks: Ranks) -> str | None:
+        """The name of a weight whose gradient holds NaN or infinity, in any process."""
+        bad = [
+            master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
+        ]
+        found = ranks.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
+        return next((name for name, count in zip(self.masters, found, strict=True) if count), None)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -84,10 +100,3 @@ class MasterWeights:
         for name, value in self.trained.items():
             if self.masters[name] is not value:
                 value.copy_(self.masters[name])
-
-    @torch.no_grad()
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Take weights of an earlier time, by name, into copies and model."""
-        for name, master in self.masters.items():
-            master.copy_(weights[name])
-        self.write_back()

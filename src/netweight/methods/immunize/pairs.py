@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from netweight.attacks.finetuning.examples import IGNORED, Batch, Example, collate
+from netweight.methods.immunize.ranks import ALONE, Ranks
 
-__all__ = ["Pair", "PairBatch", "collate_pairs"]
+__all__ = ["Pair", "PairBatch", "blank", "collate_pairs", "own_rows"]
 
 
 @final
@@ -56,14 +57,16 @@ class PairBatch:
     Attributes:
         harmless: Prompts with chosen answers.
         harmful: The same prompts with rejected answers.
+        ranks: The processes that share the batch; the rows are this one's.
     """
 
     harmless: Batch
     harmful: Batch
+    ranks: Ranks = ALONE
 
     def to(self, device: torch.device | str) -> PairBatch:
         """Return both on a device."""
-        return PairBatch(self.harmless.to(device), self.harmful.to(device))
+        return PairBatch(self.harmless.to(device), self.harmful.to(device), self.ranks)
 
 
 def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
@@ -83,6 +86,17 @@ def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) 
         width = max(harmless.input_ids.shape[1], harmful.input_ids.shape[1])
         harmless, harmful = (_widened(batch, width, pad_id) for batch in (harmless, harmful))
     return PairBatch(harmless, harmful)
+
+
+def own_rows(rows: Sequence[int], ranks: Ranks) -> list[int]:
+    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none."""
+    bounds = [len(rows) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
+    return list(rows[slice(*bounds)])
+
+
+def blank(batch: Batch) -> Batch:
+    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
+    return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
 
 
 def _widened(batch: Batch, width: int, pad_id: int) -> Batch:

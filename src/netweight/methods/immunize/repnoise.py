@@ -16,23 +16,27 @@ The corrected loss looks at the tokens of the answers and at nothing else, each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from netweight.attacks.finetuning.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.config import RepNoiseConfig
+from netweight.methods.immunize.gradient_norms import gradient_norm
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
 from netweight.methods.immunize.pairs import PairBatch
+from netweight.methods.immunize.ranks import Ranks
+from netweight.methods.immunize.sharded import trained_weights, units
 from netweight.methods.immunize.structure import Structure, structure_of
 from netweight.probe import capture
 
-__all__ = ["LossParts", "gradient_norm", "harmful_terms", "repnoise_loss", "retain_term"]
+__all__ = ["LossParts", "harmful_terms", "repnoise_loss", "retain_term"]
 
 
 @final
@@ -70,13 +74,15 @@ def repnoise_loss(
 ) -> LossParts:
     """Compute RepNoise's loss on a batch of pairs, both sides in one graph.
 
-    `immunize` does the same one side after the other, in less memory.
+    `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
+    gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
 
     Args:
         model: A causal language model that is called as those of transformers.
         batch: Pairs; for `fidelity="reference"` both sides have one width, see `collate_pairs`.
         config: Weights and fidelity.
-        generator: Where the noise comes from; None for torch's global one.
+        generator: Where the noise comes from; None for torch's global one. Processes that share the batch must have
+            equal ones.
         noise_weight: Weight of the noise term. None takes `config.beta` for the reference, and for the corrected loss
             balances by the gradients, for which it goes backward twice more; where gradients are off, `config.beta`.
 
@@ -86,22 +92,15 @@ def repnoise_loss(
 
     Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
     """
+    parameters = trained_weights(model)
     retain = retain_term(model, batch, config)
     noise, ascent = harmful_terms(model, batch, config, generator=generator)
     if noise_weight is None:
         noise_weight = config.beta
         if config.fidelity == "corrected" and noise.requires_grad and config.beta > 0:
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            pull = gradient_norm(noise, parameters)
-            noise_weight *= config.alpha * gradient_norm(ascent, parameters) / pull if pull > 0 else 0.0
+            pull = gradient_norm(noise, parameters, batch.ranks)
+            noise_weight *= config.alpha * gradient_norm(ascent, parameters, batch.ranks) / pull if pull > 0 else 0.0
     return LossParts(retain, noise, ascent, config.alpha, noise_weight)
-
-
-def gradient_norm(value: Tensor, parameters: Iterable[nn.Parameter]) -> float:
-    """The norm of a scalar's gradient by all parameters; the graph is kept, no parameter's `grad` changes."""
-    grads = torch.autograd.grad(value, list(parameters), retain_graph=True, allow_unused=True)
-    norms = [grad.float().norm() for grad in grads if grad is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0
 
 
 def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> Tensor:
@@ -111,7 +110,7 @@ def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> T
         UsageError: Nothing is to be predicted, or the widths differ.
     """
     side = batch.harmless
-    targets = _differing(batch, side) if config.fidelity == "reference" else Targets.of_labels(side.labels)
+    targets = _targets(batch, side, config)
     return answer_loss(_run(model, side).logits, targets)
 
 
@@ -124,24 +123,44 @@ def harmful_terms(
         Unsupported: The model has no decoder's structure or gives no hidden states.
         UsageError: Nothing is to be predicted, or the widths differ.
     """
-    side, parts = batch.harmful, structure_of(model)
+    side, parts, ranks = batch.harmful, structure_of(model), batch.ranks
     reference = config.fidelity == "reference"
-    targets = _differing(batch, side) if reference else Targets.of_labels(side.labels)
+    targets = _targets(batch, side, config)
     with capture(model, list(parts.feed_forwards), gradients=True) as outputs:
         result = _run(model, side, output_hidden_states=True)
     final = answer_loss(result.logits, targets)
     depths = _states(model, result, parts)
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
-        noise = _published_noise(list(outputs.values()), mask, generator)
+        found = list(outputs.values())
+        if ranks.size > 1:  # a process without rows of its own has one that counts nowhere
+            real = (side.labels != IGNORED).any(1)
+            found, mask = [output[real] for output in found], mask[real]
+        noise = _published_noise(found, mask, generator, ranks)
         lens = mean_lens_loss(depths, targets, parts, chunk=config.chunk)
         average = final / len(depths) + lens
     else:
-        noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, config, generator)
+        noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, config, generator, ranks)
         chosen = sampled_layers(len(depths) - 1, config.lens_layers, generator)
         lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
         average = (final + lens * (len(depths) - 1)) / len(depths)
-    return noise, torch.log1p(average)
+    if units(model):
+        # FSDP gathers a block's weights when the gradient of its output arrives: so one of zeros does, for the noise.
+        noise = noise + (depths[-1] * 0).sum()
+    return noise, _log1p_of_mean(average, ranks)
+
+
+def _log1p_of_mean(average: Tensor, ranks: Ranks) -> Tensor:
+    """`log(1 + A)` of the mean over all processes, and of this process's value the gradient of that."""
+    if ranks.size == 1:
+        return torch.log1p(average)
+    common = ranks.mean(average)
+    return torch.log1p(common) + (average - average.detach()) / (1 + common)
+
+
+def _targets(batch: PairBatch, side: Batch, config: RepNoiseConfig) -> Targets:
+    reference = config.fidelity == "reference"
+    return _differing(batch, side) if reference else Targets.of_labels(side.labels, batch.ranks)
 
 
 def _run(model: nn.Module, side: Batch, **options: Any) -> Any:
@@ -170,26 +189,57 @@ def _differing(batch: PairBatch, side: Batch) -> Targets:
         )
     mask = harmless != harmful
     predicted = mask[:, 1:] & (side.input_ids[:, 1:] != 0)
-    if not predicted.any():
-        raise UsageError("The sides of the batch differ in no token.", cure="Leave pairs of equal answers out.")
     rows = predicted & mask[:, :-1]
-    return Targets(rows, side.input_ids[:, 1:][rows], blanked=int((predicted & ~mask[:, :-1]).sum()))
+    blanked = int((predicted & ~mask[:, :-1]).sum())
+    targets = Targets(rows, side.input_ids[:, 1:][rows], blanked).among(batch.ranks)
+    if not targets.count:
+        raise UsageError("The sides of the batch differ in no token.", cure="Leave pairs of equal answers out.")
+    return targets
 
 
-def _published_noise(outputs: list[Tensor], mask: Tensor, generator: torch.Generator | None) -> Tensor:
-    factor = mask[..., None]
-    found = [biased_mmd(output * factor, scaled_noise(output, generator, scaled=False) * factor) for output in outputs]
+def _published_noise(outputs: list[Tensor], mask: Tensor, generator: torch.Generator | None, ranks: Ranks) -> Tensor:
+    counts = ranks.counts(len(mask)) if ranks.size > 1 else [len(mask)]
+    if ranks.size > 1:  # rows of one width; what is added is masked
+        added = max(ranks.counts(mask.shape[1])) - mask.shape[1]
+        outputs = [functional.pad(output, (0, 0, 0, added)) for output in outputs]
+        mask = functional.pad(mask, (0, added))
+    everywhere = ranks.rows(mask, counts)[..., None]
+    found = []
+    for output in outputs:
+        sample = ranks.rows(output * mask[..., None], counts)
+        found.append(biased_mmd(sample, scaled_noise(sample, generator, scaled=False) * everywhere))
     return torch.stack(found).mean()
 
 
 def _corrected_noise(
-    outputs: list[Tensor], answers: Tensor, config: RepNoiseConfig, generator: torch.Generator | None
+    outputs: list[Tensor],
+    answers: Tensor,
+    config: RepNoiseConfig,
+    generator: torch.Generator | None,
+    ranks: Ranks,
 ) -> Tensor:
     found = []
+    counts = ranks.counts(int(answers.sum())) if ranks.size > 1 else []
     for output in outputs:
-        points = random_rows(output[answers], config.noise_tokens, generator)
+        points = output[answers]
+        if ranks.size > 1:
+            points = _drawn_everywhere(points, counts, config.noise_tokens, generator, ranks)
+        else:
+            points = random_rows(points, config.noise_tokens, generator)
         if len(points) < 2:  # one token says nothing of a distribution
             found.append(points.float().sum() * 0)
         else:
             found.append(unbiased_mmd(points, scaled_noise(points, generator)))
     return torch.stack(found).mean()
+
+
+def _drawn_everywhere(
+    own: Tensor, counts: list[int], most: int | None, generator: torch.Generator | None, ranks: Ranks
+) -> Tensor:
+    """At most so many of all processes' points; only those that were drawn are sent."""
+    total, start = sum(counts), sum(counts[: ranks.rank])
+    drawn = random_rows(torch.arange(total, device=own.device), most, generator)
+    bounds = [sum(counts[:rank]) for rank in range(ranks.size + 1)]
+    sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
+    mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
+    return ranks.rows(own[mine], sent) if sum(sent) else own[mine]

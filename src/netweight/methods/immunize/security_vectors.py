@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from netweight.core.seeds import torch_generator
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.defense import Side, Term
 from netweight.methods.immunize.pairs import PairBatch
+from netweight.methods.immunize.sharded import is_sharded
 from netweight.methods.immunize.structure import structure_of
 
 __all__ = ["SecurityVectors", "remove_security_vectors"]
@@ -74,6 +75,11 @@ class SecurityVectors:
                 "The model has parametrized weights already.",
                 cure="Take an earlier vector out: remove_security_vectors.",
             )
+        if any(is_sharded(value) for value, _ in before):
+            raise Unsupported(
+                "A security vector cannot be put into weights that are sharded.",
+                cure="Use DistributedDataParallel or one process, or another defense.",
+            )
         vectors: list[nn.Parameter] = []
         try:
             for path, block in blocks.items():
@@ -98,7 +104,7 @@ class SecurityVectors:
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         """The harmful side, which is to be learned."""
-        yield {"harmful": Term(response_loss(model, batch.harmful))}
+        yield {"harmful": Term(response_loss(model, batch.harmful, batch.ranks))}
 
 
 def remove_security_vectors(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from netweight.core import digest
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.errors import TrainingStopped
+from netweight.errors import TrainingStopped, UsageError
 from netweight.methods.immunize.backward import TermLog, backward
 from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.catalog import named_defense
@@ -26,9 +26,12 @@ from netweight.methods.immunize.defense import Defense, Side, Term
 from netweight.methods.immunize.freezing import frozen
 from netweight.methods.immunize.intake import check_data, vocabulary_of
 from netweight.methods.immunize.master_weights import MasterWeights
-from netweight.methods.immunize.pairs import Pair, PairBatch, collate_pairs
+from netweight.methods.immunize.pairs import Pair, PairBatch, blank, collate_pairs, own_rows
+from netweight.methods.immunize.parallel import Spread, spread_of
+from netweight.methods.immunize.ranks import Ranks
 from netweight.methods.immunize.record import Record, StepLog
 from netweight.methods.immunize.settings import Settings
+from netweight.methods.immunize.sharded import whole
 
 __all__ = ["CHECKPOINT", "RECORD", "immunize"]
 
@@ -58,6 +61,10 @@ def immunize(
     Parameters that require a gradient are trained, so a model with LoRA adapters has its adapters immunized. Weights in
     bfloat16 or float16 are stepped in float32. The sides of a batch go forward and backward one after the other.
 
+    Several processes train one model together where it is wrapped by `DistributedDataParallel` or sharded by FSDP2's
+    `fully_shard`: each calls this with the same arguments, computes its part of every batch, and the result is that of
+    one process with whole batches, save for rounding and dropout. The first one writes the folder.
+
     Args:
         model: A causal language model that is called as those of transformers.
         pairs: At least one, each within the context.
@@ -74,9 +81,9 @@ def immunize(
         The record of what was done; write it beside the weights.
 
     Raises:
-        UsageError: Rows cannot be trained on, there are no such layers to freeze, nothing is left to train, or the
-            folder holds another training.
-        Unsupported: The model lacks a part that the defense needs.
+        UsageError: Rows cannot be trained on, there are no such layers to freeze, nothing is left to train, the
+            folder holds another training, or the processes were not given the same.
+        Unsupported: The model lacks a part that the defense needs, or is spread over processes in another way.
         NameNotFound: There is no such defense.
         TrainingStopped: NaN, infinity, or a loss on what is to be kept that stays far above that of guessing. With a
             folder the model then holds the last good checkpoint, else the weights before the step that failed.
@@ -85,6 +92,8 @@ def immunize(
         entry = named_defense(defense)
         defense, settings = entry.defense, settings or entry.settings
     settings = settings or Settings()
+    spread = spread_of(model)
+    model, ranks = spread.model, spread.ranks
     check_data(model, pairs, retain, context=settings.context)
     options: dict[str, Any] = asdict(defense)  # type: ignore[call-overload]
     digests = {
@@ -93,25 +102,42 @@ def immunize(
         "before": _digest_of(model),
     }
     identity = digest.of_config([defense.name, options, asdict(settings), digests, pad_id])
+    _check_same(identity, ranks)
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
     with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
-            training = _Training(model, defense, settings, pairs, retain, pad_id)
+            training = _Training(spread, defense, settings, pairs, retain, pad_id)
             checkpoint = None if folder is None else Path(folder) / CHECKPOINT
-            training.run(checkpoint, identity, progress)
+            training.run(checkpoint, identity, QUIET if ranks.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
     digests["after"] = _digest_of(model)
-    record = Record(defense.name, options, asdict(settings), digests, trained, steps, describe())
+    environment = {**describe(), "processes": ranks.size}
+    record = Record(defense.name, options, asdict(settings), digests, trained, steps, environment)
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        record.write(Path(folder) / RECORD)
+        ranks.first(lambda: _write(record, Path(folder)))
     return record
 
 
+def _write(record: Record, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write(folder / RECORD)
+
+
 def _digest_of(model: nn.Module) -> str:
-    return digest.of_config({name: digest.of_tensor(value) for name, value in model.named_parameters()})
+    return digest.of_config({name: digest.of_tensor(whole(value)) for name, value in model.named_parameters()})
+
+
+def _check_same(identity: str, ranks: Ranks) -> None:
+    """Refuse processes that would train different things together."""
+    others = ranks.first(lambda: identity) != identity
+    differing = [rank for rank, differs in enumerate(ranks.counts(int(others))) if differs]
+    if differing:
+        raise UsageError(
+            f"Process {differing[0]} was given another model, defense, data or settings than process 0.",
+            cure="Call immunize with the same arguments in all processes, weights and order of rows included.",
+        )
 
 
 @contextmanager
@@ -132,29 +158,28 @@ class _Training:
 
     def __init__(
         self,
-        model: nn.Module,
+        spread: Spread,
         defense: Defense,
         settings: Settings,
         pairs: Sequence[Pair],
         retain: Sequence[Example],
         pad_id: int,
     ) -> None:
-        self.model, self.defense, self.settings = model, defense, settings
+        self.model, self.ranks, self.device = spread.model, spread.ranks, spread.device
+        self.defense, self.settings = defense, settings
         self.pairs, self.retain, self.pad_id = pairs, retain, pad_id
-        self.weights = MasterWeights(model)
+        self.weights = MasterWeights(self.model)
         self.optimizer = torch.optim.Adam(self.weights.masters.values(), lr=settings.lr)
         self.balance: dict[str, float] = {}
         self.steps: list[StepLog] = []
         self.per_epoch = math.ceil(len(pairs) / settings.batch_size)
         self.count = settings.epochs * self.per_epoch
-        self.device = self.weights.parameters[0].device
-        self._limit = 2 * math.log(vocabulary_of(model) or math.inf)
+        self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
     def run(self, checkpoint: Path | None, identity: str, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
-        if checkpoint is not None and checkpoint.exists():
-            self._restore(Checkpoint.load(checkpoint, identity))
+        self._restore(checkpoint, identity)
         with _training_mode(self.model), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
@@ -163,7 +188,8 @@ class _Training:
                     self._stop(problem, checkpoint, identity)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
                 if checkpoint is not None and not self._bad and self._due():
-                    Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps).save(checkpoint, identity)
+                    taken = Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps)
+                    taken.save(checkpoint, identity, self.ranks)
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
 
@@ -171,16 +197,20 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        checkpoint.restore(self.weights, self.optimizer)
+    def _restore(self, path: Path | None, identity: str) -> bool:
+        """Go back to a checkpoint; False if there is none."""
+        if path is None or not self.ranks.first(path.exists):
+            return False
+        checkpoint = Checkpoint.shared(path, identity, self.ranks)
+        checkpoint.restore(self.weights, self.optimizer, self.ranks)
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
+        return True
 
     def _stop(self, problem: str, checkpoint: Path | None, identity: str) -> None:
         step = len(self.steps)
         self.weights.clear()
         kept = "The model holds the weights before this step."
-        if checkpoint is not None and checkpoint.exists():
-            self._restore(Checkpoint.load(checkpoint, identity))
+        if self._restore(checkpoint, identity):
             kept = f"The model holds the weights after step {len(self.steps)}, from {checkpoint}."
         raise TrainingStopped(
             f"Step {step + 1} of {self.defense.name} stopped: {problem}. {kept}",
@@ -194,9 +224,11 @@ class _Training:
         generator = torch_generator(settings.seed, "noise", step)
         cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(derive(settings.seed, "dropout", step))
+            others = (self.ranks.rank,) if self.ranks.rank else ()  # other rows are dropped out otherwise
+            torch.manual_seed(derive(settings.seed, "dropout", step, *others))
             terms = self._backward(step, generator, measure=measure)
-        norm = self.weights.norm()
+        self.weights.average(self.ranks)
+        norm = self.weights.norm(self.ranks)
         if (problem := self._problem(terms, norm)) is not None:
             return problem
         self.weights.clip(norm, settings.clip)
@@ -215,12 +247,12 @@ class _Training:
         parameters = self.weights.parameters
         with closing(self.defense.sides(self.model, self._batch(step), generator)) as sides:
             for side in sides:
-                terms |= backward(side, parameters, self.balance, measure=measure)
+                terms |= backward(side, parameters, self.balance, measure=measure, ranks=self.ranks)
                 del side  # before the next one is computed, the graph of this one is gone
                 self.weights.take_gradients()
         if self.retain:
-            general: Side = {"general": Term(response_loss(self.model, self._retained(step)))}
-            terms |= backward(general, parameters, self.balance, measure=measure)
+            general: Side = {"general": Term(response_loss(self.model, self._retained(step), self.ranks))}
+            terms |= backward(general, parameters, self.balance, measure=measure, ranks=self.ranks)
             self.weights.take_gradients()
         return terms
 
@@ -229,7 +261,7 @@ class _Training:
             if not math.isfinite(term.value):
                 return f"the term {name!r} is {term.value}"
         if not math.isfinite(norm):
-            return f"the gradient of {self.weights.not_finite() or 'several weights together'} is not finite"
+            return f"the gradient of {self.weights.not_finite(self.ranks) or 'several weights together'} is not finite"
         kept = [terms[name].value for name in _KEPT if name in terms]
         self._bad = self._bad + 1 if any(value > self._limit for value in kept) else 0
         if self._bad >= _PATIENCE:
@@ -248,12 +280,19 @@ class _Training:
 
     def _batch(self, step: int) -> PairBatch:
         rows = self._drawn(len(self.pairs), self.settings.batch_size, step, "order")
-        chosen = [self.pairs[row] for row in rows]
-        return collate_pairs(chosen, pad_id=self.pad_id, aligned=self.defense.aligned).to(self.device)
+        chosen = [self.pairs[row] for row in own_rows(rows, self.ranks)]
+        if chosen:
+            batch = collate_pairs(chosen, pad_id=self.pad_id, aligned=self.defense.aligned)
+        else:
+            one = blank(collate([self.pairs[rows[0]].harmless], pad_id=self.pad_id))
+            batch = PairBatch(one, one)  # equal sides: the published loss looks at nothing either
+        return replace(batch, ranks=self.ranks).to(self.device)
 
     def _retained(self, step: int) -> Batch:
         rows = self._drawn(len(self.retain), self.settings.batch_size, step, "retain")
-        return collate([self.retain[row] for row in rows], pad_id=self.pad_id).to(self.device)
+        chosen = [self.retain[row] for row in own_rows(rows, self.ranks)]
+        batch = collate(chosen or [self.retain[rows[0]]], pad_id=self.pad_id)
+        return (batch if chosen else blank(batch)).to(self.device)
 
 
 def _shown(entry: tuple[str, TermLog]) -> str:

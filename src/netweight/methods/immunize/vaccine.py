@@ -51,15 +51,18 @@ class Vaccine:
         """The harmless side, perturbed along its gradient; hooks stay until it has gone backward."""
         blocks = list(structure_of(model).blocks)
         with torch.random.fork_rng(devices=_devices(model)), capture(model, blocks, gradients=True) as outputs:
-            loss = response_loss(model, batch.harmless)  # the same dropout as below
+            loss = response_loss(model, batch.harmless, batch.ranks)  # the same dropout as below
         states = [outputs[name] for name in blocks]
         grads = torch.autograd.grad(loss, states)
-        norm = torch.stack([grad.float().norm() for grad in grads]).norm().clamp(min=torch.finfo(torch.float32).tiny)
+        norm = torch.stack([grad.float().norm() for grad in grads]).norm()
+        if batch.ranks.size > 1:  # of all rows; by their gradients' common factor, see `ranks.py`, it is divided out
+            norm = batch.ranks.sum(norm.square()).sqrt()
+        norm = norm.clamp(min=torch.finfo(torch.float32).tiny)
         shifts = {
             name: (self.rho * grad.float() / norm).to(grad.dtype) for name, grad in zip(blocks, grads, strict=True)
         }
         with edit_outputs(model, {name: _adding(shift) for name, shift in shifts.items()}):
-            yield {"retain": Term(response_loss(model, batch.harmless))}
+            yield {"retain": Term(response_loss(model, batch.harmless, batch.ranks))}
 
 
 def _adding(shift: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,84 @@
+"""Checkpoints: one layout for trainings and federations, all or nothing, opened by what they belong to alone."""
+
+import json
+
+import pytest
+import torch
+
+from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.federate.checkpoint import Checkpoint as FederationCheckpoint
+from netweight.methods.immunize.checkpoint import Checkpoint as TrainingCheckpoint
+from netweight.store import StoreWriter, open_store
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+
+
+def by_hand(path, about, tensors):
+    """The layout in words: the account as bytes under "about", then the tensors in their order."""
+    with StoreWriter(path, level="fast") as writer:
+        writer.add("about", torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8))
+        for name, value in tensors.items():
+            writer.add(name, value)
+
+
+def test_what_is_written_is_read_and_belongs_to_one_piece_of_work(tmp_path):
+    path = tmp_path / "new" / "work.safetensors"
+    tensors = {"b": torch.arange(6.0).reshape(2, 3).T, "a": torch.tensor(3)}
+    for step in (1, 2):  # the second replaces the first
+        write_checkpoint(path, {"of": "work", "step": step}, iter(tensors.items()))
+    with open_checkpoint(path, {"of": "work"}) as (about, store, names):
+        assert about == {"of": "work", "step": 2}
+        assert names == ["b", "a"]
+        assert all(torch.equal(store.get(name), tensors[name]) for name in names)
+    with (
+        pytest.raises(UsageError, match=r"work\.safetensors is another's\. Choose another folder"),
+        open_checkpoint(path, {"of": "play"}, refusal="is another's"),
+    ):
+        pass
+    with pytest.raises(UsageError, match="holds other work"), open_checkpoint(path, {"whose": None, "of": "x"}):
+        pass
+    with StoreWriter(tmp_path / "weights.safetensors") as writer:
+        writer.add("weight", torch.zeros(2))
+    with pytest.raises(CorruptBlob, match="no checkpoint"), open_checkpoint(tmp_path / "weights.safetensors"):
+        pass
+
+
+def test_a_failure_on_the_way_leaves_the_older_one(tmp_path):
+    path = tmp_path / "work.safetensors"
+    write_checkpoint(path, {"step": 1}, [("a", torch.zeros(2))])
+    before = path.read_bytes()
+
+    def broken():
+        yield "a", torch.ones(2)
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        write_checkpoint(path, {"step": 2}, broken())
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path):
+    """The layout of both is that of earlier releases, to the byte."""
+    weight, moment = torch.randn(3, 4), torch.randn(3, 4)
+    step = {"step": 0, "rate": 0.1, "norm": 2.0, "terms": {"retain": {"value": 1.5, "weight": 1.0, "norm": None}}}
+    about = {"identity": "x", "balance": {"noise": 0.25}, "steps": [step]}
+    by_hand(tmp_path / "hand", about, {"weight|w": weight, "exp_avg|w": moment})
+    training = TrainingCheckpoint.load(tmp_path / "hand", "x")
+    assert torch.equal(training.weights["w"], weight)
+    assert torch.equal(training.moments["w", "exp_avg"], moment)
+    assert (training.balance, training.steps[0].terms["retain"].value) == ({"noise": 0.25}, 1.5)
+    training.save(tmp_path / "saved", "x")
+    assert (tmp_path / "saved").read_bytes() == (tmp_path / "hand").read_bytes()
+    with pytest.raises(UsageError, match="another model, defense, data or settings"):
+        TrainingCheckpoint.load(tmp_path / "hand", "y")
+
+    by_hand(tmp_path / "other", {"settings": "x", "rounds": []}, {"state|w": weight, "private|3|w": moment})
+    federation = FederationCheckpoint.load(tmp_path / "other", "x")
+    assert torch.equal(federation.state["w"], weight)
+    assert torch.equal(federation.private[3]["w"], moment)
+    federation.save(tmp_path / "again", "x")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "other").read_bytes()
+    with pytest.raises(UsageError, match="other settings, data or model"):
+        FederationCheckpoint.load(tmp_path / "other", "y")
+    with open_store(tmp_path / "again") as store:
+        assert store.names() == ["about", "state|w", "private|3|w"]
