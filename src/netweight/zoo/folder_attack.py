@@ -245,9 +245,7 @@ def attack_folders(
         seed: Of the intervals.
         progress: Told of every attack.
     """
-    found = sweep(
-        planned.subjects, planned.attacks, planned.goal, ledger=ledger, engine=engine, progress=progress
-    )
+    found = sweep(planned.subjects, planned.attacks, planned.goal, ledger=ledger, engine=engine, progress=progress)
     return FolderSweep(found, _stability(attack, planned, seed))
 
 
