@@ -1,6 +1,8 @@
 """`netweight attack finetune` end to end: a tiny Llama folder and files of rows in, a ledger and a report out."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -177,3 +179,27 @@ def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp
     assert len((tmp_path / "ledger").read_text().splitlines()) == 2
     with pytest.raises(UsageError, match="No attack teaches the undefended model anything"):
         calibrate(name, grid(lr=1e-9, samples=8, max_steps=2), ledger=tmp_path / "other", engine=in_process)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # Ray's own
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_attacks_on_ray_go_on_where_attacks_here_ended(case, tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="ray is in the ray extra")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    arguments = ["--threshold", "0.3", "--max-steps", "4", "--seeds", "1"]
+    alone = call(case, tmp_path / "here", *arguments, "--lr", "3e-3,1e-2", base=False)
+    assert alone.exit_code == 0, alone.output
+    begun = call(case, tmp_path / "both", *arguments, base=False)
+    assert begun.exit_code == 0, begun.output
+    first = (tmp_path / "both" / "attacks.jsonl").read_text()
+    spread = call(
+        case, tmp_path / "both", *arguments, "--lr", "3e-3,1e-2", "--engine", "ray", "--workers", "1", base=False
+    )
+    assert spread.exit_code == 0, spread.output
+    both = (tmp_path / "both" / "attacks.jsonl").read_text()
+    assert both.startswith(first)  # what was known was not run again
+    assert values(both) == values((tmp_path / "here" / "attacks.jsonl").read_text())
+
+
+def values(ledger):
+    return {record["digest"]: record["value"] for record in map(json.loads, ledger.splitlines())}
