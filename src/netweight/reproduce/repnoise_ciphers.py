@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from netweight.attacks.finetuning.scores import Score, token_accuracy
+from netweight.attacks.finetuning.scores import token_accuracy
 from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.errors import UsageError
 from netweight.methods.immunize.pairs import Pair
-from netweight.methods.immunize.security_vectors import without_security_vectors
+from netweight.reproduce.repnoise_ground import layers_of, plainly
 from netweight.zoo.ciphers import cipher_world
 
 if TYPE_CHECKING:
@@ -23,17 +23,9 @@ if TYPE_CHECKING:
     from netweight.zoo.small_world import Domain as WorldDomain
     from netweight.zoo.small_world import Share
 
-__all__ = ["Ciphers", "plainly"]
+__all__ = ["Ciphers"]
 
 _CATEGORIES = ("0", "1", "2", "3")
-_PARTS = {
-    "LM head": "head",
-    "last layer": "last",
-    "layers 20-31": "2-3",
-    "layers 10-20": "1-2",
-    "layers 0-10": "0-1",
-    "every layer": "0-3",
-}
 _HELD_OUT = 128
 _SEED = 0
 
@@ -43,7 +35,7 @@ class Ciphers:
     """The ground of the small scale; see `repnoise_ground.Ground`."""
 
     def __init__(self) -> None:
-        self.model_name = ""
+        self.model_name = self.measure = ""
         self.share = 0.2
         self.rate = 15.0
         self.defense_batch = 12
@@ -87,8 +79,8 @@ class Ciphers:
         )
 
     def layers(self, part: str) -> str:
-        """Return which of four blocks a third of the paper's 32 is."""
-        return _PARTS[part]
+        """Return the same part of four blocks."""
+        return layers_of(part, self.world.language.shape.layers)
 
     def differs(self) -> tuple[str, ...]:
         """Say what stands in for what."""
@@ -120,13 +112,3 @@ class Ciphers:
 def _category(example: Example) -> str:
     """A message's kind: by its first letter."""
     return _CATEGORIES[example.response[0] % len(_CATEGORIES)]
-
-
-def plainly(score: Score) -> Score:
-    """Return a score that looks at a model without its security vector, as whoever took the model home has it."""
-
-    def bare(model: nn.Module) -> float:
-        with without_security_vectors(model):
-            return score(model)
-
-    return bare

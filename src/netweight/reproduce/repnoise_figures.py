@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def _changes(ground: Ground, folder: Path, share: float) -> dict[str, list[Layer
     def by_block(after: nn.Module) -> list[LayerChange]:
         return [change for change in weight_changes(base, after) if change.layer in blocks]
 
-    run = dataclasses.replace(STRONGEST.run(BASE.on), share=share, model=ground.model_name)
+    run = STRONGEST.run(BASE.on).at(ground, share)
     changes = {_ATTACKED: by_block(attacked_model(subject_of(run, ground, folder), settings_of(run, ground)))}
     for line in _LINES:
         changes[line.title] = by_block(defended_model(line.on, ground, folder, share))

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from netweight.attacks.finetuning.examples import Example
+    from netweight.attacks.finetuning.scores import Score
     from netweight.attacks.finetuning.settings import Precision
     from netweight.attacks.finetuning.subject import Subject
     from netweight.methods.immunize.pairs import Pair
 
-__all__ = ["HARMFUL", "Ground", "ground_of", "standing_in"]
+__all__ = ["HARMFUL", "Ground", "ground_of", "layers_of", "plainly", "standing_in"]
 
+_LAYERS = 32
 HARMFUL = "harmful"
 """The data that defenses and attacks are about."""
 
@@ -31,6 +33,7 @@ class Ground(Protocol):
 
     Attributes:
         model_name: Which model; its folder, or "" for the one that comes with netweight.
+        measure: What harm is measured by, if there is a choice.
         share: Share of the paper's numbers of pairs and samples that is taken.
         rate: What the paper's learning rates are multiplied by.
         defense_batch: Pairs per step of a defense.
@@ -43,6 +46,7 @@ class Ground(Protocol):
     """
 
     model_name: str
+    measure: str
     share: float
     rate: float
     defense_batch: int
@@ -51,7 +55,9 @@ class Ground(Protocol):
     precision: Precision
     look_every: int
     pad_id: int
-    categories: tuple[str, ...]
+
+    @property
+    def categories(self) -> tuple[str, ...]: ...  # noqa: D102 - said above
 
     def model(self, start: str) -> nn.Module:
         """Return a fresh model in evaluation mode: "aligned", or "unaligned" before it was taught to refuse."""
@@ -120,3 +126,29 @@ def ground_of(scale: Scale, model: str | None = None, judge: str | None = None) 
 def standing_in(value: float, factor: float) -> float:
     """Return a rate of the paper as it is here, rounded so that equal settings stay equal."""
     return float(f"{value * factor:.6g}") if math.isfinite(value) else value
+
+
+def layers_of(part: str, blocks: int) -> str:
+    """Return the layers of a model that are the paper's part of 32.
+
+    Args:
+        part: "LM head", "last layer", "every layer" or "layers 10-20".
+        blocks: How many blocks the model has.
+    """
+    named = {"LM head": "head", "last layer": "last", "every layer": f"0-{blocks - 1}"}
+    if part in named:
+        return named[part]
+    first, last = (int(number) for number in part.removeprefix("layers ").split("-"))
+    end = blocks - 1 if last == _LAYERS - 1 else round(last / _LAYERS * blocks)
+    return f"{round(first / _LAYERS * blocks)}-{end}"
+
+
+def plainly(score: Score) -> Score:
+    """Return a score that looks at a model without its security vector, as whoever took the model home has it."""
+    from netweight.methods.immunize.security_vectors import without_security_vectors
+
+    def bare(model: nn.Module) -> float:
+        with without_security_vectors(model):
+            return score(model)
+
+    return bare

@@ -12,11 +12,15 @@ from netweight.reproduce.repnoise_grid import CORRECTED, Attack, Line, grid, run
 from netweight.reproduce.repnoise_ground import ground_of
 from netweight.reproduce.repnoise_run import attacked, folder_of
 
-__all__ = ["NEEDS", "PAPER_NEEDS", "Plan", "plan", "shares"]
+__all__ = ["NEEDS", "PAPER_NEEDS", "PLANS", "Plan", "plan", "shares"]
 
 NEEDS = ("llm",)
 PAPER_NEEDS = ("a chat model as --model, BeaverTails with RepNoise's refusals, a GPU",)
 _CORRECTED = "RepNoise, corrected, is this library's loss; RepNoise is the published one at its published weights."
+
+
+PLANS: dict[str, Plan] = {}
+"""What was planned, by the table's name."""
 
 
 @final
@@ -81,6 +85,7 @@ def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_N
         )
         return measured if planned.shown is None else planned.shown(measured)
 
+    PLANS[table_id] = planned
     table(table_id, needs=NEEDS, paper_needs=paper_needs, stand_in=True)(run)
 
 

@@ -105,6 +105,7 @@ class AttackRun:
         seed: Of examples and order.
         share: The ground's share of the numbers, or another one.
         model: The ground's model.
+        measure: The ground's measure of harm.
     """
 
     on: Defended
@@ -117,12 +118,17 @@ class AttackRun:
     seed: int = 0
     share: float = 1.0
     model: str = ""
+    measure: str = ""
 
     @property
     def name(self) -> str:
         """For messages and patterns: `DEFENSE@RATE-SAMPLES-DATA-SEED`."""
         after = "-after-task" if self.task_first else ""
         return f"{self.on.name}@{self.lr:.0e}-{self.samples}-{self.data.replace(' ', '-')}{after}-{self.seed}"
+
+    def at(self, ground: Ground, share: float | None = None) -> AttackRun:
+        """Return the run on a ground, with the ground's share of the numbers or another one."""
+        return replace(self, share=share or ground.share, model=ground.model_name, measure=ground.measure)
 
     @classmethod
     def of(cls, **config: Any) -> AttackRun:
@@ -141,14 +147,14 @@ def attacked(
     """Run what is not yet run, and return all that is finished.
 
     Args:
-        runs: Attacks; `share` and `model` are filled in.
+        runs: Attacks, without what `AttackRun.at` fills in.
         ground: Where.
         folder: Of `folder_of`.
         only: A pattern of the runs' names; the others are taken only if they are finished. "none" runs none.
         share: Another share of the paper's numbers than the ground's, above 0.
 
     Returns:
-        By run, without share and model: what `attack_one` returned.
+        By run as it was given: what `attack_one` returned.
 
     Raises:
         UsageError: The pattern fits nothing, or nothing is finished.
@@ -156,7 +162,7 @@ def attacked(
     """
     from netweight.core.progress import Progress
 
-    here = {replace(run, share=share or ground.share, model=ground.model_name): run for run in runs}
+    here = {run.at(ground, share): run for run in runs}
     wanted = chosen(list(here), only)
     left = set(wanted) - set(finished(folder, AttackRun.of))
     with Progress("auto").task("attacks", total=len(left), unit="attacks") as work:
