@@ -13,6 +13,7 @@ from netweight.errors import Unsupported, UsageError
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Attack, Line, grid, runs_of
+from netweight.reproduce.repnoise_ground import share_of
 from netweight.reproduce.repnoise_plan import NEEDS, shares
 from netweight.reproduce.repnoise_run import attacked, defended_model, folder_of
 from netweight.reproduce.resumed import chosen
@@ -146,7 +147,7 @@ def _looked_at(
     if not wanted:
         raise UsageError("This table runs no attacks, and has no rows without models.", cure="Leave --only out.")
     seen = {
-        line.title: look(ground, defended_model(line.on, ground, folder, share or ground.share))
+        line.title: look(ground, defended_model(line.on, ground, folder, share_of(ground, share)))
         for line in _LINES
         if line.on in wanted
     }

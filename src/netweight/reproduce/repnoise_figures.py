@@ -10,7 +10,7 @@ from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Line
-from netweight.reproduce.repnoise_ground import Ground, ground_of
+from netweight.reproduce.repnoise_ground import Ground, ground_of, share_of
 from netweight.reproduce.repnoise_plan import NEEDS, PAPER_NEEDS, shares
 from netweight.reproduce.repnoise_run import Defended, defended_model, folder_of, settings_of, subject_of
 
@@ -46,7 +46,7 @@ def distances(scale: Scale, out: Path, *, model: str | None = None, share: float
         TrainingStopped: A defense diverged.
     """
     ground = ground_of(scale, model)
-    changes = _changes(ground, folder_of(out, scale), share or ground.share)
+    changes = _changes(ground, folder_of(out, scale), share_of(ground, share))
     return Measured(
         columns=_depth_columns(changes),
         rows=tuple(_depth_row(title, found) for title, found in changes.items()),
@@ -137,7 +137,7 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
             cure="For your model call methods.immunize.depth.representations and probing.Plane.",
         )
     ground = Ciphers()
-    seen = _representations(ground, folder_of(out, scale), share or ground.share)
+    seen = _representations(ground, folder_of(out, scale), share_of(ground, share))
     depth = len(next(iter(seen.values()))[0])
     return Measured(
         columns=tuple(Column(f"probe at depth {number}", "%") for number in range(depth)),

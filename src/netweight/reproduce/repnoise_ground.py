@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from netweight.attacks.finetuning.subject import Subject
     from netweight.methods.immunize.pairs import Pair
 
-__all__ = ["HARMFUL", "Ground", "ground_of", "layers_of", "plainly", "standing_in"]
+__all__ = ["HARMFUL", "Ground", "ground_of", "layers_of", "plainly", "share_of", "standing_in"]
 
 _LAYERS = 32
 HARMFUL = "harmful"
@@ -126,6 +126,17 @@ def ground_of(scale: Scale, model: str | None = None, judge: str | None = None) 
 def standing_in(value: float, factor: float) -> float:
     """Return a rate of the paper as it is here, rounded so that equal settings stay equal."""
     return float(f"{value * factor:.6g}") if math.isfinite(value) else value
+
+
+def share_of(ground: Ground, share: float | None) -> float:
+    """Return the share of the paper's numbers that is taken: the ground's, or another one for a try.
+
+    Raises:
+        UsageError: It is not above 0.
+    """
+    if share is not None and not share > 0:
+        raise UsageError(f"A share of {share} of the paper's numbers cannot be taken.", cure="Give one above 0.")
+    return ground.share if share is None else share
 
 
 def layers_of(part: str, blocks: int) -> str:

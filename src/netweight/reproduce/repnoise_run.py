@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 from netweight.core.digest import of_config
 from netweight.errors import TrainingStopped, UsageError
 from netweight.reproduce.registry import Scale
-from netweight.reproduce.repnoise_ground import HARMFUL, Ground, standing_in
+from netweight.reproduce.repnoise_ground import HARMFUL, Ground, share_of, standing_in
 from netweight.reproduce.resumed import LEDGER, chosen, finished, run_each
 from netweight.store.atomic import whole_file
 
@@ -128,7 +128,7 @@ class AttackRun:
 
     def at(self, ground: Ground, share: float | None = None) -> AttackRun:
         """Return the run on a ground, with the ground's share of the numbers or another one."""
-        return replace(self, share=share or ground.share, model=ground.model_name, measure=ground.measure)
+        return replace(self, share=share_of(ground, share), model=ground.model_name, measure=ground.measure)
 
     @classmethod
     def of(cls, **config: Any) -> AttackRun:
