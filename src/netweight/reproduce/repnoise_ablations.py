@@ -9,8 +9,8 @@ from typing import Any
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Measured
 from netweight.reproduce.repnoise_grid import CORRECTED, REPNOISE, STRONGEST, TABLE1, Line
+from netweight.reproduce.repnoise_models import Defended
 from netweight.reproduce.repnoise_plan import Plan, plan
-from netweight.reproduce.repnoise_run import Defended
 
 _HARMFULNESS = dataclasses.replace(STRONGEST, title="harmfulness")
 _WEAK, _MANY, _MIDDLE, _, _FAST, _ = TABLE1
@@ -118,7 +118,7 @@ def _with_spread(measured: Measured) -> Measured:
     findings = []
     for kind, corrected in (("RepNoise", False), ("RepNoise, corrected", True)):
         rows = [row for row in measured.rows if row.name.startswith("corrected") == corrected]
-        harm = [row.values[0] for row in rows if row.values[0] is not None]
+        harm = [float(value) for row in rows if (value := row.values[0]) is not None]
         if len(harm) == len(_SEEDS):
             findings.append(
                 Finding(

@@ -6,8 +6,8 @@ import dataclasses
 
 from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, TABLE1, Attack, Line
+from netweight.reproduce.repnoise_models import Defended
 from netweight.reproduce.repnoise_plan import Plan, plan
-from netweight.reproduce.repnoise_run import Defended
 
 _DEFENSES = (
     BASE,

@@ -9,8 +9,9 @@ from pathlib import Path
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, REPNOISE, Attack, Results
 from netweight.reproduce.repnoise_ground import ground_of
+from netweight.reproduce.repnoise_models import folder_of
 from netweight.reproduce.repnoise_plan import NEEDS, PAPER_NEEDS, shares
-from netweight.reproduce.repnoise_run import AttackRun, attacked, folder_of
+from netweight.reproduce.repnoise_run import AttackRun, attacked
 
 __all__ = ["table5"]
 

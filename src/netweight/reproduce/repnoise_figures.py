@@ -11,8 +11,9 @@ from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Line
 from netweight.reproduce.repnoise_ground import Ground, ground_of, share_of
+from netweight.reproduce.repnoise_models import Defended, defended_model, folder_of
 from netweight.reproduce.repnoise_plan import NEEDS, PAPER_NEEDS, shares
-from netweight.reproduce.repnoise_run import Defended, defended_model, folder_of, settings_of, subject_of
+from netweight.reproduce.repnoise_run import settings_of, subject_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -10,7 +10,8 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Table
 from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.repnoise_ground import HARMFUL, Ground
-from netweight.reproduce.repnoise_run import RECOVERED, AttackRun, Defended
+from netweight.reproduce.repnoise_models import Defended
+from netweight.reproduce.repnoise_run import RECOVERED, AttackRun
 
 __all__ = ["BASE", "CORRECTED", "REPNOISE", "STRONGEST", "TABLE1", "Attack", "Line", "Results", "grid", "runs_of"]
 

@@ -10,7 +10,8 @@ from typing import final
 from netweight.reproduce.registry import Measured, Scale, table
 from netweight.reproduce.repnoise_grid import CORRECTED, Attack, Line, grid, runs_of
 from netweight.reproduce.repnoise_ground import ground_of
-from netweight.reproduce.repnoise_run import attacked, folder_of
+from netweight.reproduce.repnoise_models import folder_of
+from netweight.reproduce.repnoise_run import attacked
 
 __all__ = ["NEEDS", "PAPER_NEEDS", "PLANS", "Plan", "plan", "shares"]
 
