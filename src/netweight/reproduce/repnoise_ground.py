@@ -91,6 +91,9 @@ class Ground(Protocol):
     def differs(self) -> tuple[str, ...]:
         """Say how this differs from the paper's set-up, one sentence each."""
 
+    def __hash__(self) -> int:
+        """By identity: a model that is at hand is at hand for one ground."""
+
 
 def ground_of(scale: Scale, model: str | None = None, judge: str | None = None) -> Ground:
     """Open the ground of a scale.
