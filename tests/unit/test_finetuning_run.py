@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from netweight.attacks.finetuning.examples import Example, collate
-from netweight.attacks.finetuning.run import AttackResult, run_attack
+from netweight.attacks.finetuning.run import AttackResult, attacked_model, run_attack
 from netweight.attacks.finetuning.scores import mean_loss, token_accuracy
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
@@ -50,6 +50,14 @@ def test_the_seed_decides_and_a_ledger_can_keep_the_result(subject):
     assert first == again
     assert first.curve[1:] != other.curve[1:]
     assert AttackResult.from_json(json.loads(canonical_json(first, allow_nan=True))) == first
+
+
+def test_the_attacked_model_is_the_one_that_was_looked_at(subject):
+    settings, before = replace(FAST, max_steps=10), copy.deepcopy(subject.model.state_dict())
+    made = attacked_model(subject, settings)
+    assert subject.score("harmful")(made) == run_attack(subject, settings, Goal(None)).curve[-1].score
+    assert not made.training
+    assert all(torch.equal(before[name], value) for name, value in subject.model.state_dict().items())
 
 
 def test_dropout_is_seeded_too(subject):

@@ -27,7 +27,12 @@ from netweight.methods.immunize.method import RepNoise
 from netweight.methods.immunize.pairs import Pair, collate_pairs
 from netweight.methods.immunize.record import Record
 from netweight.methods.immunize.repnoise import repnoise_loss
-from netweight.methods.immunize.security_vectors import SecurityVectors, remove_security_vectors
+from netweight.methods.immunize.security_vectors import (
+    SecurityVectors,
+    hold_security_vectors,
+    remove_security_vectors,
+    without_security_vectors,
+)
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import CHECKPOINT, RECORD, immunize
 
@@ -257,6 +262,24 @@ def test_a_security_vector_stays_at_work_while_others_train():
     assert all(torch.equal(dict(attacked.named_parameters())[name], value) for name, value in vector.items())
     remove_security_vectors(attacked)
     assert [name for name, _ in attacked.named_parameters()] == [name for name, _ in decoder().named_parameters()]
+
+
+def test_a_security_vector_can_be_held_and_put_out_of_work():
+    """Held, it is no parameter any more, so that even who trains all of them leaves it alone."""
+    pairs, model = some_pairs(8), decoder()
+    batch = collate([pair.harmful for pair in pairs], pad_id=0)
+    bare = response_loss(model, batch).item()
+    immunize(model, pairs, defense="security-vectors", settings=SHORT)
+    at_work = response_loss(model, batch).item()
+    hold_security_vectors(model)
+    copied = copy.deepcopy(model)
+    assert response_loss(copied, batch).item() == at_work < bare
+    assert [parameter for name, parameter in copied.named_parameters() if name.endswith((".up", ".down"))] == []
+    with without_security_vectors(copied):
+        assert response_loss(copied, batch).item() == pytest.approx(bare, rel=1e-6)
+    assert response_loss(copied, batch).item() == at_work
+    remove_security_vectors(copied)
+    assert response_loss(copied, batch).item() == pytest.approx(bare, rel=1e-6)
 
 
 def test_a_vaccine_adds_the_worst_small_shift():

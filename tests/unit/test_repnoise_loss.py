@@ -370,6 +370,17 @@ def test_gradients_are_the_same_with_activation_checkpointing(fidelity):
     assert not any(module._forward_hooks for name, module in model.named_modules() if name.endswith("mlp"))
 
 
+def test_no_lens_leaves_the_models_own_loss():
+    model, batch = decoder(), collate_pairs(some_pairs(), pad_id=0)
+    _, ascent = harmful_terms(model, batch, RepNoiseConfig(lens_layers=0), generator=drawn())
+    side = batch.harmful
+    logits = model(input_ids=side.input_ids, attention_mask=side.attention_mask).logits
+    own = functional.cross_entropy(logits[:, :-1].flatten(0, 1), side.labels[:, 1:].flatten())
+    assert number(ascent) == pytest.approx(math.log1p(number(own)), rel=1e-6)
+    with pytest.raises(UsageError, match="lens_layers -1"):
+        RepNoiseConfig(lens_layers=-1)
+
+
 def test_settings_that_cannot_be_meant_are_refused():
     for wrong in ({"fidelity": "exact"}, {"alpha": -1}, {"beta": math.nan}, {"chunk": 0}, {"noise_tokens": 1}):
         with pytest.raises(UsageError):

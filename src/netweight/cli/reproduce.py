@@ -34,6 +34,9 @@ __all__ = ["reproduce"]
     help="Folder for results; each table gets its own in it.",
 )
 @click.option("--model", help="A .safetensors file or model folder, for the tables that can use one.")
+@click.option(
+    "--judge", metavar="MODULE:FUNCTION", help="Your judge, texts to numbers, for the tables that can use one."
+)
 @click.option("--only", metavar="PATTERN", help="Measure only these rows, for the tables that run row by row.")
 @click.option("--overwrite", is_flag=True, help="Measure again although a result is there.")
 @output_option
@@ -45,6 +48,7 @@ def reproduce(
     scale: Any,
     out: Path,
     model: str | None,
+    judge: str | None,
     only: str | None,
     overwrite: bool,
     output: Output,
@@ -62,10 +66,10 @@ def reproduce(
         _list(output)
         return
     command = f"netweight reproduce {table} --scale {scale}" + (f" --model {model}" if model else "")
+    command += f" --judge {judge}" if judge else ""
     command += f" --only {shlex.quote(only)}" if only else ""
-    result = run_table(
-        table, scale=scale, out=out, overwrite=overwrite, options={"model": model, "only": only}, command=command
-    )
+    options = {"model": model, "judge": judge, "only": only}
+    result = run_table(table, scale=scale, out=out, overwrite=overwrite, options=options, command=command)
     _show(result, output)
     output.result(result.to_json())
     if any(finding.passed is False for finding in result.measured.findings):

@@ -35,6 +35,11 @@ MODULES = (
     "netweight.reproduce.neuzip_memory",
     "netweight.reproduce.neuzip_sql",
     "netweight.reproduce.neuzip_training",
+    "netweight.reproduce.repnoise_abilities",
+    "netweight.reproduce.repnoise_ablations",
+    "netweight.reproduce.repnoise_attacks",
+    "netweight.reproduce.repnoise_categories",
+    "netweight.reproduce.repnoise_figures",
 )
 """Modules that register tables."""
 

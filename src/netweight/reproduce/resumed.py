@@ -70,16 +70,15 @@ def chosen(runs: Sequence[R], only: str | None) -> list[R]:
     return found
 
 
-def finished(folder: Path, kind: type[R]) -> dict[R, dict[str, Any]]:
+def finished(folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
     """Return every run in a folder's ledger that ended well, with what it returned.
 
     Args:
         folder: Where the ledger is; none may be there.
-        kind: Class of the runs' settings, a frozen dataclass.
+        kind: Makes a run's settings of their fields: a frozen dataclass, or a function for one that holds another.
     """
     if not (folder / LEDGER).exists():
         return {}
     with Ledger(folder / LEDGER) as ledger:
-        return {
-            kind(**record["config"]): record["value"] for record in ledger.records.values() if record["error"] is None
-        }
+        records = ledger.records.values()
+        return {kind(**record["config"]): record["value"] for record in records if record["error"] is None}

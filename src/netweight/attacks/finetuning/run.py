@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -25,7 +26,7 @@ from netweight.attacks.finetuning.training import Training, attack_batches
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
 
-__all__ = ["AttackResult", "Look", "Outcome", "check_attack", "run_attack"]
+__all__ = ["AttackResult", "Look", "Outcome", "attacked_model", "check_attack", "run_attack"]
 
 Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 
@@ -103,9 +104,7 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
     """
     check_attack(subject, settings)
     domain = subject.domain(settings.data)
-    devices = {parameter.device for parameter in subject.model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(derive(settings.seed, "dropout"))
+    with _own_randomness(subject, settings):
         watch = _Watch(subject, settings, goal, domain.threshold)
         victim = copy.deepcopy(subject.model)
         watch.look(victim, 0, None, last=False)
@@ -118,6 +117,40 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
             if last or step % settings.check_every == 0:
                 watch.look(victim, step, training.mean_loss(), last=last)
         return watch.result()
+
+
+def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Module:
+    """Return what an attack makes of a model when nobody looks: a copy, trained to the attack's last step.
+
+    Args:
+        subject: What is attacked; it stays as it is.
+        settings: The attack.
+
+    Returns:
+        In evaluation mode.
+
+    Raises:
+        NameNotFound: The subject has no such domain.
+        UsageError: The subject has fewer examples than the settings ask for.
+    """
+    check_attack(subject, settings)
+    train = subject.domain(settings.data).train
+    with _own_randomness(subject, settings):
+        victim = copy.deepcopy(subject.model)
+        training = Training(victim, settings)
+        for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
+            training.step(batch)
+    victim.eval()
+    return victim
+
+
+@contextmanager
+def _own_randomness(subject: Subject, settings: AttackSettings) -> Iterator[None]:
+    """Draw dropout from the attack's seed, and leave torch's own generators as they were."""
+    devices = {parameter.device for parameter in subject.model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive(settings.seed, "dropout"))
+        yield
 
 
 def check_attack(subject: Subject, settings: AttackSettings) -> None:

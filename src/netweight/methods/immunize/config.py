@@ -22,7 +22,7 @@ class RepNoiseConfig:
             "corrected" its gradient's norm as a multiple of that of the weighted ascent term, since the values of the
             two say nothing of how hard they pull.
         lens_layers: At how many states below the last one, drawn anew at each step, the ascent term looks; None for
-            all. "corrected" only.
+            all, 0 for none, so that the ascent is at the model's own logits alone. "corrected" only.
         noise_tokens: How many tokens the noise term looks at, drawn anew at each step and layer; None for all.
             "corrected" only.
         chunk: Tokens whose logits are held at once.
@@ -47,10 +47,10 @@ class RepNoiseConfig:
             raise UsageError(f"There is no fidelity {self.fidelity!r}.", cure='Use "corrected" or "reference".')
         if not self.alpha >= 0 or not self.beta >= 0:
             raise UsageError(f"alpha {self.alpha} and beta {self.beta} cannot be.", cure="Give 0 or more.")
-        if self.chunk < 1 or (self.lens_layers or 1) < 1 or (self.noise_tokens or 2) < 2:
+        if self.chunk < 1 or (self.lens_layers or 0) < 0 or (self.noise_tokens or 2) < 2:
             raise UsageError(
                 f"lens_layers {self.lens_layers}, noise_tokens {self.noise_tokens} and chunk {self.chunk} cannot be.",
-                cure="Give None or at least 1 layer, None or at least 2 tokens, and chunks of at least 1 token.",
+                cure="Give None or at least 0 layers, None or at least 2 tokens, and chunks of at least 1 token.",
             )
         if self.fidelity == "reference" and self.lens_layers is not None:
             raise UsageError("The published loss looks at all layers.", cure="Leave lens_layers out.")

@@ -141,9 +141,11 @@ def harmful_terms(
         average = final / len(depths) + lens
     else:
         noise = _corrected_noise(list(outputs.values()), side.labels != IGNORED, config, generator, ranks)
-        chosen = sampled_layers(len(depths) - 1, config.lens_layers, generator)
-        lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
-        average = (final + lens * (len(depths) - 1)) / len(depths)
+        average = final
+        if config.lens_layers != 0:
+            chosen = sampled_layers(len(depths) - 1, config.lens_layers, generator)
+            lens = mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=config.chunk)
+            average = (final + lens * (len(depths) - 1)) / len(depths)
     if units(model):
         # FSDP gathers a block's weights when the gradient of its output arrives: so one of zeros does, for the noise.
         noise = noise + (depths[-1] * 0).sum()

@@ -23,7 +23,7 @@ from netweight.methods.immunize.pairs import PairBatch
 from netweight.methods.immunize.sharded import is_sharded
 from netweight.methods.immunize.structure import structure_of
 
-__all__ = ["SecurityVectors", "remove_security_vectors"]
+__all__ = ["SecurityVectors", "hold_security_vectors", "remove_security_vectors", "without_security_vectors"]
 
 
 @final
@@ -115,3 +115,32 @@ def remove_security_vectors(model: nn.Module) -> None:
             for part in module.parametrizations.weight  # type: ignore[union-attr]
         ):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+
+def hold_security_vectors(model: nn.Module) -> None:
+    """Put a security vector out of the reach of training: its matrices become buffers, where they were parameters.
+
+    For a service in which others train all parameters of a model, as the vector's authors think of it.
+    """
+    for part in _vectors(model):
+        for name in ("down", "up"):
+            value = getattr(part, name).detach()
+            delattr(part, name)
+            part.register_buffer(name, value)
+
+
+@contextmanager
+def without_security_vectors(model: nn.Module) -> Iterator[None]:
+    """Put a model's security vector out of work within a block, as if it had been taken out."""
+    scales = {part: part.scale for part in _vectors(model)}
+    try:
+        for part in scales:
+            part.scale = 0.0
+        yield
+    finally:
+        for part, scale in scales.items():
+            part.scale = scale
+
+
+def _vectors(model: nn.Module) -> list[_LowRank]:
+    return [part for part in model.modules() if isinstance(part, _LowRank)]

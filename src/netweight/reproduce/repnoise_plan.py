@@ -1,0 +1,95 @@
+"""Tables of RepNoise's that are a grid of defended models and attacks: planned as data, measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from netweight.reproduce.registry import Measured, Scale, table
+from netweight.reproduce.repnoise_grid import CORRECTED, Attack, Line, grid, runs_of
+from netweight.reproduce.repnoise_ground import ground_of
+from netweight.reproduce.repnoise_models import folder_of
+from netweight.reproduce.repnoise_run import attacked
+
+__all__ = ["NEEDS", "PAPER_NEEDS", "PLANS", "Plan", "plan", "shares"]
+
+NEEDS = ("llm",)
+PAPER_NEEDS = ("a chat model as --model, BeaverTails with RepNoise's refusals, a GPU",)
+_CORRECTED = "RepNoise, corrected, is this library's loss; RepNoise is the published one at its published weights."
+
+
+PLANS: dict[str, Plan] = {}
+"""What was planned, by the table's name."""
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """A table.
+
+    Attributes:
+        lines: Its rows.
+        attacks: Its columns.
+        before: Whether harm before any attack has a column.
+        steps: Whether steps to recovery have columns.
+        differs: How it differs from the paper's, besides the ground.
+        small: How it does at the small scale.
+        shown: What to make of the grid, if it is to be laid out otherwise.
+    """
+
+    lines: tuple[Line, ...]
+    attacks: tuple[Attack, ...]
+    before: bool = False
+    steps: bool = False
+    differs: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()
+    shown: Callable[[Measured], Measured] | None = None
+
+
+def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
+    """Register a table.
+
+    Its function takes `only`, a pattern of the attacks' names (`DEFENSE@RATE-SAMPLES-DATA-SEED`; "none" for none);
+    `model`, a folder of transformers, and `judge`, "MODULE:FUNCTION" of a judge of harm, for "paper"; and `share`,
+    another share of the paper's numbers of pairs and samples than the scale's, for a try.
+
+    Args:
+        table_id: Its name.
+        planned: What it is.
+        paper_needs: What the paper's scale needs, in words.
+    """
+
+    def run(
+        scale: Scale,
+        out: Path,
+        *,
+        only: str | None = None,
+        model: str | None = None,
+        judge: str | None = None,
+        share: float | None = None,
+    ) -> Measured:
+        ground = ground_of(scale, model, judge)
+        runs = runs_of(planned.lines, planned.attacks)
+        found = attacked(runs, ground, folder_of(out, scale), only=only, share=share)
+        corrected = [_CORRECTED] if any(line.on.defense == CORRECTED.defense for line in planned.lines) else []
+        measured = grid(
+            found,
+            planned.lines,
+            planned.attacks,
+            ground,
+            before=planned.before,
+            steps=planned.steps,
+            differs=(*planned.differs, *(planned.small if scale == "small" else ())),
+            notes=(*corrected, *shares(share)),
+        )
+        return measured if planned.shown is None else planned.shown(measured)
+
+    PLANS[table_id] = planned
+    table(table_id, needs=NEEDS, paper_needs=paper_needs, stand_in=True)(run)
+
+
+def shares(share: float | None) -> list[str]:
+    """Return a note on a try."""
+    return [f"A try with {share:g} of the paper's numbers of pairs and samples."] if share else []
