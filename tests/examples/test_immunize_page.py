@@ -22,5 +22,6 @@ def test_the_page_s_example_unlearns_step_by_step():
 def test_the_page_names_every_defense():
     from netweight.methods.immunize.catalog import DEFENSES
 
-    rows = "\n".join(line for line in PAGE.read_text().splitlines() if line.startswith("| `"))
+    section = PAGE.read_text().split("\n## Defenses\n")[1].split("\n## ")[0]
+    rows = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`([a-z0-9-]+)`", rows)) == set(DEFENSES)
