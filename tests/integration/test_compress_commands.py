@@ -144,7 +144,8 @@ def test_histograms_are_drawn_on_request(model, tmp_path, suffix, start):
 
 
 COMMAND = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit that it is ignored
 real, left = os.fsync, int(sys.argv[1])
 def fsync(descriptor):
     global left
