@@ -69,5 +69,5 @@ $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,federated,dp,bench]"
+	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,federated,ray,dp,bench]"
 	touch $@
