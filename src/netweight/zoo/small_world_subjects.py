@@ -38,9 +38,9 @@ __all__ = [
 
 DEFENSE = "repnoise"
 """The defense of the ciphers that the tour shows."""
-DEFENSE_SETTINGS = Settings(lr=3e-4, batch_size=24)
+DEFENSE_SETTINGS = Settings(lr=1e-3, batch_size=24)
 """How it is trained: a model this small takes a larger rate than the paper's."""
-DEFENSE_ROWS = 150 * 24
+DEFENSE_ROWS = 300 * 24
 """Pairs, and as many rows of the kept cipher."""
 
 Control = Literal["aligned", "random weights", "relearn ceiling"]
