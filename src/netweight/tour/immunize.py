@@ -25,7 +25,7 @@ from netweight.methods.immunize.insight import Insight, look_inside
 from netweight.tour.stop import Stop
 from netweight.zoo.ciphers import cipher_world
 from netweight.zoo.small_world import ALIGNED
-from netweight.zoo.small_world_subjects import DEFENSE, defend_ciphers
+from netweight.zoo.small_world_subjects import DEFENSE, defend_world
 
 __all__ = ["ATTACK_STEPS", "immunize_stop"]
 
@@ -52,7 +52,7 @@ def immunize_stop(models: Path, progress: Progress, say: Callable[[str], None]) 
     world, file = cipher_world(), models / "ciphers-defended.safetensors"
     before = world.base()
     say("A miniature: 455,520 weights that decipher one cipher, refuse another and never saw a third.")
-    after, record = defend_ciphers(file, progress=progress)
+    after, record = defend_world(file, world, progress=progress)
     say(f"Immunized by {DEFENSE}: {len(record.steps)} steps.")
     pairs = world.pairs(_LOOKED_AT, seed=_SEED + 1)
     insight = Insight(
@@ -76,12 +76,12 @@ def immunize_stop(models: Path, progress: Progress, say: Callable[[str], None]) 
 
 def _attacked(file: Path, ledger: Path, progress: Progress) -> tuple[Sweep, Stability]:
     """Attack both models alike, and measure what the defense cost."""
-    names = [SubjectName(_BASE, f"{_ZOO}:cipher_subject", {"held_out": _LOOKED_AT})]
+    names = [SubjectName(_BASE, f"{_ZOO}:undefended_subject", {"held_out": _LOOKED_AT})]
     subject = make_subject(names[0].factory, names[0].arguments)
     assert subject.utility is not None
     kept = measure_kept(subject.model, subject.kept, pad_id=subject.pad_id)
     more = {"file": str(file), "held_out": _LOOKED_AT, "reference_utility": subject.utility(subject.model)}
-    names.append(SubjectName(_DEFENDED, f"{_ZOO}:defended_cipher_subject", more, defense_seed=42))
+    names.append(SubjectName(_DEFENDED, f"{_ZOO}:defended_subject", more, defense_seed=42))
     defended = make_subject(names[1].factory, more)
     cost = measure_kept(defended.model, defended.kept, pad_id=defended.pad_id)
     attacks = grid(lr=_RATES, seed=_SEED, max_steps=ATTACK_STEPS, **_HOW)

@@ -1,26 +1,28 @@
 """Small worlds as subjects of fine-tuning attacks: the aligned model, a defended one, and the controls.
 
 The guarded domain is the harmful one, the kept domain is the utility, and the new domain is the benign task. Sweeps
-name `cipher_subject` for the undefended model and the controls, and `defended_cipher_subject` for what
-`defend_ciphers` made.
+name `undefended_subject` for the undefended model and the controls, and `defended_subject` for what `defend_world`
+made.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import NameNotFound
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.immunize.defense import Defense
 from netweight.methods.immunize.record import Record
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import immunize
 from netweight.zoo.ciphers import cipher_world
 from netweight.zoo.small_llama import opened, write_weights
 from netweight.zoo.small_world import SmallWorld
+from netweight.zoo.speakers import speaker_world
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,20 +32,48 @@ __all__ = [
     "DEFENSE",
     "DEFENSE_ROWS",
     "DEFENSE_SETTINGS",
-    "cipher_subject",
-    "defend_ciphers",
-    "defended_cipher_subject",
+    "WORLDS",
+    "WorldName",
+    "defend_world",
+    "defended_subject",
     "subject_of_world",
+    "undefended_subject",
+    "world_named",
 ]
 
 DEFENSE = "repnoise"
-"""The defense of the ciphers that the tour shows."""
+"""The defense of a small world where none is named."""
 DEFENSE_SETTINGS = Settings(lr=1e-3, batch_size=24)
 """How it is trained: a model this small takes a larger rate than the paper's."""
 DEFENSE_ROWS = 300 * 24
 """Pairs, and as many rows of the kept cipher."""
 
 Control = Literal["aligned", "random weights", "relearn ceiling"]
+WorldName = Literal["ciphers", "speakers"]
+WORLDS = get_args(WorldName)
+
+
+def world_named(name: WorldName = "ciphers", folder: str | Path | None = None) -> SmallWorld:
+    """Open a small world.
+
+    Args:
+        name: "ciphers" or "speakers".
+        folder: Its models; None for the ciphers that come with netweight.
+
+    Raises:
+        NameNotFound: There is no such world.
+        UsageError: The speakers' models are nowhere, or their text is not at hand.
+    """
+    if name not in WORLDS:
+        raise NameNotFound(f"There is no world {name!r}.", cure=f"The worlds are {', '.join(WORLDS)}.")
+    if name == "ciphers":
+        return cipher_world() if folder is None else cipher_world(folder=Path(folder))
+    if folder is None:
+        raise UsageError(
+            "The speakers' models do not come with netweight.",
+            cure="Train them, `python -m netweight.zoo.small_world_training speakers FOLDER`, and name the folder.",
+        )
+    return speaker_world(folder)
 
 
 def subject_of_world(
@@ -84,39 +114,57 @@ def subject_of_world(
     )
 
 
-def cipher_subject(model: Control = "aligned", *, samples: int = 4096, held_out: int = 64, seed: int = 0) -> Subject:
-    """Make an undefended subject or a control of the ciphers that come with netweight: a factory for sweeps.
+def undefended_subject(
+    model: Control = "aligned",
+    *,
+    world: WorldName = "ciphers",
+    folder: str | None = None,
+    samples: int = 4096,
+    held_out: int = 64,
+    seed: int = 0,
+) -> Subject:
+    """Make an undefended subject or a control of a small world: a factory for sweeps.
 
     Args:
         model: "aligned", before any defense; "random weights", which must learn everything; or "relearn ceiling", the
             aligned model attacked with the domain that it never knew.
+        world: See `world_named`.
+        folder: See `world_named`.
         samples: See `subject_of_world`.
         held_out: See `subject_of_world`.
         seed: Of the draws and of random weights.
 
     Raises:
-        NameNotFound: There is no such model.
+        NameNotFound: There is no such model or world.
         MissingExtra: transformers is not installed.
+        UsageError: The world has no models.
     """
-    known = ("aligned", "random weights", "relearn ceiling")
+    known = get_args(Control)
     if model not in known:
         raise NameNotFound(
             f"There is no model {model!r}.", cure=f"The nearest is {nearest_names(model, known, 1)[0]!r}."
         )
-    world = cipher_world()
-    victim = world.random_model(seed) if model == "random weights" else world.base()
+    opened_world = world_named(world, folder)
+    victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
     harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"
-    return subject_of_world(world, victim, harmful=harmful, samples=samples, held_out=held_out, seed=seed)
+    return subject_of_world(opened_world, victim, harmful=harmful, samples=samples, held_out=held_out, seed=seed)
 
 
-def defend_ciphers(
-    file: str | Path, *, defense: str = DEFENSE, seed: int = 42, rows: int | None = None, progress: Progress = QUIET
+def defend_world(
+    file: str | Path,
+    world: SmallWorld,
+    *,
+    defense: str | Defense = DEFENSE,
+    seed: int = 42,
+    rows: int | None = None,
+    progress: Progress = QUIET,
 ) -> tuple[LlamaForCausalLM, Record]:
-    """Train a defense into the ciphers' model, as `DEFENSE_SETTINGS` says, and write its weights in bf16.
+    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` says, and write its weights in bf16.
 
     Args:
         file: Where the weights go; what is there is replaced.
-        defense: Its name in the catalog.
+        world: The world.
+        defense: Its name in the catalog, or the defense.
         seed: Of the pairs drawn and of the training.
         rows: How many pairs, and rows to keep; `DEFENSE_ROWS` by default.
         progress: Where progress is shown.
@@ -129,7 +177,7 @@ def defend_ciphers(
         TrainingStopped: The loss diverged.
         MissingExtra: transformers is not installed.
     """
-    world, count = cipher_world(), rows or DEFENSE_ROWS
+    count = rows or DEFENSE_ROWS
     model = world.base()
     record = immunize(
         model,
@@ -144,13 +192,22 @@ def defend_ciphers(
     return opened(world.language.shape, Path(file)), record
 
 
-def defended_cipher_subject(
-    file: str, *, samples: int = 4096, held_out: int = 64, reference_utility: float | None = None, seed: int = 0
+def defended_subject(
+    file: str,
+    *,
+    world: WorldName = "ciphers",
+    folder: str | None = None,
+    samples: int = 4096,
+    held_out: int = 64,
+    reference_utility: float | None = None,
+    seed: int = 0,
 ) -> Subject:
-    """Make a subject of what `defend_ciphers` wrote: a factory for sweeps.
+    """Make a subject of what `defend_world` wrote: a factory for sweeps.
 
     Args:
         file: The weights.
+        world: See `world_named`.
+        folder: See `world_named`.
         samples: See `subject_of_world`.
         held_out: See `subject_of_world`.
         reference_utility: See `Subject`.
@@ -160,8 +217,8 @@ def defended_cipher_subject(
         UsageError: There are no such weights.
         MissingExtra: transformers is not installed.
     """
-    world = cipher_world()
-    victim = opened(world.language.shape, Path(file))
+    opened_world = world_named(world, folder)
+    victim = opened(opened_world.language.shape, Path(file))
     return subject_of_world(
-        world, victim, samples=samples, held_out=held_out, reference_utility=reference_utility, seed=seed
+        opened_world, victim, samples=samples, held_out=held_out, reference_utility=reference_utility, seed=seed
     )
