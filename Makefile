@@ -31,6 +31,8 @@ check: $(VENV)/dev.stamp
 
 # A finished reproduction is kept, so that study continues where it was stopped.
 STUDY_AT_PAPER_SCALE := neuzip-fig5
+# Miniatures that need nothing; their attacks are shared.
+STUDY_MINIATURES := $(addprefix repnoise-table,1 2 3 4 5 6 7 9 11 14 15 16 17 18 19 20 23) repnoise-layer-distances repnoise-pca
 STUDY_WITH_DATA := neuzip-table1 neuzip-table2 neuzip-table3-decoder neuzip-table3-encdec neuzip-table4 neuzip-fig2 neuzip-fig3
 # At the paper's scale, which takes hours to days on a CPU; each run within a table is kept and goes on by the round.
 STUDY_FEDERATED := hyperfl-table3 hyperfl-fig5 hyperfl-table5 hyperfl-fig6 hyperfl-fig7 hyperfl-table4 hyperfl-fig4 \
@@ -41,6 +43,7 @@ study: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m study
 	if [ -x fuzz/run.sh ]; then PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh; fi
 	for table in $(STUDY_AT_PAPER_SCALE); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done
+	for table in $(STUDY_MINIATURES); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done
 	if [ -z "$$NETWEIGHT_DATA" ]; then echo "NETWEIGHT_DATA is not set: $(STUDY_WITH_DATA) $(STUDY_FEDERATED) are left out."; else \
 		for table in $(STUDY_WITH_DATA); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done; \
 		for table in $(STUDY_FEDERATED); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done; fi

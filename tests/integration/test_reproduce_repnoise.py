@@ -118,6 +118,16 @@ def test_abilities_are_looked_at_before_and_after(out):
         run_table("repnoise-table3", scale="paper", out=out)
 
 
+def test_a_defense_that_diverged_leaves_its_cells_empty_and_says_why(tmp_path):
+    tried("repnoise-table3", tmp_path, "repnoise-reference")
+    place = next(tmp_path.glob("repnoise-runs-small/defended/repnoise-reference*"))
+    (place / "weights.safetensors").unlink()
+    (place / "stopped.txt").write_text("The loss was NaN at step 1.")
+    found = tried("repnoise-table3", tmp_path)
+    assert {row for row, _ in measured(found)} == {"Base", "RepNoise, corrected"}
+    assert any("RepNoise: the defense" in note and "NaN at step 1" in note for note in found.measured.notes)
+
+
 def test_figures_draw_the_models_of_the_tables(out):
     names = trained(out)
     moved = tried("repnoise-layer-distances", out)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Attack, Line, grid, runs_of
@@ -146,17 +146,21 @@ def _looked_at(
     wanted = chosen([line.on for line in _LINES], only)
     if not wanted:
         raise UsageError("This table runs no attacks, and has no rows without models.", cure="Leave --only out.")
-    seen = {
-        line.title: look(ground, defended_model(line.on, ground, folder, share_of(ground, share)))
-        for line in _LINES
-        if line.on in wanted
-    }
+    lines = [line for line in _LINES if line.on in wanted]
+    seen: dict[str, tuple[float, ...]] = {}
+    stopped = []
+    for line in lines:
+        try:
+            seen[line.title] = look(ground, defended_model(line.on, ground, folder, share_of(ground, share)))
+        except TrainingStopped as error:
+            stopped.append(f"{line.title}: the defense was not trained to its end. {error.reason}")
+    nothing = (None,) * len(columns)
     return Measured(
         columns=columns,
-        rows=tuple(Row(title, values) for title, values in seen.items()),
+        rows=tuple(Row(line.title, seen.get(line.title, nothing)) for line in lines),
         differs=(*ground.differs(), *differs),
         findings=tuple(findings(seen)) if findings else (),
-        notes=("One training of each defense, seed 42; 512 held-out prompts of each kind.", *shares(share)),
+        notes=("One training of each defense, seed 42; 512 held-out prompts of each kind.", *shares(share), *stopped),
     )
 
 
