@@ -51,7 +51,7 @@ HOW = {
     "warmup": 0.02,
     "check_every": 2,
 }
-RATES = {"full": (3e-4, 1e-3, 2e-3, 3e-3), "LoRA": (3e-3, 1e-2)}
+RATES = {"full": (1e-3, 2e-3, 3e-3, 5e-3), "LoRA": (1e-2,), "task": (1e-3, 2e-3)}
 ZOO = "netweight.zoo.small_world_subjects"
 
 
@@ -75,7 +75,7 @@ def subjects_of(options, world):
 def attacks_of(options):
     common = {**HOW, "seed": range(options.attack_seeds)}
     harmful = [*grid(lr=RATES["full"], **common), *grid(lr=RATES["LoRA"], lora_rank=8, **common)]
-    benign = grid(lr=RATES["full"][:-1], domain="task", **common)
+    benign = grid(lr=RATES["task"], domain="task", **common)
     return harmful, benign
 
 
