@@ -125,6 +125,7 @@ def run_table(
         raise UsageError(f"There is no scale {scale!r}.", cure="Use small or paper.")
     entry = find(table_id)
     given = _checked_options(entry, options or {})
+    numbers = published(table_id)
     folder = Path(out) / f"{table_id}-{scale}"
     file = folder / "result.json"
     measured = None if overwrite or not file.exists() else _load(file, given)
@@ -132,7 +133,6 @@ def run_table(
     if measured is None:
         measured = _measure(entry, scale, folder, given)
         write_text(file, _dump(measured, entry, scale, given))
-    numbers = published(table_id)
     result = Reproduction(table_id, scale, folder, reused, numbers, measured, compare(numbers, measured))
     if not reused or not (folder / "report.html").exists():
         write_report(result, command=command)
