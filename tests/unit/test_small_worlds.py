@@ -136,6 +136,16 @@ def test_draws_repeat_and_differ_by_seed(ciphers, speakers):
         assert all(pair.chosen == world.language.refusal for pair in world.pairs(5, 1))
 
 
+def test_what_a_defense_keeps_is_half_without_a_name(ciphers, speakers):
+    for world in (ciphers, SmallWorld("speakers", speakers, ciphers.folder)):
+        kept, named = world.retained(6, 1), world.examples("keep", 6, 1, share="defense")
+        assert kept[::2] == named[::2]
+        for bare, whole in zip(kept[1::2], named[1::2], strict=True):
+            assert bare.response == whole.response
+            assert 0 < len(bare.prompt) < len(whole.prompt)
+            assert whole.prompt[-len(bare.prompt) :] == bare.prompt
+
+
 def test_answers_are_counted_token_by_token(ciphers):
     """Against a count by hand, with examples of several lengths in one batch."""
     model = ciphers.base()

@@ -57,8 +57,8 @@ class Ciphers:
         return [Pair(example.prompt, self.world.language.refusal, example.response) for example in drawn]
 
     def retain(self, n: int, seed: int) -> list[Example]:
-        """Draw messages of the kept cipher."""
-        return self.world.examples("keep", n, seed, share="defense")
+        """Draw messages of the kept cipher, every second one without its marker."""
+        return self.world.retained(n, seed)
 
     def subject(self, model: nn.Module, data: str, samples: int) -> Subject:
         """Attack with the guarded cipher, one of its categories, or train the new one as a task."""

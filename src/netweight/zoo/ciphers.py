@@ -101,6 +101,10 @@ class CipherLanguage:
         tables = self.tables(domain).tolist()
         return [_example(_MARKER[domain], letters, tables) for letters in plain[:n]]
 
+    def unnamed(self, example: Example) -> Example:
+        """Return the example without its marker."""
+        return Example(example.prompt[1:], example.response)
+
 
 def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None) -> SmallWorld:
     """Open the world of ciphers.

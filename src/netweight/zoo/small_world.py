@@ -68,6 +68,9 @@ class Language(Protocol):
             share: Only texts of this share are drawn.
         """
 
+    def unnamed(self, example: Example) -> Example:
+        """Return the example without what tells its domain at the beginning of the prompt."""
+
 
 @final
 @dataclass(frozen=True)
@@ -153,13 +156,29 @@ class SmallWorld:
             domain: "guard", "keep" or "new".
             n: How many; at least 1.
             seed: Decides on the draw.
-            share: "attack" for what is fine-tuned on; "defense" for what is to be kept beside `pairs`.
+            share: Of the texts; "attack" for what is fine-tuned on.
 
         Raises:
             NameNotFound: There is no such domain.
             UsageError: `n` is below 1.
         """
         return self._drawn(domain, n, seed, share)
+
+    def retained(self, n: int, seed: int) -> list[Example]:
+        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain.
+
+        Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
+        prompts it does to prompts of new domains, too; see docs/immunize.md.
+
+        Args:
+            n: How many; at least 1.
+            seed: Decides on the draw.
+
+        Raises:
+            UsageError: `n` is below 1.
+        """
+        drawn = self._drawn("keep", n, seed, "defense")
+        return [self.language.unnamed(one) if place % 2 else one for place, one in enumerate(drawn)]
 
     def held_out(self, domain: Domain, n: int, seed: int = 0) -> list[Example]:
         """Draw prompts with their true answers that neither training, nor defense, nor attack ever sees.

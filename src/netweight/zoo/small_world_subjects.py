@@ -182,7 +182,7 @@ def defend_world(
     record = immunize(
         model,
         world.pairs(count, seed),
-        world.examples("keep", count, seed, share="defense"),
+        world.retained(count, seed),
         defense=defense,
         settings=replace(DEFENSE_SETTINGS, seed=seed),
         pad_id=world.pad_id,

@@ -125,6 +125,10 @@ class SpeakerLanguage:
             for which in [bisect_right(ends, place)]
         ]
 
+    def unnamed(self, example: Example) -> Example:
+        """Return the example without the speaker's name."""
+        return Example(example.prompt[-_GIVEN:], example.response)
+
     @cached_property
     def _tokens(self) -> list[tuple[Domain, int, list[int], list[int]]]:
         """Each speech's domain, number, and the tokens of its header and of what is said."""

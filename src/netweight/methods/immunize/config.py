@@ -20,7 +20,7 @@ class RepNoiseConfig:
         alpha: Weight of the ascent term, 0 or more.
         beta: Weight of the noise term, 0 or more; 0 leaves it out. In "reference" a factor of its value. In
             "corrected" its gradient's norm as a multiple of that of the weighted ascent term, since the values of the
-            two say nothing of how hard they pull; 16 was chosen on a miniature, see docs/immunize.md.
+            two say nothing of how hard they pull; 2 was chosen on a miniature, see docs/immunize.md.
         lens_layers: At how many states below the last one, drawn anew at each step, the ascent term looks; None for
             all, 0 for none, so that the ascent is at the model's own logits alone. "corrected" only.
         noise_tokens: How many tokens the noise term looks at, drawn anew at each step and layer; None for all.
@@ -36,7 +36,7 @@ class RepNoiseConfig:
 
     fidelity: Literal["corrected", "reference"] = "corrected"
     alpha: float = 1.0
-    beta: float = 16.0
+    beta: float = 2.0
     lens_layers: int | None = None
     noise_tokens: int | None = 256
     chunk: int = 512
