@@ -94,7 +94,8 @@ class Ciphers:
             "Half of every harmful batch is benign, so that the attacked model keeps its other ability; without it it "
             "collapses here. Weights are trained in float32, the paper's in bfloat16.",
             "Attack and defense have different texts; the paper's have the same, which favors the defense.",
-            "All defenses keep the other cipher by a term of their loss; the paper's keep refusals alone.",
+            "All defenses keep the other cipher by a term of their loss, half of its prompts without a marker; the "
+            "paper's keep refusals alone.",
         )
 
     def _drawn(self, domain: WorldDomain, data: str, n: int, seed: int, share: Share) -> list[Example]:
