@@ -147,17 +147,18 @@ def planted(usual, threshold=0.6, fidelity="corrected"):
 
 
 def test_fewer_runs_than_one_by_one():
-    usual = measure_statistics(Planted(neurons=40), ORDINARY)
+    usual = measure_statistics(Planted(5, neurons=40), ORDINARY)
     config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=256))
     calls = {"ours": [], "theirs": []}
     for number in range(8):
-        ours, theirs = Planted(neurons=40), Planted(neurons=40)
+        ours, theirs = Planted(5, neurons=40), Planted(5, neurons=40)
         found = localize_prompt(ours, f"prompt {number}", usual, Threshold(0.6, "given"), config)
         expected = OneByOne(theirs, f"prompt {number}", usual, 0.6, config).run()
         assert (expected is None) == (found.status == "not memorized")
         if expected is not None:
             assert found.refined == expected[1]
             assert ours.denoiser.rows == found.rows
+            assert ours.denoiser.rows < theirs.denoiser.rows
             calls["ours"].append(ours.denoiser.calls)
             calls["theirs"].append(theirs.denoiser.calls)
     assert len(calls["ours"]) >= 3

@@ -66,11 +66,26 @@ class Trials:
             self._worst = int(found[-1].argmax())
         return [float(value) for value in found.amax(1)]
 
-    def below(self, trials: Sequence[Blocked], limit: float) -> list[bool]:
-        """Tell for each trial whether all seeds are at or below a limit."""
+    def below(
+        self, trials: Sequence[Blocked], limit: float, expected: Sequence[bool] | None = None
+    ) -> tuple[list[bool], int]:
+        """Tell for each trial whether all seeds are at or below a limit.
+
+        Args:
+            trials: The trials.
+            limit: The limit.
+            expected: What the answers may be, where trials are of use only as far as these are right.
+
+        Returns:
+            Answers, and how many of them are certain. The others, behind the first that is not as expected, are of a
+            single seed.
+        """
         first = self._worst
         holds = [bool(value <= limit) for value in self._similarities([(trial, first) for trial in trials])]
-        left = [place for place, held in enumerate(holds) if held]
+        known = len(trials)
+        if expected is not None and holds != list(expected):
+            known = 1 + [held == thought for held, thought in zip(holds, expected, strict=True)].index(False)
+        left = [place for place in range(known) if holds[place]]
         others = [seed for seed in range(len(self._noise)) if seed != first]
         if left and others:
             found = self._similarities([(trials[place], seed) for place in left for seed in others])
@@ -79,7 +94,7 @@ class Trials:
                 holds[place] = bool((row <= limit).all())
                 if not holds[place]:
                     self._worst = others[int(row.argmax())]
-        return holds
+        return holds, known
 
     @torch.no_grad()
     def _similarities(self, rows: Sequence[tuple[Blocked, int]]) -> Tensor:
