@@ -17,7 +17,7 @@ from netweight.methods.forget.detection import Threshold, first_step
 from netweight.methods.forget.edit_record import EditRecord, apply_edit_, undo_edit_
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localization import localize_prompt, stage_neurons
-from netweight.methods.forget.masking import factors_of, row_masks
+from netweight.methods.forget.masking import row_masks
 from netweight.methods.forget.method import localize
 from netweight.methods.forget.results import Localization, read_neurons, read_published, write_published, write_results
 from netweight.methods.forget.similarity import noise_difference, similarity
@@ -210,12 +210,48 @@ def test_every_row_has_neurons_of_its_own():
     noise = model.initial_noise([0, 1, 2])
     trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}]
     with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
-        masks.factors = factors_of(layers, trials)
-        together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
+        with masks.blocking(trials):
+            together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
     for row, trial in enumerate(trials):
         with torch.no_grad(), deactivated(model.denoiser, Units({name: sorted(part) for name, part in trial.items()})):
             alone = model.predict(noise[row : row + 1], torch.tensor(1), text).noise
         assert torch.allclose(together[row], alone[0], atol=1e-6)
+
+
+def test_rows_share_what_is_the_same_in_the_first_blocks():
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import text_to_image
+
+    model = text_to_image(small_pipelines.stable_diffusion())
+    layers = value_layers(model.denoiser)
+    first, second, middle = layers
+    text, noise = model.embed(["a red square"]), model.initial_noise([0, 1])
+    trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
+    sources = [0, 0, 1, 0, 1, 0]
+    counts = [[], []]
+    hooks = [
+        model.denoiser.down_blocks[place]
+        .resnets[0]
+        .register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
+        for place in range(2)
+    ]
+    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
+        for _ in range(2):
+            with masks.blocking(trials, sources):
+                together = model.predict(noise[sources], torch.tensor(900), text.rows([0] * 6)).noise
+        with masks.blocking(trials[3:4], [1]):
+            model.predict(noise[1:], torch.tensor(900), text)
+    assert counts == [[4], [4]]  # two noises, with and without the first layer's neuron; all remembered after
+    for hook in hooks:
+        hook.remove()
+    for row, trial in enumerate(trials):
+        units = Units({name: sorted(part) for name, part in trial.items()})
+        with torch.no_grad(), deactivated(model.denoiser, units):
+            alone = model.predict(noise[sources[row] : sources[row] + 1], torch.tensor(900), text).noise
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+    assert all("forward" not in vars(module) for module in model.denoiser.modules())
 
 
 # ---- many prompts ----

@@ -85,13 +85,16 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
     return dict(sorted(found.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
 
 
-def text_values(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text) -> dict[str, Tensor]:
+def text_values(
+    denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text, *, keys: bool = False
+) -> dict[str, Tensor]:
     """Compute what value layers put out for prompts, from the text alone: the denoiser is not run.
 
     Args:
         denoiser: The network that the layers are in.
         layers: From `value_layers`.
         text: Prompts.
+        keys: Compute what the layers of keys beside them put out instead.
 
     Returns:
         For each layer, shape `(n, tokens, width)`.
@@ -104,8 +107,9 @@ def text_values(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Tex
     values = {}
     for name, layer in layers.items():
         normed = getattr(layer.attention, "norm_cross", None) is not None
+        module = layer.attention.to_k if keys else layer.module
         # Not through the call, so that hooks of deactivated neurons do not act twice where the values are used again.
-        values[name] = layer.module.forward(layer.attention.norm_encoder_hidden_states(states) if normed else states)
+        values[name] = module.forward(layer.attention.norm_encoder_hidden_states(states) if normed else states)
     return values
 
 

@@ -17,11 +17,11 @@ from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.layers import ValueLayer, value_layers
-from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.masking import Blocked, row_masks
 from netweight.methods.forget.results import Localization
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
-from netweight.methods.forget.trials import Blocked, Trials, unblocked_differences
+from netweight.methods.forget.trials import Trials, unblocked_differences
 from netweight.probe.diffusion import TextToImage
 
 __all__ = ["greedy", "localize_prompt", "stage_neurons"]
@@ -74,7 +74,7 @@ def localize_prompt(
     stages = _stages(model, layers, prompt, statistics, config)
     with row_masks(model.denoiser, layers, text) as masks:
         trials = Trials(
-            model, layers, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
+            model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
             masks=masks, batches=batches, worst=int(seeds[kept.cpu()].argmax()),
         )  # fmt: skip
         stage, reached = _first_stage(trials, stages, threshold.value)
