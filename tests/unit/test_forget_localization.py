@@ -312,6 +312,16 @@ def test_results_at_rest(usual, tmp_path):
     assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, None)
     with pytest.raises(UsageError, match="no lists of 4 layers"):
         read_published(tmp_path / "found.csv", value_layers(Planted(seed).denoiser, scope="all"))
+    (tmp_path / "theirs.csv").write_text(  # as the paper's code writes them: quoted captions, addresses, repetitions
+        "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM\n"
+        '"""Watch: A; B""";http://example.org/a.jpg?1;[[1, 1], [], [0, 2]];0.27;[[1], [], []];0.36\n'
+        "Other;http://example.org/b.jpg;[[], [], []];;[[], [], []];\n"
+    )
+    theirs = read_published(tmp_path / "theirs.csv", layers)
+    assert theirs[0].prompt == '"Watch: A; B"'
+    assert list(theirs[0].initial.values()) == [[1, 1], [], [0, 2]]
+    assert theirs[0].neurons == Units({next(iter(layers)): [1]})
+    assert (theirs[1].status, theirs[1].refined_similarity) == ("not memorized", None)
     (tmp_path / "bad.csv").write_text("Caption;Neurons\na;b\n")
     with pytest.raises(UsageError, match="no column 'Initial Neurons'"):
         read_published(tmp_path / "bad.csv", layers)
