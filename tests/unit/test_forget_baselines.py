@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
-from netweight.attacks.embedding_search.similarity import correlation
+from netweight.attacks.embedding_search.similarity import paired
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
 from netweight.probe.diffusion import Text
 
+correlation = paired()
 WORDS = ("red", "white", "tower")
 MITIGATIONS = [
     AllActive(),
@@ -87,7 +88,7 @@ def test_random_neurons_are_as_many_and_others(model):
     assert not len(matched & like)
     assert random_units(like, counts, layer_matched=False, seed=0) == free
     assert random_units(like, counts, layer_matched=False, seed=1) != free
-    with pytest.raises(UsageError, match="only 12 neurons of blocks.0.attn2.to_v"):
+    with pytest.raises(UsageError, match=r"only 12 neurons of blocks\.0\.attn2\.to_v"):
         random_units(Units({"blocks.0.attn2.to_v": range(20)}), counts, layer_matched=True, seed=0)
     with pytest.raises(UsageError, match="not among the layers"):
         random_units(Units({"elsewhere": [0]}), counts, layer_matched=True, seed=0)
@@ -182,7 +183,9 @@ def test_padding_masks_reach_only_the_prompts_they_were_given_for():
     model = TinyModel()
     with AttentionScaling(lambda _: torch.zeros(1, 4, dtype=torch.bool), factor=1.0)(model, PLANTED[:1]) as mitigated:
         there = model.predict(model.initial_noise([0]), torch.tensor(3), mitigated.embed(ORDINARY[:1])).noise
-    assert torch.allclose(there, model.predict(model.initial_noise([0]), torch.tensor(3), model.embed(ORDINARY[:1])).noise)
+    assert torch.allclose(
+        there, model.predict(model.initial_noise([0]), torch.tensor(3), model.embed(ORDINARY[:1])).noise
+    )
     with (
         AttentionScaling()(model, PLANTED) as mitigated,
         pytest.raises(UsageError, match="no text of the shape"),

@@ -1,24 +1,29 @@
-"""Centered correlation of pixels, for small images that are copied as they are; no substitute for a copy detector."""
+"""Pairs of images as searches compare them, by whatever descriptor is at hand."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["correlation"]
+from netweight.attacks.embedding_search.search import Similarity
+from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
+
+__all__ = ["paired"]
 
 
-def correlation(images: Tensor, targets: Tensor) -> Tensor:
-    """Return the correlation of the pixels of each pair of images.
+def paired(descriptor: Descriptor | None = None) -> Similarity:
+    """Make the function that compares each image with its own target.
 
     Args:
-        images: Shape `(n, 3, height, width)`.
-        targets: The same shape.
+        descriptor: What turns images into vectors; None takes `CenteredPixels`, which suits small images that are
+            copied as they are and is no copy detector.
 
     Returns:
-        Shape `(n,)`, -1 to 1; 0 where one of the two is of one color alone.
+        Images and targets, shape `(n, 3, height, width)` each → the cosines of their vectors, shape `(n,)`.
     """
-    first, second = (batch.flatten(1).double() for batch in (images, targets.to(images.device)))
-    first, second = first - first.mean(1, keepdim=True), second - second.mean(1, keepdim=True)
-    lengths = first.norm(dim=1) * second.norm(dim=1)
-    found: Tensor = (first * second).sum(1) / lengths.clamp_min(1e-12)
-    return found.float()
+    chosen = CenteredPixels() if descriptor is None else descriptor
+
+    def compare(images: Tensor, targets: Tensor) -> Tensor:
+        cosines: Tensor = (described(chosen, images) * described(chosen, targets)).sum(1)
+        return cosines
+
+    return compare

@@ -77,7 +77,7 @@ class EmbeddingAdjustment:
             moved = Text(states.to(text.states.dtype), text.mask).rows(rows)
             apart = model.predict(noise, time, moved).noise - without
             norm = apart.float().flatten(1).norm(dim=1).mean()
-            if self.target is not None and float(norm) <= self.target:
+            if self.target is not None and float(norm.detach()) <= self.target:
                 break
             states.grad = torch.autograd.grad(norm, states)[0]
             optimizer.step()

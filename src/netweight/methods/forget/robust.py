@@ -289,15 +289,15 @@ class _Hardening:
         loss = there + self.settings.keep * kept
         if not loss.isfinite():
             raise TrainingStopped(
-                f"Step {step + 1} of the hardening stopped: its loss is {float(loss)}. The model holds the weights "
-                "before this step.",
+                f"Step {step + 1} of the hardening stopped: its loss is {float(loss.detach())}. The model holds the "
+                "weights before this step.",
                 cure="Lower the learning rate.",
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(there), float(kept)
+        return float(there.detach()), float(kept.detach())
 
     def _draw(self, count: int, generator: torch.Generator) -> tuple[list[int], Tensor, Tensor]:
         size = self.settings.batch
