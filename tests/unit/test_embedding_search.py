@@ -101,6 +101,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_changes_nothing(original, monke
     monkeypatch.setattr(original, "predict", small)
     parted, _ = descend(original, latents, start, SETTINGS, [1, 2])
     assert sizes[:7] == [16, 8, 4, 4, 4, 4, 4]
+    assert max(sizes[7:]) == 4  # what was learned of memory holds
     assert torch.allclose(parted.states, whole.states, atol=1e-4)
     monkeypatch.setattr(original, "predict", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
     with pytest.raises(torch.OutOfMemoryError):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
+from netweight.attacks.embedding_search.comparison import Subject, Target, compare
+from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.attacks.embedding_search.similarity import paired
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, UsageError
@@ -191,6 +193,30 @@ def test_padding_masks_reach_only_the_prompts_they_were_given_for():
         pytest.raises(UsageError, match="no text of the shape"),
     ):
         mitigated.predict(model.initial_noise([0]), torch.tensor(3), Text(torch.zeros(1, 3, 16)))
+
+
+def test_a_mitigation_by_hooks_can_be_searched(model, tmp_path):
+    units = Units({name: range(29) for name in neuron_counts(model.denoiser)})
+    settings = SearchSettings(
+        steps=10, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8, starts=("original",)
+    )
+    subjects = [Subject("on", model), Subject("off", model, lambda inner: Deactivated(units)(inner, PLANTED))]
+    targets = [Target("one", PLANTED[0], planted_images()[0])]
+    found = compare(
+        subjects, targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC", folder=tmp_path
+    )
+    on, off = (found.of(name)[0].trials[0] for name in ("on", "off"))
+    assert on.steps == 0
+    assert off.looks[0].score < 0.8
+    edited = trained()
+    with torch.no_grad():
+        for name in units.modules:
+            edited.denoiser.get_submodule(name).weight[:29] = 0
+    same = compare(
+        [Subject("off", edited)], targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC",
+        folder=tmp_path / "edited",
+    )  # fmt: skip
+    assert off.looks[-1].similarities == pytest.approx(same.runs[0].trials[0].looks[-1].similarities, abs=1e-3)
 
 
 def test_planted_pictures_are_really_memorized(model):

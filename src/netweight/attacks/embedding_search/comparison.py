@@ -64,12 +64,14 @@ class Subject:
         name: What reports call it; different from those of other subjects.
         model: The model.
         mitigated: Changes the model for a block and yields what is then searched, such as a mitigation that works by
-            hooks; None searches the model as it is. The ledger knows it by the subject's name alone.
+            hooks; None searches the model as it is.
+        setting: What tells the mitigation from others, such as its neurons in JSON: the model's digest does not.
     """
 
     name: str
     model: TextToImage
     mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
+    setting: str = ""
 
 
 @final
@@ -80,6 +82,7 @@ class Job:
     Attributes:
         subject: Name of the subject.
         digest: Of its model.
+        setting: Of its mitigation.
         target: Name of the target.
         prompt: Of the target.
         image: Digest of its image.
@@ -91,6 +94,7 @@ class Job:
 
     subject: str
     digest: str
+    setting: str
     target: str
     prompt: str
     image: str
@@ -222,7 +226,14 @@ def compare(
     digests = {subject.name: subject.model.digest() for subject in subjects}
     jobs = [
         Job(
-            subject.name, digests[subject.name], target.name, target.prompt, of_tensor(target.image), seed=seed, **fixed
+            subject.name,
+            digests[subject.name],
+            subject.setting,
+            target.name,
+            target.prompt,
+            of_tensor(target.image),
+            seed=seed,
+            **fixed,
         )
         for subject in subjects
         for target in targets

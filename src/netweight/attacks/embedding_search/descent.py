@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.denoising import denoising_error
+from netweight.attacks.embedding_search.halving import Halving
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
@@ -62,7 +63,7 @@ class Descent:
         # One parameter per row: Adam passes over those that have no gradient, which is how rows leave.
         self._moved = [nn.Parameter(torch.zeros_like(row)) for row in states]
         self._optimizer = torch.optim.Adam(self._moved, lr=settings.lr)
-        self._at_once = len(start) * settings.draws
+        self._batches = Halving(len(start) * settings.draws)
         self.taken = 0
 
     def text(self, rows: Sequence[int]) -> Text:
@@ -88,23 +89,17 @@ class Descent:
         moved = torch.stack([self._moved[row].detach() for row in rows]).requires_grad_()
         errors = torch.zeros(len(rows))
         gradient = torch.zeros_like(moved)
-        done = 0
-        while done < len(latents):
-            part = torch.arange(done, min(done + self._at_once, len(latents)))
-            owner = (part // draws).to(moved.device)
-            try:
-                text = self._text([rows[place] for place in owner.tolist()], moved[owner])
-                found = denoising_error(
-                    self._model, latents[part], noise[part].to(latents), times[part], text, self._settings.error
-                )
-                gradient += torch.autograd.grad(found.sum() / draws, moved)[0]
-            except torch.OutOfMemoryError:
-                if self._at_once == 1:
-                    raise
-                self._at_once = -(-self._at_once // 2)
-                continue
+
+        def work(part: range) -> None:
+            owner, chosen = torch.tensor(part, device=moved.device) // draws, slice(part.start, part.stop)
+            text = self._text([rows[place] for place in owner.tolist()], moved[owner])
+            found = denoising_error(
+                self._model, latents[chosen], noise[chosen], times[chosen], text, self._settings.error
+            )  # fmt: skip
+            gradient.add_(torch.autograd.grad(found.sum() / draws, moved)[0])
             errors.index_add_(0, owner.cpu(), found.detach().cpu() / draws)
-            done += len(part)
+
+        self._batches.run(len(latents), work)
         self._follow(rows, gradient)
         return errors.tolist()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from netweight.core.names import Select
 from netweight.core.seeds import derive, numpy_generator
 from netweight.errors import UsageError
+from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.mitigation import OtherEmbedding
 from netweight.probe.diffusion import Text, TextToImage
 
@@ -142,7 +143,6 @@ class AttentionScaling:
         masks: Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
             `integrations/prompt_tokens.py`. None leaves padding alone.
         factor: Of the first token's logit.
-        layers: The cross-attentions, by the grammar of `Select`; each has a `to_k`.
         name: What reports call it.
 
     Source: Ren et al., ECCV 2024, section 5.
@@ -150,7 +150,6 @@ class AttentionScaling:
 
     masks: Callable[[Sequence[str]], Tensor] | None = None
     factor: float = 1.25
-    layers: str = "**.attn2"
     name: str = "attention scaling"
 
     @contextmanager
@@ -158,14 +157,14 @@ class AttentionScaling:
         """Yield the model with hooks on its cross-attentions; padding is masked for the prompts given.
 
         Raises:
-            NameNotFound: The denoiser has no such layer.
+            Unsupported: The denoiser has no cross-attention, or its keys and values were fused.
         """
-        layers = Select(self.layers).modules(model.denoiser)
+        layers = [layer.attention for layer in value_layers(model.denoiser, scope="all").values()]
         rows = _Rows(model, prompts, None if self.masks is None else self.masks(prompts).bool())
         handles: list[Any] = []
         try:
             handles.append(model.denoiser.register_forward_pre_hook(rows.notice, with_kwargs=True))
-            for layer in layers.values():
+            for layer in layers:
                 handles.append(layer.register_forward_pre_hook(rows.hide_padding, with_kwargs=True))
                 keys: Any = layer.get_submodule("to_k")
                 handles.append(keys.register_forward_hook(self._scaling(rows)))

@@ -14,17 +14,14 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.names import Select
 from netweight.core.seeds import torch_generator
 from netweight.core.units import Units
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import UsageError
+from netweight.methods.forget.deactivation import deactivated
+from netweight.methods.forget.layers import Scope, value_layers
 from netweight.probe.diffusion import Prediction, Text, TextToImage
-from netweight.probe.edit import edit_outputs
 
-__all__ = ["VALUES", "AllActive", "Deactivated", "Mitigation", "OtherEmbedding", "neuron_counts", "random_units"]
-
-VALUES = "**.attn2.to_v"
-"""The layers whose outputs are value neurons, by the grammar of `Select`."""
+__all__ = ["AllActive", "Deactivated", "Mitigation", "OtherEmbedding", "neuron_counts", "random_units"]
 
 
 class Mitigation(Protocol):
@@ -82,34 +79,16 @@ class Deactivated:
         """Yield the model with hooks on the neurons' modules.
 
         Raises:
-            NameNotFound: The denoiser has no such module.
+            NameNotFound, UsageError: The denoiser has no such neuron.
+            Unsupported: Its value layers cannot be switched off; see `value_layers`.
         """
-
-        def scaled(chosen: Tensor) -> Callable[[Tensor], Tensor]:
-            def edit(output: Tensor) -> Tensor:
-                factors = torch.ones(output.shape[-1], device=output.device, dtype=output.dtype)
-                factors[chosen.to(output.device)] = self.factor
-                return output * factors
-
-            return edit
-
-        with edit_outputs(model.denoiser, {name: scaled(chosen) for name, chosen in self.units.items()}):
+        with deactivated(model.denoiser, self.units, factor=self.factor):
             yield model
 
 
-def neuron_counts(denoiser: nn.Module, layers: str = VALUES) -> dict[str, int]:
-    """Return the number of output neurons of each value layer, by name.
-
-    Raises:
-        NameNotFound: No module matches.
-        Unsupported: One that matches is no linear layer.
-    """
-    counts = {}
-    for name, module in Select(layers).modules(denoiser).items():
-        if not isinstance(size := getattr(module, "out_features", None), int):
-            raise Unsupported(f"Module {name!r} is a {type(module).__name__}, which has no output neurons to count.")
-        counts[name] = size
-    return counts
+def neuron_counts(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str, int]:
+    """Return the number of neurons of each value layer, by name; see `value_layers`."""
+    return {name: layer.width for name, layer in value_layers(denoiser, scope=scope).items()}
 
 
 def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, seed: int) -> Units:
