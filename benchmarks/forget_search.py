@@ -191,7 +191,7 @@ def main():
         values = {
             "what": "search for embeddings, mitigations and hardening on captioned shapes: a miniature",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "options": {name: str(value) for name, value in vars(options).items()},
+            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
             "model": model.digest(),
             "neurons": counts,
             "threshold": threshold.to_json(),

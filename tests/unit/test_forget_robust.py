@@ -136,3 +136,22 @@ def test_nan_stops_the_training_and_keeps_the_weights():
     with pytest.raises(TrainingStopped, match="Lower the learning rate"):
         harden_(model, PLANTED, IMAGES, ORDINARY, settings=dataclasses.replace(SETTINGS, lr=1e30))
     assert all(weight.isfinite().all() for weight in model.denoiser.parameters())
+
+
+def test_a_pipeline_is_hardened_in_its_value_layers_and_stays_an_ordinary_one(tmp_path):
+    pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import load_text_to_image, text_to_image
+
+    model = text_to_image(small_pipelines.stable_diffusion())
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+    search = SearchSettings(steps=2, restarts=1, draws=1, guidance=1, generation_steps=2, error="noise")
+    settings = HardenSettings(rounds=1, steps=2, batch=2, search=search)
+    images = model.generate(model.embed(["a red square"]), [0], guidance=1, steps=2)
+    record = harden_(model, ["a red square"], images, ["a blue circle", "a photo"], settings=settings)
+    moved = {name for name, value in model.denoiser.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if name.endswith("attn2.to_v.weight")}
+    model.save(tmp_path / "hardened")
+    assert load_text_to_image(tmp_path / "hardened").digest() == record.digests["after"]
