@@ -18,8 +18,10 @@ LAYERS = ("down_blocks.0.attn2", "down_blocks.1.attn2", "mid_block.attn2", "up_b
 class Attention(nn.Module):
     def __init__(self, neurons, generator):
         super().__init__()
+        self.to_k = nn.Linear(WIDTH, neurons, bias=False)
         self.to_v = nn.Linear(WIDTH, neurons, bias=False)
         with torch.no_grad():
+            self.to_k.weight.zero_()  # nothing attends here
             self.to_v.weight.copy_(torch.randn(neurons, WIDTH, generator=generator))
 
 

@@ -71,6 +71,10 @@ def test_layers_that_are_not_at_work_are_refused(pipelines):
         value_layers(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(UsageError, match="scope"):
         value_layers(unet, scope="up")
+    upwards = nn.ModuleDict({"up_blocks": Planted().denoiser.up_blocks})
+    assert len(value_layers(upwards, scope="all")) == 1
+    with pytest.raises(Unsupported, match=r'on the way up only.*scope="all"'):
+        value_layers(upwards)
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "pixart"])

@@ -17,7 +17,7 @@ from netweight.methods.forget.detection import Threshold, first_step
 from netweight.methods.forget.edit_record import EditRecord, apply_edit_, undo_edit_
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localization import localize_prompt, stage_neurons
-from netweight.methods.forget.masking import factors_of, row_masks
+from netweight.methods.forget.masking import row_masks
 from netweight.methods.forget.method import localize
 from netweight.methods.forget.results import Localization, read_neurons, read_published, write_published, write_results
 from netweight.methods.forget.similarity import noise_difference, similarity
@@ -147,21 +147,24 @@ def planted(usual, threshold=0.6, fidelity="corrected"):
 
 
 def test_fewer_runs_than_one_by_one():
-    usual = measure_statistics(Planted(neurons=40), ORDINARY)
+    usual = measure_statistics(Planted(5, neurons=40), ORDINARY)
     config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=256))
-    calls = {"ours": [], "theirs": []}
+    calls, rows = {"ours": [], "theirs": []}, {"ours": 0, "theirs": 0}
     for number in range(8):
-        ours, theirs = Planted(neurons=40), Planted(neurons=40)
+        ours, theirs = Planted(5, neurons=40), Planted(5, neurons=40)
         found = localize_prompt(ours, f"prompt {number}", usual, Threshold(0.6, "given"), config)
         expected = OneByOne(theirs, f"prompt {number}", usual, 0.6, config).run()
         assert (expected is None) == (found.status == "not memorized")
         if expected is not None:
             assert found.refined == expected[1]
             assert ours.denoiser.rows == found.rows
+            rows["ours"] += ours.denoiser.rows
+            rows["theirs"] += theirs.denoiser.rows
             calls["ours"].append(ours.denoiser.calls)
             calls["theirs"].append(theirs.denoiser.calls)
     assert len(calls["ours"]) >= 3
     assert 2 * sum(calls["ours"]) < sum(calls["theirs"])
+    assert rows["ours"] < rows["theirs"]
 
 
 def test_memory_that_runs_out_changes_nothing(usual, monkeypatch):
@@ -207,12 +210,48 @@ def test_every_row_has_neurons_of_its_own():
     noise = model.initial_noise([0, 1, 2])
     trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}]
     with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
-        masks.factors = factors_of(layers, trials)
-        together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
+        with masks.blocking(trials):
+            together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
     for row, trial in enumerate(trials):
         with torch.no_grad(), deactivated(model.denoiser, Units({name: sorted(part) for name, part in trial.items()})):
             alone = model.predict(noise[row : row + 1], torch.tensor(1), text).noise
         assert torch.allclose(together[row], alone[0], atol=1e-6)
+
+
+def test_rows_share_what_is_the_same_in_the_first_blocks():
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import text_to_image
+
+    model = text_to_image(small_pipelines.stable_diffusion())
+    layers = value_layers(model.denoiser)
+    first, second, middle = layers
+    text, noise = model.embed(["a red square"]), model.initial_noise([0, 1])
+    trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
+    sources = [0, 0, 1, 0, 1, 0]
+    counts = [[], []]
+    hooks = [
+        model.denoiser.down_blocks[place]
+        .resnets[0]
+        .register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
+        for place in range(2)
+    ]
+    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
+        for _ in range(2):
+            with masks.blocking(trials, sources):
+                together = model.predict(noise[sources], torch.tensor(900), text.rows([0] * 6)).noise
+        with masks.blocking(trials[3:4], [1]):
+            model.predict(noise[1:], torch.tensor(900), text)
+    assert counts == [[4], [4]]  # two noises, with and without the first layer's neuron; all remembered after
+    for hook in hooks:
+        hook.remove()
+    for row, trial in enumerate(trials):
+        units = Units({name: sorted(part) for name, part in trial.items()})
+        with torch.no_grad(), deactivated(model.denoiser, units):
+            alone = model.predict(noise[sources[row] : sources[row] + 1], torch.tensor(900), text).noise
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+    assert all("forward" not in vars(module) for module in model.denoiser.modules())
 
 
 # ---- many prompts ----
@@ -273,6 +312,16 @@ def test_results_at_rest(usual, tmp_path):
     assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, None)
     with pytest.raises(UsageError, match="no lists of 4 layers"):
         read_published(tmp_path / "found.csv", value_layers(Planted(seed).denoiser, scope="all"))
+    (tmp_path / "theirs.csv").write_text(  # as the paper's code writes them: quoted captions, addresses, repetitions
+        "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM\n"
+        '"""Watch: A; B""";http://example.org/a.jpg?1;[[1, 1], [], [0, 2]];0.27;[[1], [], []];0.36\n'
+        "Other;http://example.org/b.jpg;[[], [], []];;[[], [], []];\n"
+    )
+    theirs = read_published(tmp_path / "theirs.csv", layers)
+    assert theirs[0].prompt == '"Watch: A; B"'
+    assert list(theirs[0].initial.values()) == [[1, 1], [], [0, 2]]
+    assert theirs[0].neurons == Units({next(iter(layers)): [1]})
+    assert (theirs[1].status, theirs[1].refined_similarity) == ("not memorized", None)
     (tmp_path / "bad.csv").write_text("Caption;Neurons\na;b\n")
     with pytest.raises(UsageError, match="no column 'Initial Neurons'"):
         read_published(tmp_path / "bad.csv", layers)

@@ -156,7 +156,7 @@ def detect(
             chosen = list(prompts[start : start + at_once])
             text = model.embed(chosen).rows([row for row in range(len(chosen)) for _ in range(count)])
             said = predicted_noise(model, noise.repeat(len(chosen), 1, 1, 1), timestep, text, batches)
-            for prompt, part in zip(chosen, said.split(count), strict=True):
+            for prompt, part in zip(chosen, torch.split(said, count), strict=True):
                 scores.append(_score(prompt, part, without, noise))
             task.update(len(chosen))
     return scores

@@ -63,7 +63,7 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
         Layers by name: down, middle, up, each in the network's order.
 
     Raises:
-        Unsupported: There is none; or keys and values were fused, so that these layers are not at work.
+        Unsupported: There is none within the scope; or keys and values were fused, so that to_v is not at work.
         UsageError: The scope is unknown.
 
     Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
@@ -75,8 +75,13 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
         for name, module in denoiser.named_modules()
         if name.rpartition(".")[2] == "attn2" and isinstance(getattr(module, "to_v", None), nn.Module)
     }
-    if scope == "down+mid" and any(_stage(name) < 2 for name in found):
-        found = {name: layer for name, layer in found.items() if _stage(name) < 2}
+    everywhere = len(found)
+    if scope == "down+mid":
+        found = {name: layer for name, layer in found.items() if _stage(name) != _STAGES.index("up_blocks")}
+    if everywhere and not found:
+        raise Unsupported(
+            f"The {type(denoiser).__name__} attends to text on the way up only.", cure='Look there: scope="all".'
+        )
     if not found:
         raise Unsupported(
             f"The {type(denoiser).__name__} has no cross-attention: there is no module attn2.to_v in it.",
@@ -85,13 +90,16 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
     return dict(sorted(found.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
 
 
-def text_values(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text) -> dict[str, Tensor]:
+def text_values(
+    denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text, *, keys: bool = False
+) -> dict[str, Tensor]:
     """Compute what value layers put out for prompts, from the text alone: the denoiser is not run.
 
     Args:
         denoiser: The network that the layers are in.
         layers: From `value_layers`.
         text: Prompts.
+        keys: Compute what the layers of keys beside them put out instead.
 
     Returns:
         For each layer, shape `(n, tokens, width)`.
@@ -104,8 +112,9 @@ def text_values(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Tex
     values = {}
     for name, layer in layers.items():
         normed = getattr(layer.attention, "norm_cross", None) is not None
+        module = layer.attention.to_k if keys else layer.module
         # Not through the call, so that hooks of deactivated neurons do not act twice where the values are used again.
-        values[name] = layer.module.forward(layer.attention.norm_encoder_hidden_states(states) if normed else states)
+        values[name] = module.forward(layer.attention.norm_encoder_hidden_states(states) if normed else states)
     return values
 
 

@@ -17,11 +17,11 @@ from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.layers import ValueLayer, value_layers
-from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.masking import Blocked, row_masks
 from netweight.methods.forget.results import Localization
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
-from netweight.methods.forget.trials import Blocked, Trials, unblocked_differences
+from netweight.methods.forget.trials import Trials, unblocked_differences
 from netweight.probe.diffusion import TextToImage
 
 __all__ = ["greedy", "localize_prompt", "stage_neurons"]
@@ -31,6 +31,7 @@ Neuron: TypeAlias = tuple[str, int]
 _TOLERANCE = 1e-5
 """Similarities that differ by less are equal: the same row in another batch differs in its last bits."""
 _FIRST_STAGES = 4  # tried at once; each further batch doubles
+_LEAST_AHEAD = 8
 
 
 @torch.no_grad()
@@ -73,7 +74,7 @@ def localize_prompt(
     stages = _stages(model, layers, prompt, statistics, config)
     with row_masks(model.denoiser, layers, text) as masks:
         trials = Trials(
-            model, layers, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
+            model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
             masks=masks, batches=batches, worst=int(seeds[kept.cpu()].argmax()),
         )  # fmt: skip
         stage, reached = _first_stage(trials, stages, threshold.value)
@@ -130,8 +131,9 @@ def greedy(
 ) -> list[int]:
     """Un-block neurons group by group, keeping a group un-blocked wherever memorization stays broken.
 
-    Several removals are tried at once, each together with all before it; those up to the first that fails hold, that
-    one does not, and the next batch begins after it. One at a time comes to the same.
+    Several removals are tried at once, each after what is expected of those before it: that they hold, or what the
+    same removal came to in an earlier batch. Answers count up to the first that is not as expected; the next batch
+    begins after it. So the places are those that one at a time would leave.
 
     Args:
         trials: Of the prompt.
@@ -144,19 +146,22 @@ def greedy(
         Places that stay blocked, in order.
     """
     left = set(range(len(neurons)))
-    position, count = 0, min(4, ahead)
+    expected = [True] * len(removals)
+    position, count = 0, ahead
     while position < len(removals):
-        group = removals[position : position + count]
-        attempts, remaining = [], set(left)
-        for places in group:
-            remaining = remaining - set(places)
-            attempts.append(remaining)
-        held = _leading(trials.below([_blocked(neurons[place] for place in sorted(each)) for each in attempts], limit))
-        if held:
-            left = attempts[held - 1]
-        position += held + (held < len(group))
-        # As far ahead as the last run reached, since what is tried beyond a failure is lost.
-        count = min(ahead, 2 * count) if held == len(group) else max(1, min(ahead, 2 * held))
+        end = min(position + count, len(removals))
+        attempts, base = [], left
+        for place in range(position, end):
+            attempts.append(base - set(removals[place]))
+            base = attempts[-1] if expected[place] else base
+        blocked = [_blocked(neurons[place] for place in sorted(each)) for each in attempts]
+        held, known = trials.below(blocked, limit, expected[position:end])
+        surprises = [place for place in range(known) if held[place] != expected[position + place]]
+        sure = surprises[0] + 1 if surprises else known
+        left = next((attempts[place] for place in reversed(range(sure)) if held[place]), left)
+        expected[position:end] = held
+        position += sure
+        count = min(ahead, max(_LEAST_AHEAD, 2 * sure))  # as far ahead as expectations were right
     return sorted(left)
 
 
@@ -183,7 +188,7 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], thresho
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [_blocked(_flat(stage)) for stage in stages[start : start + count]]
-        held = trials.below(group, threshold)
+        held, _ = trials.below(group, threshold)
         if any(held):
             return start + held.index(True), True
         start, count = start + count, 2 * count
@@ -194,17 +199,12 @@ def _refine(
     trials: Trials, layers: Mapping[str, ValueLayer], initial: Sequence[Neuron], limit: float, ahead: int
 ) -> list[Neuron]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
-    backwards = list(reversed(layers))
+    backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
     kept = [initial[place] for place in greedy(trials, initial, whole, limit, ahead=ahead)]
     single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
     return [kept[place] for place in greedy(trials, kept, single, limit, ahead=ahead)]
-
-
-def _leading(held: Sequence[bool]) -> int:
-    """How many hold before the first that does not."""
-    return next((place for place, holds in enumerate(held) if not holds), len(held))
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:

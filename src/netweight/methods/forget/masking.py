@@ -1,34 +1,106 @@
 """Value neurons switched off row by row: every row of a batch may be another trial of the same prompt.
 
-Keys and values of a prompt depend on its text alone. They are computed once and handed to every row, so that a trial
-costs the rest of the network only.
+What rows have in common is computed once. Keys and values of a prompt depend on its text alone. And trials that block
+the same in the first blocks of a U-Net, from the same noise, share what these blocks compute, from batch to batch too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from netweight.methods.forget.layers import ValueLayer, text_values
+from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
 from netweight.probe.diffusion import Text
 
-__all__ = ["RowMasks", "row_masks"]
+__all__ = ["Blocked", "RowMasks", "row_masks"]
+
+Blocked: TypeAlias = dict[str, set[int]]
 
 
 @final
 class RowMasks:
-    """What is multiplied with values while a block of `row_masks` lasts.
+    """What every row of the next run blocks; made by `row_masks`.
 
-    Attributes:
-        factors: For each masked layer, shape `(rows, width)`; a layer without any is as it is.
+    Args:
+        layers: Value layers whose neurons may be blocked.
+        stages: For each block on the way down, the layers that lie in it.
     """
 
-    def __init__(self) -> None:
-        self.factors: dict[str, Tensor] = {}
+    def __init__(self, layers: Mapping[str, ValueLayer], stages: Sequence[Sequence[str]]) -> None:
+        self._layers, self._stages = layers, stages
+        self._factors: dict[str, Tensor] = {}
+        self._rows: Tensor | None = None
+        self._keys: list[list[Hashable]] | None = None
+        self._known: list[dict[Hashable, Any]] = [{} for _ in stages]
+
+    @contextmanager
+    def blocking(self, trials: Sequence[Blocked], sources: Sequence[int] | None = None) -> Iterator[None]:
+        """Block neurons row by row for the runs in a block.
+
+        Args:
+            trials: For each row, neurons by layer.
+            sources: For each row, which noise it starts from: rows of one number start from the same, now and in
+                every later block. None shares nothing.
+        """
+        self._factors = self._factors_of(trials)
+        self._keys = None if sources is None else self._keys_of(trials, sources)
+        try:
+            yield
+        finally:
+            self._factors, self._keys = {}, None
+
+    def mask(self, name: str, values: Tensor, rows: int) -> Tensor:
+        """Return a prompt's values of a layer, shape `(1, tokens, width)`, for all rows that are being computed."""
+        factors = self._factors.get(name)
+        if factors is None:
+            return values.expand(rows, -1, -1)
+        factors = factors if self._rows is None else factors[self._rows]
+        return values * factors[:, None].to(values)
+
+    def shared(self, stage: int, forward: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Compute a block for the rows that need it, and hand its outputs to the rows that share them."""
+        if self._keys is None:
+            return forward(*arguments, **named)
+        keys, known = self._keys[stage], self._known[stage]
+        new = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known}
+        if len(new) == len(keys):  # nothing in common
+            output = forward(*arguments, **named)
+            self._known[stage] = {key: _at(output, row) for key, row in new.items()}
+            return output
+        if new:
+            first = torch.tensor(list(new.values()))
+            self._rows = first
+            try:
+                part = forward(*_take(arguments, first, len(keys)), **_take(named, first, len(keys)))
+            finally:
+                self._rows = None
+            known |= {key: _at(part, place) for place, key in enumerate(new)}
+        self._known[stage] = {key: known[key] for key in keys}  # no more than one batch is kept
+        return _joined([known[key] for key in keys])
+
+    def _factors_of(self, trials: Sequence[Blocked]) -> dict[str, Tensor]:
+        factors: dict[str, Tensor] = {}
+        for row, sets in enumerate(trials):
+            for name, indices in sets.items():
+                if indices:
+                    if name not in factors:
+                        factors[name] = torch.ones(len(trials), self._layers[name].width)
+                    factors[name][row, list(indices)] = 0
+        return factors
+
+    def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:
+        """For each block, what decides its output in each row: the noise, and all that is blocked so far."""
+        keys: list[list[Hashable]] = []
+        before: list[Hashable] = list(sources)
+        for names in self._stages:
+            sets = [tuple(frozenset(trial.get(name, ())) for name in names) for trial in trials]
+            before = list(zip(before, sets, strict=True))
+            keys.append(before)
+        return keys
 
 
 @contextmanager
@@ -36,19 +108,27 @@ def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text)
     """Prepare trials of one prompt.
 
     Args:
-        denoiser: The network; in the block it must be run with this prompt alone, in every row.
+        denoiser: The network; in the block it must be run with this prompt alone in every row, always at the same
+            timestep.
         layers: Of which neurons may be switched off.
-        text: One prompt, as often as wanted later: only the first row is looked at.
+        text: The prompt; only the first row is looked at.
 
     Yields:
-        Where factors are set before each run.
+        Where it is said what to block before each run.
     """
-    masks = RowMasks()
-    values = text_values(denoiser, layers, text.rows([0]))
+    every = value_layers(denoiser, scope="all")
+    blocks = _first_blocks(denoiser)
+    stages = [[name for name in layers if name.startswith(f"{block}.")] for block in blocks]
+    masks = RowMasks(layers, stages)
+    values = text_values(denoiser, every, text.rows([0]))
+    keys = text_values(denoiser, every, text.rows([0]), keys=True)
     replaced: list[tuple[Any, Any]] = []
     try:
-        for name, layer in layers.items():
+        for name, layer in every.items():
             _replace(replaced, layer.module, _masked(name, values[name], masks))
+            _replace(replaced, layer.attention.to_k, _masked("", keys[name], masks))
+        for stage, block in enumerate(blocks.values()):
+            _replace(replaced, block, _sharing(stage, block.forward, masks))
         yield masks
     finally:
         for module, before in replaced:
@@ -56,6 +136,14 @@ def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text)
                 del module.forward
             else:
                 module.forward = before
+
+
+def _first_blocks(denoiser: Any) -> dict[str, Any]:
+    """The blocks of a U-Net on the way down, in their order; none of other networks."""
+    blocks = getattr(denoiser, "down_blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return {}
+    return {f"down_blocks.{place}": block for place, block in enumerate(blocks)}
 
 
 def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None:
@@ -66,28 +154,36 @@ def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None
 
 def _masked(name: str, value: Tensor, masks: RowMasks) -> Any:
     def forward(states: Tensor, *_: Any, **__: Any) -> Tensor:
-        rows = value.expand(len(states), -1, -1)
-        factors = masks.factors.get(name)
-        return rows if factors is None else rows * factors[:, None].to(rows)
+        return masks.mask(name, value, len(states))
 
     return forward
 
 
-def factors_of(layers: Mapping[str, ValueLayer], blocked: list[dict[str, set[int]]]) -> dict[str, Tensor]:
-    """Write sets of blocked neurons as factors.
+def _sharing(stage: int, own: Any, masks: RowMasks) -> Any:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return masks.shared(stage, own, arguments, named)
 
-    Args:
-        layers: All layers.
-        blocked: For each row, neurons by layer.
+    return forward
 
-    Returns:
-        For each layer that any row blocks something of, shape `(rows, width)`, 0 or 1.
-    """
-    factors: dict[str, Tensor] = {}
-    for row, sets in enumerate(blocked):
-        for name, indices in sets.items():
-            if indices:
-                if name not in factors:
-                    factors[name] = torch.ones(len(blocked), layers[name].width)
-                factors[name][row, list(indices)] = 0
-    return factors
+
+def _take(values: Any, rows: Tensor, count: int) -> Any:
+    """Those rows of all tensors that have one per row."""
+    if isinstance(values, Tensor):
+        return values[rows.to(values.device)] if values.ndim and len(values) == count else values
+    if isinstance(values, tuple | list):
+        return type(values)(_take(value, rows, count) for value in values)
+    if isinstance(values, dict):
+        return {name: _take(value, rows, count) for name, value in values.items()}
+    return values
+
+
+def _at(output: Any, row: int) -> Any:
+    """One row of nested outputs."""
+    return output[row] if isinstance(output, Tensor) else tuple(_at(part, row) for part in output)
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    """Nested outputs of single rows as those of a batch."""
+    if isinstance(rows[0], Tensor):
+        return torch.stack(list(rows))
+    return tuple(_joined(parts) for parts in zip(*rows, strict=True))

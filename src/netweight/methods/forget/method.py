@@ -72,7 +72,7 @@ def localize(
         "threshold": threshold.value,
         "config": _settings(config),
     }
-    items = [{"prompt": prompt, **about} for prompt in prompts]
+    items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
 
     def localized(item: Mapping[str, Any]) -> dict[str, Any]:
         return localize_prompt(model, item["prompt"], statistics, threshold, config).to_json()

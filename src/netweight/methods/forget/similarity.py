@@ -124,7 +124,7 @@ def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tens
     first, second = (F.pad(part, (edge,) * 4, mode="reflect") for part in (first, second))
     stacked = torch.stack([first, second, first * first, second * second, first * second])
     smooth = _smooth(stacked.flatten(0, 2)[:, None], kernel)
-    mean_a, mean_b, square_a, square_b, product = smooth.unflatten(0, (5, count, channels)).squeeze(3)
+    mean_a, mean_b, square_a, square_b, product = smooth.reshape(5, count, channels, *smooth.shape[2:])
     variances = (square_a - mean_a.square()).clamp_min(0) + (square_b - mean_b.square()).clamp_min(0)
     contrast = (2 * (product - mean_a * mean_b) + 0.03**2) / (variances + 0.03**2)
     light = (2 * mean_a * mean_b + 0.01**2) / (mean_a.square() + mean_b.square() + 0.01**2)

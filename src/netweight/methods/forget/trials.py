@@ -7,22 +7,19 @@ those trials alone that it leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import Tensor
 
 from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.detection import predicted_noise
-from netweight.methods.forget.layers import ValueLayer
-from netweight.methods.forget.masking import RowMasks, factors_of
+from netweight.methods.forget.masking import Blocked, RowMasks
 from netweight.methods.forget.similarity import noise_difference, similarity
 from netweight.probe.diffusion import Text, TextToImage
 
-__all__ = ["Blocked", "Trials"]
-
-Blocked: TypeAlias = dict[str, set[int]]
+__all__ = ["Trials", "unblocked_differences"]
 
 
 @final
@@ -31,7 +28,6 @@ class Trials:
 
     Args:
         model: The model.
-        layers: Its value layers.
         text: The prompt, one row.
         noise: Initial noise of the seeds that count, shape `(seeds, channels, height, width)`.
         timestep: That predictions are made at.
@@ -44,7 +40,6 @@ class Trials:
     def __init__(
         self,
         model: TextToImage,
-        layers: Mapping[str, ValueLayer],
         text: Text,
         *,
         noise: Tensor,
@@ -54,7 +49,7 @@ class Trials:
         batches: Batches,
         worst: int = 0,
     ) -> None:
-        self._model, self._layers, self._text = model, layers, text
+        self._model, self._text = model, text
         self._noise, self._timestep, self._unblocked = noise, timestep, unblocked
         self._masks, self._batches, self._worst = masks, batches, worst
 
@@ -66,11 +61,26 @@ class Trials:
             self._worst = int(found[-1].argmax())
         return [float(value) for value in found.amax(1)]
 
-    def below(self, trials: Sequence[Blocked], limit: float) -> list[bool]:
-        """Tell for each trial whether all seeds are at or below a limit."""
+    def below(
+        self, trials: Sequence[Blocked], limit: float, expected: Sequence[bool] | None = None
+    ) -> tuple[list[bool], int]:
+        """Tell for each trial whether all seeds are at or below a limit.
+
+        Args:
+            trials: The trials.
+            limit: The limit.
+            expected: What the answers may be, where trials are of use only as far as these are right.
+
+        Returns:
+            Answers, and how many of them are certain. The others, behind the first that is not as expected, are of a
+            single seed.
+        """
         first = self._worst
         holds = [bool(value <= limit) for value in self._similarities([(trial, first) for trial in trials])]
-        left = [place for place, held in enumerate(holds) if held]
+        known = len(trials)
+        if expected is not None and holds != list(expected):
+            known = 1 + [held == thought for held, thought in zip(holds, expected, strict=True)].index(False)
+        left = [place for place in range(known) if holds[place]]
         others = [seed for seed in range(len(self._noise)) if seed != first]
         if left and others:
             found = self._similarities([(trials[place], seed) for place in left for seed in others])
@@ -79,7 +89,7 @@ class Trials:
                 holds[place] = bool((row <= limit).all())
                 if not holds[place]:
                     self._worst = others[int(row.argmax())]
-        return holds
+        return holds, known
 
     @torch.no_grad()
     def _similarities(self, rows: Sequence[tuple[Blocked, int]]) -> Tensor:
@@ -90,13 +100,9 @@ class Trials:
 
         def part(chosen: slice) -> Tensor:
             blocked = [trial for trial, _ in rows[chosen]]
-            self._masks.factors = factors_of(self._layers, blocked)
-            try:
-                noise = self._noise[seeds[chosen]]
-                text = self._text.rows([0] * len(blocked))
-                said = self._model.predict(noise, self._timestep, text).noise
-            finally:
-                self._masks.factors = {}
+            noise = self._noise[seeds[chosen]]
+            with self._masks.blocking(blocked, [seed for _, seed in rows[chosen]]):
+                said = self._model.predict(noise, self._timestep, self._text.rows([0] * len(blocked))).noise
             return similarity(noise_difference(said, noise), self._unblocked[seeds[chosen]])
 
         return self._batches.run(part, len(rows)).cpu()
