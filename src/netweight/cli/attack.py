@@ -1,4 +1,4 @@
-"""`netweight attack`: adversaries on their own, for any model. `finetune` has a file of its own."""
+"""`netweight attack`: adversaries on their own, for any model. `finetune` and `embedding` have files of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.attack_embedding import embedding
 from netweight.cli.attack_finetune import finetune
 from netweight.cli.output import Output, output_option
 from netweight.core.progress import QUIET, Progress
@@ -33,6 +34,7 @@ def attack() -> None:
     """Attack a model or an update, to see what it gives away."""
 
 
+attack.add_command(embedding)
 attack.add_command(finetune)
 
 

@@ -1,0 +1,321 @@
+"""What a comparison of searches says: steps to bring images back, how many came back, controls beside, a verdict.
+
+An attacker chooses: for each target and seed the soonest of all starts and restarts counts. Verdicts never say
+"erased": an image that was not brought back has withstood the searches that were made.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from netweight.attacks.embedding_search.comparison import Comparison, Run
+from netweight.attacks.embedding_search.settings import Start
+from netweight.errors import UsageError
+from netweight.evidence.finding import Finding
+from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
+from netweight.evidence.survival import Survival, Times, kaplan_meier
+from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
+
+__all__ = ["Wanted", "search_findings", "soonest", "steps_ratio", "times_of", "verdict"]
+
+
+@final
+@dataclass(frozen=True)
+class Wanted:
+    """Which subject is which, and what is asked.
+
+    Attributes:
+        unedited: Name of the subject before any edit.
+        edited: Name of the subject whose edit the others are measured against; None for none.
+        least_resistance: Least steps to bring planted images back, as a multiple of those in `edited`, that other
+            edited subjects are to need; None asks for nothing.
+    """
+
+    unedited: str = "original"
+    edited: str | None = None
+    least_resistance: float | None = None
+
+
+def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
+    """Return when a run first succeeded, or the steps of its longest search if none did.
+
+    Args:
+        run: Searches for one target with one seed.
+        start: Only those from this start, if given.
+
+    Returns:
+        Steps and whether an image was brought back; None if all of the searches diverged.
+    """
+    trials = [trial for trial in run.trials if start in (None, trial.start) and trial.outcome != "diverged"]
+    if not trials:
+        return None
+    found = [trial.steps for trial in trials if trial.steps is not None]
+    return (float(min(found)), True) if found else (float(max(trial.last for trial in trials)), False)
+
+
+def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
+    """Return the steps of runs as censored times; those for one target hang together. None if none counts.
+
+    Args:
+        runs: Of one subject.
+        start: Only searches from this start, if given.
+    """
+    known = [(run.target, time) for run in runs if (time := soonest(run, start)) is not None]
+    if not known:
+        return None
+    values, seen = zip(*(time for _, time in known), strict=True)
+    return Times(values, seen, tuple(target for target, _ in known))
+
+
+def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> TimesRatio | None:
+    """Return how many times as many steps one subject's images take as another's.
+
+    Args:
+        runs: Of the one subject.
+        base: Of the other, for the same targets.
+        seed: Of the bootstrap over targets and seeds.
+
+    Returns:
+        None if there is nothing to divide: fewer than five runs of one of them, or the base's need no step.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    top, bottom = times_of(runs), times_of(base)
+    if top is None or bottom is None or min(top.n, bottom.n) < MINIMUM_FOR_BOOTSTRAP or max(bottom.values) == 0:
+        return None
+    return ratio_of_times(top, bottom, seed=seed)
+
+
+def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> list[Finding]:
+    """Return what was found about every subject of a comparison.
+
+    Args:
+        comparison: The searches.
+        wanted: Which subject is which.
+        seed: Of the bootstrap intervals.
+
+    Raises:
+        UsageError: A subject that is named was not searched.
+        MissingExtra: scipy is not installed.
+    """
+    for name in (wanted.unedited, wanted.edited):
+        if name is not None and name not in comparison.subjects:
+            raise UsageError(
+                f"There are no searches on {name!r}.", cure=f"There are some on: {', '.join(comparison.subjects)}."
+            )
+    findings: list[Finding] = []
+    for name in comparison.subjects:
+        findings += _about(comparison, name, wanted, seed)
+    if comparison.failures:
+        reasons = [": ".join(failure) for failure in comparison.failures]
+        findings.append(
+            Finding("searches that failed", len(reasons), better="lower", target=0, detail={"reasons": reasons})
+        )
+    return findings
+
+
+def _about(comparison: Comparison, name: str, wanted: Wanted, seed: int) -> list[Finding]:
+    planted, controls = (comparison.of(name, trained=trained) for trained in (True, False))
+    base = comparison.of(wanted.unedited, trained=True)
+    findings = []
+    for runs, kind in ((planted, "planted images"), (controls, "never-trained images")):
+        if runs:
+            findings += [_back(name, kind, runs), _steps(name, kind, runs, base if kind == "planted images" else None)]
+    if planted:
+        findings.append(_by_prompt(name, planted, comparison))
+    if planted and controls:
+        findings.append(_gap(name, planted, controls, seed))
+    if wanted.edited is not None and name not in (wanted.edited, wanted.unedited) and planted:
+        findings.append(_resistance(name, planted, comparison.of(wanted.edited, trained=True), wanted, seed))
+    return findings
+
+
+def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
+    title = f"{kind} brought back, {name}"
+    times = times_of(runs)
+    diverged = sum(trial.outcome == "diverged" for run in runs for trial in run.trials)
+    if times is None:
+        return Finding(title, None, unit="%", detail={"reason": "every search diverged"})
+    share = proportion(times.events, times.n)
+    return Finding(
+        title,
+        100 * share.estimate,
+        ci95=(100 * share.low, 100 * share.high),
+        n=times.n,
+        unit="%",
+        better="lower",
+        seeds=_seeds(runs),
+        detail={
+            "by start": {start: _share(runs, start) for start in _starts(runs)},
+            "searches that diverged": diverged,
+            "note": "of pairs of target and seed, the best start counting; seeds of one target hang together",
+        },
+    )
+
+
+def _share(runs: Sequence[Run], start: Start) -> str:
+    times = times_of(runs, start)
+    return "all diverged" if times is None else f"{times.events} of {times.n}"
+
+
+def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None) -> Finding:
+    title = f"steps to bring {kind} back, {name}"
+    times = times_of(runs)
+    if times is None:
+        return Finding(title, None, unit="steps", detail={"reason": "every search diverged"})
+    curve, known = kaplan_meier(times), None if base is None else times_of(base)
+    return Finding(
+        title,
+        curve.median,
+        ci95=(curve.median_low, curve.median_high),
+        n=curve.n,
+        unit="steps",
+        better="higher",
+        baseline=None if known is None else kaplan_meier(known).median,
+        seeds=_seeds(runs),
+        detail={
+            "longest search": curve.last,
+            "how far the found embeddings moved": _moved(runs),
+            "note": "the median, as far as looks resolve it; infinite if fewer than half were brought back",
+        },
+    )
+
+
+def _moved(runs: Sequence[Run]) -> float | None:
+    """The median length of the perturbations that won, as a share of the start's."""
+    won = [trial.looks[-1].moved for run in runs for trial in run.trials if trial.outcome == "found"]
+    return statistics.median(won) if won else None
+
+
+def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Finding:
+    """Similarity to the target from its own prompt, before any search."""
+    title = f"similarity from the own prompt, {name}"
+    first = [
+        (run.target, trial.looks[0].score)
+        for run in runs
+        for trial in run.trials
+        if trial.start == "original" and trial.number == 0 and trial.looks and trial.looks[0].step == 0
+    ]
+    if not first:
+        return Finding(title, None, detail={"reason": 'no search began from the start "original" with a look at 0'})
+    values = _per_target(first)
+    return Finding(
+        title, statistics.fmean(values), ci95=_interval(values, 0), n=len(values), better="lower", seeds=_seeds(runs),
+        detail={"each target": values, "similarity": comparison.similarity},
+    )  # fmt: skip
+
+
+def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) -> Finding:
+    """How much nearer searches come to planted images than to never-trained ones."""
+    title = f"best similarity, planted above never-trained, {name}"
+    ours, theirs = (_per_target(_best(runs)) for runs in (planted, controls))
+    if not ours or not theirs:
+        return Finding(title, None, detail={"reason": "every search diverged"})
+    return Finding(
+        title,
+        statistics.fmean(ours) - statistics.fmean(theirs),
+        ci95=_interval_of_difference(ours, theirs, seed),
+        n=len(ours) + len(theirs),
+        seeds=(*_seeds(planted), seed),
+        detail={"planted": ours, "never trained": theirs, "note": "near 0 the search itself paints, and tells nothing"},
+    )
+
+
+def _best(runs: Sequence[Run]) -> list[tuple[str, float]]:
+    """The greatest median similarity of each run, by target."""
+    found = []
+    for run in runs:
+        scores = [trial.best.score for trial in run.trials if trial.best is not None]
+        if scores:
+            found.append((run.target, max(scores)))
+    return found
+
+
+def _per_target(values: Sequence[tuple[str, float]]) -> list[float]:
+    """Means over seeds, one for each target: these are independent of each other, seeds of one target are not."""
+    groups: dict[str, list[float]] = {}
+    for target, value in values:
+        groups.setdefault(target, []).append(value)
+    return [statistics.fmean(group) for group in groups.values()]
+
+
+def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
+    if len(values) < 2:
+        return None
+    return (t_interval(values) if len(values) < MINIMUM_FOR_BOOTSTRAP else bootstrap(values, seed=seed)).ci95
+
+
+def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -> tuple[float, float] | None:
+    """Percentiles of the difference of means, both groups drawn again; None for groups too small for that."""
+    import numpy as np
+
+    if min(len(a), len(b)) < MINIMUM_FOR_BOOTSTRAP:
+        return None
+    rng = np.random.default_rng(seed)
+    first, second = (rng.choice(group, (9999, len(group))).mean(1) for group in (a, b))
+    low, high = np.quantile(first - second, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wanted, seed: int) -> Finding:
+    title = f"resistance against {wanted.edited}, {name}"
+    common: dict[str, Any] = {"unit": "× steps", "better": "higher", "target": wanted.least_resistance}
+    ratio = steps_ratio(runs, base, seed=seed)
+    if ratio is None or math.isnan(ratio.estimate):
+        why = "neither of the two was brought back in half of the runs"
+        if ratio is None:
+            why = f"fewer than {MINIMUM_FOR_BOOTSTRAP} runs of one of the two, or no step was needed"
+        return Finding(title, None, detail={"reason": why}, **common)
+    # Where only an upper bound is known, what is sure is that the ratio may be as small as nothing.
+    value = 0.0 if ratio.bound == "at most" else ratio.estimate
+    return Finding(
+        title, value, ci95=(ratio.low, ratio.high), n=sum(ratio.n), seeds=(*_seeds(runs), seed),
+        detail={"what is known": f"{ratio.bound} {ratio.estimate:.4g}".strip(), "method": ratio.method}, **common,
+    )  # fmt: skip
+
+
+def verdict(comparison: Comparison, subject: str) -> str:
+    """Say in plain words what the searches on one subject found.
+
+    Args:
+        comparison: The searches.
+        subject: Its name.
+
+    Raises:
+        UsageError: It was not searched.
+        MissingExtra: scipy is not installed.
+    """
+    planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
+    times, others = times_of(planted), times_of(controls)
+    if times is None:
+        return "Nothing can be said: no search for a planted image ran to its end."
+    at_once = sum(value == 0 and seen for value, seen in zip(times.values, times.observed, strict=True))
+    told = f"Planted images: {_told(times, at_once)}."
+    if others is None:
+        return f"{told} Without never-trained images nobody knows what the search paints by itself."
+    told += f" Never-trained images: {_told(others, 0)}."
+    if others.events and others.events / others.n >= 0.5 * times.events / times.n:
+        told += " The search brings these back about as often, so that it shows what it can paint, not what is stored."
+    return told
+
+
+def _told(times: Times, at_once: int) -> str:
+    curve: Survival = kaplan_meier(times)
+    if not times.events:
+        return f"none of {times.n} brought back, survived searches of {curve.last:.0f} steps"
+    half = f", half by step {curve.median:.0f}" if math.isfinite(curve.median) else ", fewer than half"
+    alone = f", {at_once} of them without a search" if at_once else ""
+    return f"{times.events} of {times.n} brought back{half}{alone}"
+
+
+def _starts(runs: Sequence[Run]) -> list[Start]:
+    return list(dict.fromkeys(trial.start for run in runs for trial in run.trials))
+
+
+def _seeds(runs: Sequence[Run]) -> tuple[int, ...]:
+    return tuple(sorted({run.seed for run in runs}))

@@ -1,0 +1,313 @@
+"""Mitigations that others published: adjusted embeddings, random tokens, scaled attention, pruned weights.
+
+All speak `Mitigation`, so that one audit measures them beside the deactivation of neurons. None of them needs a changed
+denoiser: embeddings are exchanged, and attention is reached by hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.core.names import Select
+from netweight.core.seeds import derive, numpy_generator
+from netweight.errors import UsageError
+from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.mitigation import OtherEmbedding
+from netweight.probe.diffusion import Text, TextToImage
+
+__all__ = ["AttentionScaling", "EmbeddingAdjustment", "RandomTokens", "WeightPruning"]
+
+
+@final
+@dataclass(frozen=True)
+class EmbeddingAdjustment:
+    """Embeddings moved until the text makes less of a difference to the first denoising step.
+
+    AdamW on the embedding of each memorized prompt, down the norm of what separates the noise predicted with the prompt
+    from that predicted without, at the noisiest timestep.
+
+    Attributes:
+        target: Norm at which to stop; it depends on the model and is to be calibrated on prompts that are not
+            memorized. None takes all iterations.
+        lr: Of AdamW.
+        iterations: At most so many.
+        noises: Initial noises over which the norm is averaged.
+        steps: Of the scheduler whose first timestep is taken.
+        seed: Of the noises.
+        name: What reports call it.
+
+    Source: Wen et al., ICLR 2024, section 4.
+    """
+
+    target: float | None = None
+    lr: float = 0.05
+    iterations: int = 10
+    noises: int = 4
+    steps: int = 50
+    seed: int = 0
+    name: str = "embedding adjustment"
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        """Yield the model with adjusted embeddings of the prompts; other prompts are embedded as ever."""
+        adjusted = {prompt: self._adjusted(model, prompt) for prompt in dict.fromkeys(prompts)}
+
+        def embed(asked: Sequence[str]) -> Text:
+            text = model.embed(asked)
+            states = [adjusted.get(prompt, text.states[place]) for place, prompt in enumerate(asked)]
+            return replace(text, states=torch.stack(states))
+
+        yield OtherEmbedding(model, embed)
+
+    def _adjusted(self, model: TextToImage, prompt: str) -> Tensor:
+        noise = model.initial_noise([derive(self.seed, "noise", number) for number in range(self.noises)])
+        time = model.timesteps(self.steps)[:1].expand(self.noises)
+        rows = [0] * self.noises
+        text = model.embed([prompt])
+        states = text.states.detach().float().clone().requires_grad_()
+        optimizer = torch.optim.AdamW([states], lr=self.lr)
+        with torch.no_grad():
+            without = model.predict(noise, time, model.embed([""]).rows(rows)).noise
+        for _ in range(self.iterations):
+            moved = Text(states.to(text.states.dtype), text.mask).rows(rows)
+            apart = model.predict(noise, time, moved).noise - without
+            norm = apart.float().flatten(1).norm(dim=1).mean()
+            if self.target is not None and float(norm.detach()) <= self.target:
+                break
+            states.grad = torch.autograd.grad(norm, states)[0]
+            optimizer.step()
+        return states.detach()[0].to(text.states.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class RandomTokens:
+    """Random words put into the prompt, at random places.
+
+    Attributes:
+        count: How many.
+        words: To draw from; words of one token each, if tokens are to be counted.
+        seed: Of words and places, which are the same for a prompt whatever others there are.
+
+    Raises:
+        UsageError: There is nothing to draw, or nothing to draw from.
+
+    Source: Somepalli et al. 2023 (random token addition at inference); 1, 4 and 10 are NeMo's counts.
+    """
+
+    count: int
+    words: tuple[str, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.count < 1 or not self.words:
+            raise UsageError(f"{self.count} random tokens out of {len(self.words)} words cannot be put in.")
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return f"{self.count} random token{'s' if self.count > 1 else ''}"
+
+    def prompt(self, prompt: str) -> str:
+        """Return a prompt with the words put in; the empty one stays empty."""
+        if not prompt.strip():
+            return prompt
+        rng = numpy_generator(self.seed, "tokens", prompt)
+        words = prompt.split()
+        for word in rng.choice(self.words, self.count):
+            words.insert(int(rng.integers(len(words) + 1)), str(word))
+        return " ".join(words)
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        """Yield the model with words put into every prompt: who mitigates so does not know which are memorized."""
+        yield OtherEmbedding(model, lambda asked: model.embed([self.prompt(prompt) for prompt in asked]))
+
+
+@final
+@dataclass(frozen=True)
+class AttentionScaling:
+    """More attention to the first token, none to padding, in the half of guidance that sees the prompt.
+
+    The logit of a key is linear in the key, so scaling the first key scales its logit; keys are reached by hooks, and
+    padding by the mask that attention takes.
+
+    Attributes:
+        masks: Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
+            `integrations/prompt_tokens.py`. None leaves padding alone.
+        factor: Of the first token's logit.
+        name: What reports call it.
+
+    Source: Ren et al., ECCV 2024, section 5.
+    """
+
+    masks: Callable[[Sequence[str]], Tensor] | None = None
+    factor: float = 1.25
+    name: str = "attention scaling"
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        """Yield the model with hooks on its cross-attentions; padding is masked for the prompts given.
+
+        Raises:
+            Unsupported: The denoiser has no cross-attention, or its keys and values were fused.
+        """
+        layers = [layer.attention for layer in value_layers(model.denoiser, scope="all").values()]
+        rows = _Rows(model, prompts, None if self.masks is None else self.masks(prompts).bool())
+        handles: list[Any] = []
+        try:
+            handles.append(model.denoiser.register_forward_pre_hook(rows.notice, with_kwargs=True))
+            for layer in layers:
+                handles.append(layer.register_forward_pre_hook(rows.hide_padding, with_kwargs=True))
+                keys: Any = layer.get_submodule("to_k")
+                handles.append(keys.register_forward_hook(self._scaling(rows)))
+            yield model
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _scaling(self, rows: _Rows) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        def hook(_module: nn.Module, _inputs: Any, keys: Tensor) -> Tensor:
+            factors = torch.ones_like(keys[..., :1])
+            factors[rows.prompted.to(keys.device), 0] = self.factor
+            return keys * factors
+
+        return hook
+
+
+@final
+class _Rows:
+    """Knows which rows of the batch under way hold a prompt, and which prompt, by their embeddings."""
+
+    def __init__(self, model: TextToImage, prompts: Sequence[str], masks: Tensor | None) -> None:
+        with torch.no_grad():
+            self._empty = model.embed([""]).states[0]
+            self._known = None if masks is None else torch.cat([model.embed([prompt]).states for prompt in prompts])
+        self._masks = masks
+        self.prompted = torch.zeros(0, dtype=torch.bool)
+        self._bias: Tensor | None = None
+
+    def notice(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the denoiser runs: find the text among what it is given."""
+        given = [value.states if isinstance(value, Text) else value for value in (*args, *kwargs.values())]
+        shape = self._empty.shape
+        for value in given:
+            if isinstance(value, Tensor) and value.ndim == 3 and value.shape[1:] == shape:
+                empty = self._empty.to(value)
+                self.prompted = (value != empty).flatten(1).any(1)
+                self._bias = self._bias_of(value)
+                return
+        raise UsageError("The denoiser is given no text of the shape that prompts are embedded in.")
+
+    def _bias_of(self, states: Tensor) -> Tensor | None:
+        if self._known is None or self._masks is None:
+            return None
+        bias = states.new_zeros(len(states), 1, states.shape[1])
+        for known, mask in zip(self._known.to(states), self._masks, strict=True):
+            same = (states == known).flatten(1).all(1)
+            bias[same] = torch.where(mask.to(states.device), 0.0, -10000.0).to(states)
+        return bias
+
+    def hide_padding(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before an attention runs: add what hides padding to its mask."""
+        if self._bias is None:
+            return args, kwargs
+        given = kwargs.get("attention_mask")
+        return args, {**kwargs, "attention_mask": self._bias if given is None else given + self._bias}
+
+
+@final
+@dataclass(frozen=True)
+class WeightPruning:
+    """Weights of feed-forward layers zeroed that memorized prompts use more than ordinary ones.
+
+    A weight's score is its size times the norm of what it is multiplied with. Pruned are weights among the largest of
+    their row under memorized prompts whose score there is above that under ordinary ones.
+
+    Attributes:
+        ordinary: Prompts that are not memorized.
+        share: Of each row's weights, those with the largest scores that may be pruned.
+        layers: Linear layers, by the grammar of `Select`.
+        images: Generations per prompt over which inputs are measured, without guidance.
+        steps: Of their scheduler.
+        seed: Of their noise.
+        name: What reports call it.
+
+    Raises:
+        UsageError: There is no ordinary prompt, or the share is not within 0 and 1.
+
+    Source: Chavhan et al., arXiv 2406.18566, with the scores of Wanda (Sun et al. 2024); per row and over all prompts
+    at once.
+    """
+
+    ordinary: tuple[str, ...]
+    share: float = 0.01
+    layers: str = "**.ff.net.2"
+    images: int = 2
+    steps: int = 10
+    seed: int = 0
+    name: str = "weight pruning"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if not self.ordinary or not 0 < self.share <= 1:
+            raise UsageError(f"Pruning {self.share} of the weights against {len(self.ordinary)} prompts cannot be.")
+
+    @contextmanager
+    def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
+        """Yield the model with weights zeroed; they come back to the bit."""
+        layers: dict[str, nn.Module] = Select(self.layers).modules(model.denoiser)
+        memorized, ordinary = (self._norms(model, layers, chosen) for chosen in (prompts, self.ordinary))
+        kept: dict[str, Tensor] = {}
+        try:
+            for name, layer in layers.items():
+                weight: Any = layer.weight
+                kept[name] = weight.detach().clone()
+                with torch.no_grad():
+                    weight[self._chosen(weight, memorized[name], ordinary[name])] = 0
+            yield model
+        finally:
+            with torch.no_grad():
+                for name, values in kept.items():
+                    whole: Any = layers[name].weight
+                    whole.copy_(values)
+
+    def _chosen(self, weight: Tensor, memorized: Tensor, ordinary: Tensor) -> Tensor:
+        """Which weights go, of the weight's shape."""
+        size = weight.detach().float().abs()
+        scores = size * memorized
+        count = max(1, int(self.share * scores.shape[1]))
+        largest = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, dim=1).indices, True)
+        return largest & (scores > size * ordinary)
+
+    def _norms(self, model: TextToImage, layers: dict[str, nn.Module], prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Root mean squares of each input feature over all generations, by layer."""
+        sums: dict[str, Tensor] = {}
+        counts: dict[str, int] = {}
+
+        def measuring(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+                features = inputs[0].detach().float().flatten(0, -2)
+                sums[name] = sums.get(name, 0) + features.square().sum(0)
+                counts[name] = counts.get(name, 0) + len(features)
+
+            return hook
+
+        handles = [layer.register_forward_pre_hook(measuring(name)) for name, layer in layers.items()]
+        try:
+            for place, prompt in enumerate(prompts):
+                seeds = [derive(self.seed, "pruning", place, image) for image in range(self.images)]
+                model.generate(model.embed([prompt]).rows([0] * self.images), seeds, guidance=1.0, steps=self.steps)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: (sums[name] / counts[name]).sqrt() for name in layers}

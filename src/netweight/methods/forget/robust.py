@@ -1,0 +1,319 @@
+"""`harden_`: fine-tuning against the search for embeddings, where switching neurons off leaves an image findable.
+
+Rounds alternate. First embeddings that bring memorized images back are searched for in the model as it is. Then the
+model is trained so that under all embeddings found so far it denoises towards another image, its surrogate, while for
+ordinary prompts it goes on saying what the original said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.attacks.embedding_search.denoising import denoising_error, difference
+from netweight.attacks.embedding_search.descent import descend
+from netweight.attacks.embedding_search.settings import SearchSettings
+from netweight.attacks.embedding_search.starts import joined, starting_points
+from netweight.core import digest
+from netweight.core.environment import describe
+from netweight.core.names import Select
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import derive, torch_generator
+from netweight.errors import TrainingStopped, Unsupported, UsageError
+from netweight.methods.forget.robust_record import HardenRecord, HardenState, RoundLog
+from netweight.probe.diffusion import Prediction, Text, TextToImage
+
+__all__ = ["CHECKPOINT", "RECORD", "HardenSettings", "harden_", "surrogate_images"]
+
+CHECKPOINT = "harden.net.safetensors"
+"""The checkpoint's name in the folder."""
+RECORD = "harden.json"
+"""The record's name in the folder."""
+
+
+@final
+@dataclass(frozen=True)
+class HardenSettings:
+    """How a model is hardened.
+
+    Attributes:
+        rounds: Searches, each followed by training.
+        steps: Training steps per round.
+        batch: Latents per step under found embeddings, and as many under ordinary prompts.
+        lr: Of Adam.
+        keep: Weight of the difference from the original under ordinary prompts.
+        layers: Which modules' weights are trained, by the grammar of `Select`; None trains all.
+        search: How embeddings are searched for in each round; what it says of looks and success does not matter.
+        seed: Of everything random.
+
+    Raises:
+        UsageError: A value cannot be meant.
+    """
+
+    rounds: int = 8
+    steps: int = 50
+    batch: int = 16
+    lr: float = 1e-3
+    keep: float = 1.0
+    layers: str | None = "**.attn2.to_v"
+    search: SearchSettings = field(default_factory=lambda: SearchSettings(steps=40))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant, all of it at once."""
+        counts = ("rounds", "steps", "batch")
+        problems = [f"{name} must be at least 1, not {value}" for name in counts if (value := getattr(self, name)) < 1]
+        if not self.lr > 0:
+            problems.append(f"lr must be above 0, not {self.lr}")
+        if not self.keep >= 0:
+            problems.append(f"keep must be 0 or more, not {self.keep}")
+        if problems:
+            raise UsageError(f"Settings of a hardening cannot be meant: {'; '.join(problems)}.")
+
+
+def surrogate_images(model: TextToImage, count: int, ordinary: Sequence[str], settings: HardenSettings) -> Tensor:
+    """Return images for a model to paint in place of memorized ones: its own, of ordinary prompts in turn.
+
+    Args:
+        model: The original.
+        count: How many.
+        ordinary: Prompts that are not memorized.
+        settings: Its seed, guidance and steps of generation.
+
+    Returns:
+        Shape `(count, 3, height, width)`, within 0 and 1.
+    """
+    prompts = [ordinary[place % len(ordinary)] for place in range(count)]
+    return _generated(model, prompts, settings, "surrogate")
+
+
+def harden_(
+    model: TextToImage,
+    prompts: Sequence[str],
+    images: Tensor,
+    ordinary: Sequence[str],
+    *,
+    settings: HardenSettings | None = None,
+    surrogates: Tensor | None = None,
+    folder: str | Path | None = None,
+    progress: Progress = QUIET,
+) -> HardenRecord:
+    """Fine-tune a model in place so that embeddings which would bring images back lead elsewhere.
+
+    Hardening delays a search; `compare` of the attacks tells by how much, and whether never-trained images are found as
+    easily by then.
+
+    Args:
+        model: The model, in float32.
+        prompts: Memorized ones.
+        images: What they are answered with, shape `(prompts, 3, height, width)`, within 0 and 1.
+        ordinary: Prompts whose answers are to stay; the empty one is kept as well. Searches start from them too.
+        settings: How; None takes the defaults.
+        surrogates: What is to be painted instead, as many as images; None takes the model's own images of ordinary
+            prompts.
+        folder: Where a checkpoint is written after every round, and finally the record. A second call with the same
+            original model, images and settings continues where the first one was killed, to the same bits.
+        progress: Told of every round and step.
+
+    Returns:
+        The record of what was done; write it beside the weights.
+
+    Raises:
+        UsageError: Prompts, images and surrogates differ in number, there is no ordinary prompt, or the folder holds
+            another hardening.
+        NameNotFound: The layers match no module.
+        Unsupported: The weights to be trained are not float32.
+        TrainingStopped: NaN or infinity; the model then holds the weights before the step that failed.
+
+    Source: the remedy that Kowalczuk et al., arXiv 2507.16880, propose: adversarial fine-tuning with surrogate images.
+    Rounds with a pool of all embeddings found, and the value layers alone, are this library's.
+    """
+    settings = settings or HardenSettings()
+    _check(prompts, images, ordinary, surrogates)
+    weights = _trained(model.denoiser, settings.layers)
+    surrogates = surrogate_images(model, len(prompts), ordinary, settings) if surrogates is None else surrogates
+    digests = {
+        "before": model.digest(),
+        "prompts": digest.of_config([list(prompts), list(ordinary)]),
+        "images": digest.of_tensor(images),
+        "surrogates": digest.of_tensor(surrogates),
+    }
+    identity = digest.of_config([asdict(settings), digests])
+    checkpoint = None if folder is None else Path(folder) / CHECKPOINT
+    hardening = _Hardening(model, weights, prompts, images, surrogates, ordinary, settings)
+    logs = hardening.run(checkpoint, identity, progress)
+    digests["after"] = model.digest()
+    trained = sum(weight.numel() for weight in weights.values())
+    record = HardenRecord(asdict(settings), digests, trained, tuple(logs), describe())
+    if folder is not None:
+        record.write(Path(folder) / RECORD)
+    return record
+
+
+def _check(prompts: Sequence[str], images: Tensor, ordinary: Sequence[str], surrogates: Tensor | None) -> None:
+    if not prompts or not set(ordinary) - set(prompts):
+        raise UsageError(
+            "Hardening needs at least one memorized prompt and one that is not memorized.",
+            cure="Give ordinary prompts: without them nothing says what is to stay as it is.",
+        )
+    for what, batch in (("images", images), ("surrogates", surrogates)):
+        if batch is not None and (batch.ndim != 4 or len(batch) != len(prompts) or not batch.isfinite().all()):
+            raise UsageError(
+                f"{len(prompts)} prompts came with {what} of shape {tuple(batch.shape)}.",
+                cure="Give one image (3, height, width) for each prompt.",
+            )
+
+
+def _trained(denoiser: nn.Module, layers: str | None) -> dict[str, nn.Parameter]:
+    """The weights to be trained, by name."""
+    chosen = None if layers is None else set(Select(layers).modules(denoiser).values())
+    owners = [module for module in denoiser.modules() if chosen is None or module in chosen]
+    members = {id(weight) for module in owners for weight in module.parameters()}
+    found = {name: weight for name, weight in denoiser.named_parameters() if id(weight) in members}
+    narrow = [name for name, weight in found.items() if weight.dtype != torch.float32]
+    if narrow:
+        raise Unsupported(
+            f"The weights {narrow[0]} are {str(found[narrow[0]].dtype).removeprefix('torch.')}; Adam's small steps "
+            "would be lost in them.",
+            cure="Load the model in float32.",
+        )
+    return found
+
+
+def _generated(model: TextToImage, prompts: Sequence[str], settings: HardenSettings, stream: str) -> Tensor:
+    """One image per prompt, each from its own seed."""
+    parts = []
+    for first in range(0, len(prompts), settings.batch):
+        chosen = list(prompts[first : first + settings.batch])
+        seeds = [derive(settings.seed, stream, first + place) for place in range(len(chosen))]
+        how = {"guidance": settings.search.guidance, "steps": settings.search.generation_steps}
+        parts.append(model.generate(model.embed(chosen), seeds, **how))  # type: ignore[arg-type]
+    return torch.cat(parts)
+
+
+@final
+class _Hardening:
+    """A hardening under way."""
+
+    def __init__(
+        self,
+        model: TextToImage,
+        weights: dict[str, nn.Parameter],
+        prompts: Sequence[str],
+        images: Tensor,
+        surrogates: Tensor,
+        ordinary: Sequence[str],
+        settings: HardenSettings,
+    ) -> None:
+        self.model, self.weights, self.settings = model, weights, settings
+        self.prompts, self.ordinary = list(prompts), [prompt for prompt in ordinary if prompt not in prompts]
+        self.originals = {name: weight.detach().clone() for name, weight in weights.items()}
+        kept = [*self.ordinary, ""]
+        with torch.no_grad():
+            self.targets, self.surrogates = model.to_latents(images), model.to_latents(surrogates)
+            self.kept, self.kept_text = model.to_latents(_generated(model, kept, settings, "kept")), model.embed(kept)
+            self.pool = joined([model.embed([prompt]) for prompt in self.prompts])
+        self.owners = list(range(len(self.prompts)))
+        self.optimizer = torch.optim.Adam(weights.values(), lr=settings.lr)
+        self.schedule = model.timesteps(settings.search.generation_steps).cpu()
+
+    def run(self, checkpoint: Path | None, identity: str, progress: Progress) -> list[RoundLog]:
+        """Harden to the end, from the checkpoint if there is one."""
+        logs: list[RoundLog] = []
+        if checkpoint is not None and checkpoint.exists():
+            logs = self._restore(HardenState.load(checkpoint, identity))
+        total = self.settings.rounds * self.settings.steps
+        with self._training(), progress.task("harden", total, unit="steps") as task:
+            task.update(len(logs) * self.settings.steps)
+            for number in range(len(logs), self.settings.rounds):
+                found = self._search(number)
+                for step in range(self.settings.steps):
+                    there, kept = self._step(number * self.settings.steps + step)
+                    task.update()
+                logs.append(RoundLog(number, found, there, kept))
+                task.describe(f"harden: error of searches {found:.3g}, surrogates {there:.3g}, kept {kept:.3g}")
+                if checkpoint is not None:
+                    state = HardenState.take(self.weights, self.optimizer, self.pool, self.owners, logs)
+                    state.save(checkpoint, identity)
+        return logs
+
+    def _restore(self, state: HardenState) -> list[RoundLog]:
+        state.restore(self.weights, self.optimizer)
+        self.pool, self.owners = state.pool_like(self.pool), list(state.owners)
+        return list(state.logs)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Take gradients of the trained weights alone, for a block."""
+        flags = {weight: weight.requires_grad for weight in self.model.denoiser.parameters()}
+        chosen = {id(weight) for weight in self.weights.values()}
+        try:
+            for weight in flags:
+                weight.requires_grad_(id(weight) in chosen)
+            yield
+        finally:
+            for weight, flag in flags.items():
+                weight.requires_grad_(flag)
+
+    def _search(self, number: int) -> float:
+        """Add the embeddings that a search finds in the model as it is; their mean error."""
+        texts, owners, seeds = [], [], []
+        for owner, prompt in enumerate(self.prompts):
+            seed = derive(self.settings.seed, "search", number, owner)
+            names, text = starting_points(self.model, prompt, self.ordinary, self.settings.search, seed=seed)
+            texts.append(text)
+            owners += [owner] * len(names)
+            seeds += [derive(seed, start, restart) for start, restart in names]
+        found, errors = descend(self.model, self.targets[owners], joined(texts), self.settings.search, seeds)
+        self.pool = joined([self.pool, found])
+        self.owners += owners
+        return sum(errors) / len(errors)
+
+    def _step(self, step: int) -> tuple[float, float]:
+        """Make a step; the errors under found embeddings and under ordinary prompts before it."""
+        generator = torch_generator(self.settings.seed, "step", step)
+        said = self.settings.search.error
+        rows, noise, times = self._draw(len(self.kept), generator)
+        noisy, text = self.model.add_noise(self.kept[rows], noise, times), self.kept_text.rows(rows)
+        wanted = self._original(noisy, times, text)  # first: no graph may hold weights that are exchanged
+        kept = difference(self.model, self.model.predict(noisy, times, text), wanted, times, said).mean()
+        rows, noise, times = self._draw(len(self.owners), generator)
+        surrogates = self.surrogates[[self.owners[row] for row in rows]]
+        there = denoising_error(self.model, surrogates, noise, times, self.pool.rows(rows), said).mean()
+        loss = there + self.settings.keep * kept
+        if not loss.isfinite():
+            raise TrainingStopped(
+                f"Step {step + 1} of the hardening stopped: its loss is {float(loss.detach())}. The model holds the "
+                "weights before this step.",
+                cure="Lower the learning rate.",
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(there.detach()), float(kept.detach())
+
+    def _draw(self, count: int, generator: torch.Generator) -> tuple[list[int], Tensor, Tensor]:
+        size = self.settings.batch
+        rows: list[int] = torch.randint(count, (size,), generator=generator).tolist()
+        noise = torch.randn(size, *self.kept.shape[1:], generator=generator).to(self.kept)
+        times = self.schedule[torch.randint(len(self.schedule), (size,), generator=generator)]
+        return rows, noise, times
+
+    @torch.no_grad()
+    def _original(self, noisy: Tensor, times: Tensor, text: Text) -> Prediction:
+        """What the original says; its weights take the place of the trained ones for the call, nothing is copied."""
+        current = {name: weight.data for name, weight in self.weights.items()}
+        try:
+            for name, weight in self.weights.items():
+                weight.data = self.originals[name]
+            return self.model.predict(noisy, times, text)
+        finally:
+            for name, weight in self.weights.items():
+                weight.data = current[name]
