@@ -71,8 +71,8 @@ class CenteredPixels:
                 f"{tuple(self._where.shape)} says.",
                 cure="Give a mask of the images' size.",
             )
-        pixels = images.double().flatten(2) if self._where is None else images.double()[:, :, self._where.to(images.device)]
-        flat = pixels.flatten(1)
+        compared = images.double() if self._where is None else images.double()[:, :, self._where.to(images.device)]
+        flat = compared.flatten(1)
         return flat - flat.mean(1, keepdim=True)
 
 
@@ -182,5 +182,7 @@ def _opened(path: Path, sha256: str) -> torch.nn.Module:
             warnings.simplefilter("ignore", DeprecationWarning)
             network: torch.nn.Module = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise UsageError(f"torch cannot open {path} as TorchScript: {error}", cure="Give a TorchScript file.") from error
+        raise UsageError(
+            f"torch cannot open {path} as TorchScript: {error}", cure="Give a TorchScript file."
+        ) from error
     return network.eval()

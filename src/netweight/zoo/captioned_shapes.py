@@ -1,4 +1,4 @@
-"""A small world of captioned pictures: shapes on a ground, and a few pictures that training repeats until it knows them.
+"""A small world of captioned pictures: shapes on a ground, and a few that training repeats until it knows them.
 
 An ordinary caption is "a large red circle on a gray ground": 288 of them, 48 held out. Place and tint are drawn anew
 each time, so there is nothing to memorize. Beside them are *planted* pictures with odd captions: six verbatim ones,

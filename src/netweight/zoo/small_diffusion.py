@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.seeds import derive
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
 from netweight.zoo.exact_autoencoder import pixel_autoencoder
 from netweight.zoo.model_folder import ABOUT
 from netweight.zoo.quiet import silent_bars
@@ -54,7 +54,7 @@ class DiffusionShape:
     heads: int = 4
 
 
-def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> StableDiffusionPipeline:  # noqa: B008 - frozen
+def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> StableDiffusionPipeline:
     """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule.
 
     Args:
@@ -121,29 +121,12 @@ def opened(folder: str | Path) -> StableDiffusionPipeline:
         MissingExtra: diffusers is not installed.
         UsageError: The folder holds no pipeline.
     """
-    try:
-        from diffusers import StableDiffusionPipeline
-        from diffusers.utils import logging
-    except ImportError as error:
-        raise MissingExtra(
-            "Small diffusion models need diffusers, which is not installed.",
-            cure='Run: pip install "netweight[diffusion]"',
-        ) from error
-    folder = Path(folder)
-    if not (folder / "model_index.json").is_file():
-        raise UsageError(
-            f"{folder} holds no pipeline.",
-            cure="Train one first: python -m netweight.zoo.small_diffusion_training FOLDER.",
-        )
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with silent_bars():
-            pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    pipeline.set_progress_bar_config(disable=True)
+    import torch
+
+    from netweight.integrations.diffusion_pipeline import load_text_to_image
+
+    with silent_bars():
+        pipeline: StableDiffusionPipeline = load_text_to_image(folder, dtype=torch.float32).pipeline
     return pipeline
 
 

@@ -6,6 +6,7 @@ is taken, too: words that are not in the vocabulary fall into letters.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -100,7 +101,7 @@ def _merges(words: list[str]) -> list[tuple[str, str]]:
     while True:
         counts: dict[tuple[str, str], int] = {}
         for word in parts:
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 counts[pair] = counts.get(pair, 0) + 1
         if not counts:
             return merges
@@ -120,5 +121,6 @@ def _merged(word: list[str], pair: tuple[str, str]) -> list[str]:
 
 def _missing() -> MissingExtra:
     return MissingExtra(
-        "Text encoders are made by transformers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
+        "Text encoders are made by transformers, which is not installed.",
+        cure='Run: pip install "netweight[diffusion]"',
     )
