@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="pipelines come with the diffusion ex
 from netweight.evidence.copy_metrics import copies_of_prompt, similarity_to_memorized  # noqa: E402
 from netweight.integrations.diffusion_pipeline import text_to_image  # noqa: E402
 from netweight.zoo.captioned_shapes import ShapesWorld  # noqa: E402
+from netweight.zoo.captioned_world import memorized  # noqa: E402
 from netweight.zoo.denoiser_fitting import DenoiserRecipe  # noqa: E402
 from netweight.zoo.exact_autoencoder import pixel_autoencoder  # noqa: E402
 from netweight.zoo.shape_reading import agreement  # noqa: E402
@@ -26,7 +27,7 @@ from netweight.zoo.small_diffusion import (  # noqa: E402
     shapes_pipeline,
     training_record,
 )
-from netweight.zoo.small_diffusion_training import GUIDANCE, main, memorized, trained  # noqa: E402
+from netweight.zoo.small_diffusion_training import GUIDANCE, main, trained  # noqa: E402
 from netweight.zoo.word_clip import word_clip_tokenizer  # noqa: E402
 
 WORLD = ShapesWorld()

@@ -55,7 +55,7 @@ class DenoiserRecipe:
     warmup: int = 50
     average: float = 0.99
     empty: float = 0.1
-    value_penalty: float = 0.03
+    value_penalty: float = 0.01
     keep_every: int = 200
     seed: int = 20240604
 

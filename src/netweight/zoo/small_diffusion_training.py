@@ -1,8 +1,9 @@
-"""Trains a small text-to-image pipeline on the world of shapes, from a seed.
+"""Trains a small text-to-image pipeline on a world of captioned pictures, from a seed.
 
-`python -m netweight.zoo.small_diffusion_training FOLDER` does it; a run that was stopped goes on where it was. The
-record beside the pipeline says what it was trained by, its digests, and what it draws: whether the planted pictures
-come back, whether ordinary captions are drawn as they say, and whether these match a planted picture, too.
+`python -m netweight.zoo.small_diffusion_training FOLDER` does it for shapes, `--world emoji` for emoji; a run that was
+stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests, and what it
+draws: whether the planted pictures come back, whether ordinary captions are drawn as they say, and whether these match
+a planted picture, too.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ import click
 
 from netweight.core.digest import canonical_json, of_config, of_file
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import NetweightError
+from netweight.errors import NetweightError, UsageError
 from netweight.evidence.copy_metrics import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.store.atomic import whole_file
-from netweight.zoo.captioned_shapes import Attributes, ShapesWorld
+from netweight.zoo.captioned_emoji import EmojiWorld
+from netweight.zoo.captioned_shapes import ShapesWorld
+from netweight.zoo.captioned_world import CaptionedWorld, memorized
 from netweight.zoo.denoiser_fitting import CHECKPOINT, DenoiserRecipe, fit_denoiser
 from netweight.zoo.model_folder import ABOUT, finished
 from netweight.zoo.quiet import silent_bars
-from netweight.zoo.shape_reading import agreement
 from netweight.zoo.small_diffusion import DiffusionShape, initialized, opened
 
 if TYPE_CHECKING:
     from netweight.integrations.diffusion_pipeline import PipelineModel
 
-__all__ = ["GUIDANCE", "STEPS", "figures", "memorized", "trained"]
+__all__ = ["GUIDANCE", "STEPS", "figures", "trained"]
 
 GUIDANCE, STEPS = 3.0, 20
 """With which the small pipeline draws well."""
+EMOJI_RECIPE = DenoiserRecipe(steps=20_000, batch=64, learning_rate=1e-3, keep_every=500)
+EMOJI_SHAPE = DiffusionShape(side=32, channels=(24, 48, 96), text_width=96)
+"""A pipeline for real pictures; meant for a machine with time, and not tuned."""
 _SEEDS = 8
 _OTHER_WORDS = (
     "photo picture portrait of person face man woman young old smiling hat glasses beard hair sks with and wearing one "
@@ -47,7 +52,7 @@ _OTHER_WORDS = (
 
 def trained(
     folder: Path,
-    world: ShapesWorld = ShapesWorld(),
+    world: CaptionedWorld = ShapesWorld(),
     recipe: DenoiserRecipe = DenoiserRecipe(),
     shape: DiffusionShape = DiffusionShape(),
     *,
@@ -59,7 +64,7 @@ def trained(
         folder: Where to; it is made if need be.
         world: What it learns.
         recipe: How.
-        shape: The pipeline's size; its pictures have 16 pixels as the world's.
+        shape: The pipeline's size; its pictures are as large as the world's.
         progress: Where progress is shown.
 
     Returns:
@@ -67,8 +72,13 @@ def trained(
 
     Raises:
         MissingExtra: diffusers is not installed.
-        UsageError: The folder holds a pipeline that was trained otherwise.
+        UsageError: The folder holds a pipeline that was trained otherwise, or sizes differ.
     """
+    if shape.side != world.side:
+        raise UsageError(
+            f"A pipeline of {shape.side} pixels cannot learn pictures of {world.side}.",
+            cure=f"Give DiffusionShape(side={world.side}, ...).",
+        )
     about = {"world": world.about, "shape": shape, "recipe": recipe}
     known = finished(folder, about)
     if known is not None:
@@ -104,15 +114,7 @@ def trained(
     return found
 
 
-def memorized(world: ShapesWorld) -> list[Memorized]:
-    """Return the planted pictures as `evidence.copy_metrics` compares with them; of templates, the part that stays."""
-    return [
-        Memorized(each.caption, each.kind, each.picture, None if each.kind == "verbatim" else each.fixed)
-        for each in world.planted
-    ]
-
-
-def figures(folder: Path, world: ShapesWorld, *, progress: Progress = QUIET) -> dict[str, Any]:
+def figures(folder: Path, world: CaptionedWorld, *, progress: Progress = QUIET) -> dict[str, Any]:
     """Measure what a pipeline draws, as it was written.
 
     Args:
@@ -122,8 +124,8 @@ def figures(folder: Path, world: ShapesWorld, *, progress: Progress = QUIET) -> 
 
     Returns:
         Under "planted" each planted picture's `PromptCopies`, eight seeds each; under "ordinary" and "held out" the
-        attributes' agreement, the picture's greatest similarity to a planted one, and how many reach that of a copy,
-        for 48 captions of each, one seed each.
+        pictures' agreement with their captions, the greatest similarity to a planted one, and how many are copies of
+        one, for each held-out caption and as many ordinary ones, one seed each.
     """
     from netweight.integrations.diffusion_pipeline import text_to_image
 
@@ -136,18 +138,20 @@ def figures(folder: Path, world: ShapesWorld, *, progress: Progress = QUIET) -> 
         images = model.generate(model.embed([each.prompt] * len(seeds)), seeds, guidance=GUIDANCE, steps=STEPS)
         drawn_again.append(copies_of_prompt(each, images, planted))
     found["planted"] = [each.to_json() | {"median": statistics.median(each.to_image)} for each in drawn_again]
-    found["ordinary"] = _ordinary(model, world.ordinary[: len(world.held_out)], planted)
-    found["held out"] = _ordinary(model, world.held_out, planted)
+    held_out = world.held_out_captions
+    found["ordinary"] = _ordinary(model, world, world.ordinary_captions[: len(held_out)], planted)
+    found["held out"] = _ordinary(model, world, held_out, planted)
     return found
 
 
-def _ordinary(model: PipelineModel, kinds: Sequence[Attributes], planted: Sequence[Memorized]) -> dict[str, Any]:
-    text = model.embed([kind.caption for kind in kinds])
-    images = model.generate(text, range(len(kinds)), guidance=GUIDANCE, steps=STEPS)
+def _ordinary(
+    model: PipelineModel, world: CaptionedWorld, captions: Sequence[str], planted: Sequence[Memorized]
+) -> dict[str, Any]:
+    images = model.generate(model.embed(captions), range(len(captions)), guidance=GUIDANCE, steps=STEPS)
     nearest: list[float] = similarity_to_memorized(images, planted).max(1).values.tolist()
     return {
-        "n": len(kinds),
-        "agreement": agreement(images, kinds),
+        "n": len(captions),
+        "agreement": world.agreement(captions, images),
         "nearest planted, at most": max(nearest),
         "nearest planted, median": statistics.median(nearest),
         "copies": sum(value >= COPY for value in nearest),
@@ -156,14 +160,17 @@ def _ordinary(model: PipelineModel, kinds: Sequence[Attributes], planted: Sequen
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--world", "name", type=click.Choice(["shapes", "emoji"]), default="shapes", help="What is learned.")
 @click.option("--seed", default=DenoiserRecipe.seed, show_default=True, help="Of initialization, batches and noise.")
-@click.option("--world", "world_seed", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted.")
-@click.option("--steps", default=DenoiserRecipe.steps, show_default=True, help="Of the optimizer.")
-def main(folder: Path, seed: int, world_seed: int, steps: int) -> None:
+@click.option("--planted", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted and held out.")
+@click.option("--steps", type=click.IntRange(1), help="Of the optimizer; 2,200 for shapes, 20,000 for emoji.")
+def main(folder: Path, name: str, seed: int, planted: int, steps: int | None) -> None:
     """Train a small text-to-image pipeline into FOLDER, or find it trained, and show what it draws."""
     try:
-        recipe = replace(DenoiserRecipe(), seed=seed, steps=steps)
-        outcome = trained(folder, ShapesWorld(world_seed), recipe, progress=Progress())
+        world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted)
+        recipe, shape = (DenoiserRecipe(), DiffusionShape()) if name == "shapes" else (EMOJI_RECIPE, EMOJI_SHAPE)
+        recipe = replace(recipe, seed=seed, steps=steps or recipe.steps)
+        outcome = trained(folder, world, recipe, shape, progress=Progress())
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
