@@ -161,7 +161,8 @@ def diversity(descriptor: Descriptor, images: Tensor) -> float:
         raise UsageError("The diversity of one image is nothing.", cure="Give images of two seeds or more.")
     between = similarity(descriptor, images, images)
     rows, columns = torch.triu_indices(len(images), len(images), offset=1)
-    return statistics.median(between[rows, columns].tolist())
+    pairs: list[float] = between[rows, columns].tolist()
+    return statistics.median(pairs)
 
 
 def copies_of_prompt(

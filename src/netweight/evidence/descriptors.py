@@ -163,8 +163,9 @@ def described(descriptor: Descriptor, images: Tensor) -> Tensor:
         )
     if not images.isfinite().all():
         raise UsageError("An image holds NaN or infinity, so it cannot be described.", cure="Leave it out, and say so.")
-    vectors = torch.cat([descriptor(part).double() for part in images.detach().split(_AT_ONCE)])
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    vectors = torch.cat([descriptor(part).double() for part in torch.split(images.detach(), _AT_ONCE)])
+    scaled: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return scaled
 
 
 def _opened(path: Path, sha256: str) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from netweight.errors import MissingExtra, UsageError
 
 try:
     from transformers import AutoTokenizer, CLIPModel
-    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 except ImportError as error:
     raise MissingExtra(
         "CLIP is read with transformers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
@@ -60,7 +60,9 @@ class Clip:
             images: Shape `(n, 3, height, width)`, within 0 and 1. The shorter side is resized to the model's,
                 bicubically, and the middle cut out.
         """
-        parts = [self._model.get_image_features(pixel_values=self._scaled(part)) for part in images.split(_AT_ONCE)]
+        parts = [
+            self._model.get_image_features(pixel_values=self._scaled(part)) for part in torch.split(images, _AT_ONCE)
+        ]
         return torch.cat([part.pooler_output for part in parts]).float()
 
     def texts(self, prompts: Sequence[str]) -> Tensor:
@@ -122,7 +124,7 @@ def _opened(folder: Path) -> tuple[Any, Any]:
         raise UsageError(
             f"{folder} cannot be opened as CLIP: {error}", cure="Check that config, weights and tokenizer are there."
         ) from error
-    model.eval()
+    model.train(False)
     model.requires_grad_(False)
     return model, tokenizer
 

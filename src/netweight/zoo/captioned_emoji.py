@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ class EmojiWorld:
         found = []
         for number, caption in zip(self._order, _VERBATIM + _TEMPLATES, strict=False):
             picture = self._data.pictures[number].float() / 255
-            kind = "verbatim" if caption in _VERBATIM else "template"
+            kind: Literal["verbatim", "template"] = "verbatim" if caption in _VERBATIM else "template"
             fixed = torch.ones(picture.shape[1:], dtype=torch.bool) if kind == "verbatim" else (picture < 1).any(0)
             found.append(Planted(caption, kind, torch.where(fixed, picture, 0.5), fixed))
         return found

@@ -118,7 +118,7 @@ class ShapesWorld:
 
     def words(self) -> list[str]:
         """Return every word of every caption, sorted."""
-        captions = [each.caption for each in [*self._order, *self.planted]]
+        captions = [*self.ordinary_captions, *self.held_out_captions, *_VERBATIM, *_TEMPLATES]
         return sorted({word for caption in captions for word in caption.split()})
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:

@@ -120,7 +120,7 @@ def covers(shapes: list[str], centers: Tensor, sizes: Tensor) -> Tensor:
     y = (points[None, :, None] - centers[:, 0, None, None]) / sizes[:, None, None]
     x = (points[None, None, :] - centers[:, 1, None, None]) / sizes[:, None, None]
     inside = torch.stack([_inside(shape, y[row], x[row]) for row, shape in enumerate(shapes)])
-    return inside.float().unflatten(1, (SIDE, _FINER)).unflatten(3, (SIDE, _FINER)).mean((2, 4))
+    return inside.float().reshape(-1, SIDE, _FINER, SIDE, _FINER).mean((2, 4))
 
 
 def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:

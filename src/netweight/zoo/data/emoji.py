@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -64,10 +64,10 @@ def emoji() -> CaptionedPictures:
     return CaptionedPictures("emoji", pictures, captions, tuple(row["group"] for row in rows))
 
 
-def _rows(file: Path) -> list[dict[str, object]]:
+def _rows(file: Path) -> list[dict[str, Any]]:
     parquet = module("pyarrow.parquet", "Reading emoji", "llm")
     try:
-        rows: list[dict[str, object]] = parquet.read_table(file, columns=list(_COLUMNS)).to_pylist()
+        rows: list[dict[str, Any]] = parquet.read_table(file, columns=list(_COLUMNS)).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are these two's
         raise CorruptBlob(f"{file} cannot be read: {error}", cure="Fetch it again.") from error
     if not rows or any(name not in rows[0] for name in _COLUMNS):
