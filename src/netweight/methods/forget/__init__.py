@@ -1,0 +1,1 @@
+"""Forgetting: which prompts a diffusion model answers with training images, and how to stop it."""

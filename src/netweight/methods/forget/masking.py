@@ -1,0 +1,189 @@
+"""Value neurons switched off row by row: every row of a batch may be another trial of the same prompt.
+
+What rows have in common is computed once. Keys and values of a prompt depend on its text alone. And trials that block
+the same in the first blocks of a U-Net, from the same noise, share what these blocks compute, from batch to batch too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
+from netweight.probe.diffusion import Text
+
+__all__ = ["Blocked", "RowMasks", "row_masks"]
+
+Blocked: TypeAlias = dict[str, set[int]]
+
+
+@final
+class RowMasks:
+    """What every row of the next run blocks; made by `row_masks`.
+
+    Args:
+        layers: Value layers whose neurons may be blocked.
+        stages: For each block on the way down, the layers that lie in it.
+    """
+
+    def __init__(self, layers: Mapping[str, ValueLayer], stages: Sequence[Sequence[str]]) -> None:
+        self._layers, self._stages = layers, stages
+        self._factors: dict[str, Tensor] = {}
+        self._rows: Tensor | None = None
+        self._keys: list[list[Hashable]] | None = None
+        self._known: list[dict[Hashable, Any]] = [{} for _ in stages]
+
+    @contextmanager
+    def blocking(self, trials: Sequence[Blocked], sources: Sequence[int] | None = None) -> Iterator[None]:
+        """Block neurons row by row for the runs in a block.
+
+        Args:
+            trials: For each row, neurons by layer.
+            sources: For each row, which noise it starts from: rows of one number start from the same, now and in
+                every later block. None shares nothing.
+        """
+        self._factors = self._factors_of(trials)
+        self._keys = None if sources is None else self._keys_of(trials, sources)
+        try:
+            yield
+        finally:
+            self._factors, self._keys = {}, None
+
+    def mask(self, name: str, values: Tensor, rows: int) -> Tensor:
+        """Return a prompt's values of a layer, shape `(1, tokens, width)`, for all rows that are being computed."""
+        factors = self._factors.get(name)
+        if factors is None:
+            return values.expand(rows, -1, -1)
+        factors = factors if self._rows is None else factors[self._rows]
+        return values * factors[:, None].to(values)
+
+    def shared(self, stage: int, forward: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Compute a block for the rows that need it, and hand its outputs to the rows that share them."""
+        if self._keys is None:
+            return forward(*arguments, **named)
+        keys, known = self._keys[stage], self._known[stage]
+        new = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known}
+        if len(new) == len(keys):  # nothing in common
+            output = forward(*arguments, **named)
+            self._known[stage] = {key: _at(output, row) for key, row in new.items()}
+            return output
+        if new:
+            first = torch.tensor(list(new.values()))
+            self._rows = first
+            try:
+                part = forward(*_take(arguments, first, len(keys)), **_take(named, first, len(keys)))
+            finally:
+                self._rows = None
+            known |= {key: _at(part, place) for place, key in enumerate(new)}
+        self._known[stage] = {key: known[key] for key in keys}  # no more than one batch is kept
+        return _joined([known[key] for key in keys])
+
+    def _factors_of(self, trials: Sequence[Blocked]) -> dict[str, Tensor]:
+        factors: dict[str, Tensor] = {}
+        for row, sets in enumerate(trials):
+            for name, indices in sets.items():
+                if indices:
+                    if name not in factors:
+                        factors[name] = torch.ones(len(trials), self._layers[name].width)
+                    factors[name][row, list(indices)] = 0
+        return factors
+
+    def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:
+        """For each block, what decides its output in each row: the noise, and all that is blocked so far."""
+        keys: list[list[Hashable]] = []
+        before: list[Hashable] = list(sources)
+        for names in self._stages:
+            sets = [tuple(frozenset(trial.get(name, ())) for name in names) for trial in trials]
+            before = list(zip(before, sets, strict=True))
+            keys.append(before)
+        return keys
+
+
+@contextmanager
+def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text) -> Iterator[RowMasks]:
+    """Prepare trials of one prompt.
+
+    Args:
+        denoiser: The network; in the block it must be run with this prompt alone in every row, always at the same
+            timestep.
+        layers: Of which neurons may be switched off.
+        text: The prompt; only the first row is looked at.
+
+    Yields:
+        Where it is said what to block before each run.
+    """
+    every = value_layers(denoiser, scope="all")
+    blocks = _first_blocks(denoiser)
+    stages = [[name for name in layers if name.startswith(f"{block}.")] for block in blocks]
+    masks = RowMasks(layers, stages)
+    values = text_values(denoiser, every, text.rows([0]))
+    keys = text_values(denoiser, every, text.rows([0]), keys=True)
+    replaced: list[tuple[Any, Any]] = []
+    try:
+        for name, layer in every.items():
+            _replace(replaced, layer.module, _masked(name, values[name], masks))
+            _replace(replaced, layer.attention.to_k, _masked("", keys[name], masks))
+        for stage, block in enumerate(blocks.values()):
+            _replace(replaced, block, _sharing(stage, block.forward, masks))
+        yield masks
+    finally:
+        for module, before in replaced:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+
+def _first_blocks(denoiser: Any) -> dict[str, Any]:
+    """The blocks of a U-Net on the way down, in their order; none of other networks."""
+    blocks = getattr(denoiser, "down_blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return {}
+    return {f"down_blocks.{place}": block for place, block in enumerate(blocks)}
+
+
+def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None:
+    """Put another forward before a module's own, and remember what was there."""
+    replaced.append((module, vars(module).get("forward")))
+    module.forward = forward
+
+
+def _masked(name: str, value: Tensor, masks: RowMasks) -> Any:
+    def forward(states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return masks.mask(name, value, len(states))
+
+    return forward
+
+
+def _sharing(stage: int, own: Any, masks: RowMasks) -> Any:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return masks.shared(stage, own, arguments, named)
+
+    return forward
+
+
+def _take(values: Any, rows: Tensor, count: int) -> Any:
+    """Those rows of all tensors that have one per row."""
+    if isinstance(values, Tensor):
+        return values[rows.to(values.device)] if values.ndim and len(values) == count else values
+    if isinstance(values, tuple | list):
+        return type(values)(_take(value, rows, count) for value in values)
+    if isinstance(values, dict):
+        return {name: _take(value, rows, count) for name, value in values.items()}
+    return values
+
+
+def _at(output: Any, row: int) -> Any:
+    """One row of nested outputs."""
+    return output[row] if isinstance(output, Tensor) else tuple(_at(part, row) for part in output)
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    """Nested outputs of single rows as those of a batch."""
+    if isinstance(rows[0], Tensor):
+        return torch.stack(list(rows))
+    return tuple(_joined(parts) for parts in zip(*rows, strict=True))

@@ -1,0 +1,437 @@
+"""Localization: the same neurons as the one-by-one loop, in fewer runs; results at rest; edits that can be undone."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_diffusion import Planted
+
+from netweight.core.units import Units
+from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
+from netweight.methods.forget.audit import neuron_findings
+from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
+from netweight.methods.forget.deactivation import deactivated, restore_rows_, scale_rows_
+from netweight.methods.forget.detection import Threshold, first_step
+from netweight.methods.forget.edit_record import EditRecord, apply_edit_, undo_edit_
+from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.localization import localize_prompt, stage_neurons
+from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.method import localize
+from netweight.methods.forget.results import Localization, read_neurons, read_published, write_published, write_results
+from netweight.methods.forget.similarity import noise_difference, similarity
+from netweight.methods.forget.statistics import measure_statistics, text_activations
+
+ORDINARY = [f"ordinary {number}" for number in range(40)]
+SEEDS = (0, 1, 2, 3)
+TOLERANCE = 1e-5
+
+
+class OneByOne:
+    """The paper's loop as it is told: one run per question, blocking by hooks. The oracle of these tests."""
+
+    def __init__(self, model, prompt, statistics, threshold, config):
+        self.model, self.threshold, self.config = model, threshold, config
+        self.layers = list(value_layers(model.denoiser))
+        self.text = model.embed([prompt]).rows([0] * len(config.detection.seeds))
+        self.noise, self.timestep = first_step(model, config.detection)
+        self.plain = self.differences({})
+        self.active = {k: v[0] for k, v in text_activations(model, value_layers(model.denoiser), self.text).items()}
+        self.z = statistics.z(self.active)
+
+    def differences(self, blocked):
+        units = Units({name: indices for name, indices in blocked.items() if indices})
+        with torch.no_grad(), deactivated(self.model.denoiser, units):
+            said = self.model.predict(self.noise, self.timestep, self.text).noise
+        return noise_difference(said, self.noise)
+
+    def kept(self):
+        found = []
+        for place in range(len(self.noise)):
+            others = [similarity(self.plain[place : place + 1], self.plain[at : at + 1]).item()
+                      for at in range(len(self.noise)) if at != place]  # fmt: skip
+            found.append(max(others))
+        self.seeds = found
+        return [place for place, value in enumerate(found) if value > self.threshold]
+
+    def score(self, blocked, kept):
+        return similarity(self.differences(blocked)[kept], self.plain[kept]).max().item()
+
+    def choose(self, theta, top):
+        chosen = {}
+        for name in self.layers:
+            outside = [index for index, value in enumerate(self.z[name].tolist()) if value > theta]
+            order = sorted(range(len(self.active[name])), key=lambda index: -self.active[name][index])
+            chosen[name] = outside + order[:top]
+            if self.config.fidelity == "corrected":
+                chosen[name] = list(dict.fromkeys(chosen[name]))
+        return chosen
+
+    def run(self):
+        kept = self.kept()
+        score = max(self.seeds) if self.config.fidelity == "reference" else sum(self.seeds) / len(self.seeds)
+        if not kept or score <= self.threshold:
+            return None
+        theta, top = self.config.theta, 0
+        while True:
+            blocked = self.choose(theta, top)
+            reached = self.score(blocked, kept)
+            if reached <= self.threshold or theta == self.config.theta_least:
+                break
+            theta, top = theta - self.config.theta_step, top + 1
+        limit = max(reached, self.threshold) if reached > self.threshold else self.threshold
+        strict = self.config.fidelity == "reference"
+
+        def holds(trial):
+            found = self.score(trial, kept)
+            return found < limit - TOLERANCE if strict else found <= limit + TOLERANCE
+
+        initial = {name: list(indices) for name, indices in blocked.items()}
+        for name in reversed(self.layers):
+            trial = {**blocked, name: []}
+            if blocked[name] and holds(trial):
+                blocked = trial
+        for name in reversed(self.layers):
+            place = 0
+            while place < len(blocked[name]):
+                trial = {**blocked, name: blocked[name][:place] + blocked[name][place + 1 :]}
+                if holds(trial):
+                    blocked = trial
+                else:
+                    place += 1
+        return initial, blocked, theta, reached
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return {seed: measure_statistics(Planted(seed), ORDINARY) for seed in range(6)}
+
+
+@given(
+    seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9),
+    fidelity=st.sampled_from(["corrected", "reference"]), ahead=st.integers(1, 9), rows=st.integers(1, 40),
+)  # fmt: skip
+@settings(max_examples=30)
+def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, fidelity, ahead, rows):
+    config = LocalizationConfig(
+        DetectionConfig(seeds=SEEDS, rows=rows), theta=2.0, theta_step=0.5, fidelity=fidelity, ahead=ahead
+    )
+    model, prompt = Planted(seed), f"prompt {number}"
+    expected = OneByOne(model, prompt, usual[seed], threshold, config).run()
+    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
+    if expected is None:
+        assert found.status == "not memorized"
+        assert not found.neurons
+        return
+    initial, refined, theta, reached = expected
+    assert found.initial == initial
+    assert found.refined == refined
+    assert found.theta == theta
+    assert found.initial_similarity == pytest.approx(reached, abs=1e-5)
+    assert found.neurons == Units(refined)
+    assert (found.status == "resolved") == (found.refined_similarity <= threshold + TOLERANCE)
+
+
+def planted(usual, threshold=0.6, fidelity="corrected"):
+    """A prompt whose localization has something to refine."""
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, fidelity=fidelity)
+    for seed in range(6):
+        for number in range(60):
+            found = localize_prompt(
+                Planted(seed), f"prompt {number}", usual[seed], Threshold(threshold, "given"), config
+            )
+            if found.status == "resolved" and 1 < len(found.neurons) < sum(map(len, found.initial.values())):
+                return seed, f"prompt {number}", found, config
+    raise AssertionError("no such prompt")
+
+
+def test_fewer_runs_than_one_by_one():
+    usual = measure_statistics(Planted(5, neurons=40), ORDINARY)
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=256))
+    calls, rows = {"ours": [], "theirs": []}, {"ours": 0, "theirs": 0}
+    for number in range(8):
+        ours, theirs = Planted(5, neurons=40), Planted(5, neurons=40)
+        found = localize_prompt(ours, f"prompt {number}", usual, Threshold(0.6, "given"), config)
+        expected = OneByOne(theirs, f"prompt {number}", usual, 0.6, config).run()
+        assert (expected is None) == (found.status == "not memorized")
+        if expected is not None:
+            assert found.refined == expected[1]
+            assert ours.denoiser.rows == found.rows
+            rows["ours"] += ours.denoiser.rows
+            rows["theirs"] += theirs.denoiser.rows
+            calls["ours"].append(ours.denoiser.calls)
+            calls["theirs"].append(theirs.denoiser.calls)
+    assert len(calls["ours"]) >= 3
+    assert 2 * sum(calls["ours"]) < sum(calls["theirs"])
+    assert rows["ours"] < rows["theirs"]
+
+
+def test_memory_that_runs_out_changes_nothing(usual, monkeypatch):
+    seed, prompt, found, config = planted(usual)
+    model = Planted(seed)
+    forward = model.denoiser.forward
+
+    def scarce(latents, states):
+        if len(latents) > 3:
+            raise torch.OutOfMemoryError("full")
+        return forward(latents, states)
+
+    monkeypatch.setattr(model.denoiser, "forward", scarce)
+    again = localize_prompt(model, prompt, usual[seed], Threshold(0.6, "given"), config)
+    assert again.refined == found.refined
+
+
+def test_the_neurons_found_do_break_the_likeness_and_no_hook_stays(usual):
+    seed, prompt, found, config = planted(usual)
+    model = Planted(seed)
+    loop = OneByOne(model, prompt, usual[seed], 0.6, config)
+    kept = loop.kept()
+    assert loop.score({}, kept) == pytest.approx(1, abs=1e-5)
+    assert loop.score(found.refined, kept) == pytest.approx(found.refined_similarity, abs=1e-5)
+    localize_prompt(model, prompt, usual[seed], Threshold(0.6, "given"), config)
+    for layer in value_layers(model.denoiser, scope="all").values():
+        assert "forward" not in vars(layer.module)
+        assert not layer.module._forward_hooks
+
+
+def test_neurons_are_chosen_by_both_rules_in_order():
+    active = {"a": torch.tensor([0.1, 5.0, 3.0, 4.0])}
+    z = {"a": torch.tensor([2.5, 3.0, 0.0, 0.5])}
+    assert stage_neurons(active, z, 2.0, 2) == {"a": [0, 1, 3]}
+    assert stage_neurons(active, z, 2.0, 2, repeated=True) == {"a": [0, 1, 1, 3]}
+    assert stage_neurons(active, z, 9.0, 9) == {"a": [1, 3, 2, 0]}
+
+
+def test_every_row_has_neurons_of_its_own():
+    model = Planted()
+    layers = value_layers(model.denoiser)
+    text = model.embed(["one"])
+    noise = model.initial_noise([0, 1, 2])
+    trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}]
+    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
+        with masks.blocking(trials):
+            together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
+    for row, trial in enumerate(trials):
+        with torch.no_grad(), deactivated(model.denoiser, Units({name: sorted(part) for name, part in trial.items()})):
+            alone = model.predict(noise[row : row + 1], torch.tensor(1), text).noise
+        assert torch.allclose(together[row], alone[0], atol=1e-6)
+
+
+def test_rows_share_what_is_the_same_in_the_first_blocks():
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import text_to_image
+
+    model = text_to_image(small_pipelines.stable_diffusion())
+    layers = value_layers(model.denoiser)
+    first, second, middle = layers
+    text, noise = model.embed(["a red square"]), model.initial_noise([0, 1])
+    trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
+    sources = [0, 0, 1, 0, 1, 0]
+    counts = [[], []]
+    hooks = [
+        model.denoiser.down_blocks[place]
+        .resnets[0]
+        .register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
+        for place in range(2)
+    ]
+    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
+        for _ in range(2):
+            with masks.blocking(trials, sources):
+                together = model.predict(noise[sources], torch.tensor(900), text.rows([0] * 6)).noise
+        with masks.blocking(trials[3:4], [1]):
+            model.predict(noise[1:], torch.tensor(900), text)
+    assert counts == [[4], [4]]  # two noises, with and without the first layer's neuron; all remembered after
+    for hook in hooks:
+        hook.remove()
+    for row, trial in enumerate(trials):
+        units = Units({name: sorted(part) for name, part in trial.items()})
+        with torch.no_grad(), deactivated(model.denoiser, units):
+            alone = model.predict(noise[sources[row] : sources[row] + 1], torch.tensor(900), text).noise
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+    assert all("forward" not in vars(module) for module in model.denoiser.modules())
+
+
+# ---- many prompts ----
+
+
+def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):
+    model = Planted(0)
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2.0)
+    prompts = [f"prompt {number}" for number in range(5)]
+    limit = Threshold(0.6, "given")
+    first = localize(model, prompts[:3], usual[0], limit, config, ledger=tmp_path / "found.jsonl")
+    before = model.denoiser.rows
+    embed = model.embed
+    model.embed = lambda texts: (_ for _ in ()).throw(ValueError("broken")) if texts == [prompts[4]] else embed(texts)
+    found = localize(model, prompts, usual[0], limit, config, ledger=tmp_path / "found.jsonl")
+    assert found[:3] == first
+    assert [each.prompt for each in found] == prompts
+    assert found[4].status == "failed"
+    assert "broken" in found[4].error
+    assert model.denoiser.rows - before == found[3].rows + 4 * (found[3].status != "not memorized")
+    model.embed = embed
+    assert localize(model, prompts, usual[0], limit, config, ledger=tmp_path / "found.jsonl")[4].status != "failed"
+    named = {each.name: each for each in neuron_findings(found, None, seed=0, progress=None)}
+    assert named["prompts failed"].value == 1
+    assert sum(each.value for name, each in named.items() if name.startswith("prompts ")) == 5
+
+
+def test_what_is_of_another_model_is_refused(usual, tmp_path):
+    model = Planted(0)
+    with pytest.raises(UsageError, match="statistics are of another model"):
+        localize(model, ["a"], usual[1], Threshold(0.5, "given"), ledger=tmp_path / "a")
+    with pytest.raises(UsageError, match="calibrated on another model"):
+        localize(model, ["a"], usual[0], Threshold(0.5, "", model="xxh3-128:0"), ledger=tmp_path / "a")
+    with pytest.raises(UsageError, match="no prompt"):
+        localize(model, [], usual[0], Threshold(0.5, "given"), ledger=tmp_path / "a")
+
+
+# ---- results at rest ----
+
+
+def test_results_at_rest(usual, tmp_path):
+    seed, _, found, _ = planted(usual, fidelity="reference")
+    layers = value_layers(Planted(seed).denoiser)
+    all_found = [found, Localization.not_memorized("other", [0.1, 0.2], 0.6)]
+    assert [Localization.from_json(json.loads(json.dumps(each.to_json()))) for each in all_found] == all_found
+    write_results(tmp_path / "found.json", all_found, model="the model")
+    assert read_neurons(tmp_path / "found.json", layers) == (found.neurons, "the model")
+    write_published(tmp_path / "found.csv", all_found, layers)
+    assert (tmp_path / "found.csv").read_text().splitlines()[0] == (
+        "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM"
+    )
+    again = read_published(tmp_path / "found.csv", layers)
+    assert [each.prompt for each in again] == [found.prompt, "other"]
+    assert (again[0].initial, again[0].refined) == (found.initial, found.refined)
+    assert again[0].refined_similarity == pytest.approx(found.refined_similarity)
+    assert read_neurons(tmp_path / "found.csv", layers)[0] == found.neurons
+    (tmp_path / "units.json").write_text(found.neurons.to_json())
+    assert read_neurons(tmp_path / "units.json", layers) == (found.neurons, None)
+    with pytest.raises(UsageError, match="no lists of 4 layers"):
+        read_published(tmp_path / "found.csv", value_layers(Planted(seed).denoiser, scope="all"))
+    (tmp_path / "theirs.csv").write_text(  # as the paper's code writes them: quoted captions, addresses, repetitions
+        "Caption;URL;Initial Neurons;Initial SSIM;Refined Neurons;Refined SSIM\n"
+        '"""Watch: A; B""";http://example.org/a.jpg?1;[[1, 1], [], [0, 2]];0.27;[[1], [], []];0.36\n'
+        "Other;http://example.org/b.jpg;[[], [], []];;[[], [], []];\n"
+    )
+    theirs = read_published(tmp_path / "theirs.csv", layers)
+    assert theirs[0].prompt == '"Watch: A; B"'
+    assert list(theirs[0].initial.values()) == [[1, 1], [], [0, 2]]
+    assert theirs[0].neurons == Units({next(iter(layers)): [1]})
+    assert (theirs[1].status, theirs[1].refined_similarity) == ("not memorized", None)
+    (tmp_path / "bad.csv").write_text("Caption;Neurons\na;b\n")
+    with pytest.raises(UsageError, match="no column 'Initial Neurons'"):
+        read_published(tmp_path / "bad.csv", layers)
+    (tmp_path / "bad.json").write_text("[1]")
+    with pytest.raises(UsageError, match="holds no neurons"):
+        read_neurons(tmp_path / "bad.json", layers)
+    with pytest.raises(CorruptBlob):
+        Localization.from_json({"prompt": "a"})
+
+
+# ---- edits ----
+
+UNITS = Units({"down_blocks.1.attn2.to_v": [0, 4], "mid_block.attn2.to_v": [2]})
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, -2.0])
+def test_hooks_and_weights_compute_the_same(factor):
+    model = Planted()
+    text, noise = model.embed(["one", "two"]), model.initial_noise([0, 1])
+    with torch.no_grad():
+        plain = model.predict(noise, torch.tensor(1), text).noise
+        with deactivated(model.denoiser, UNITS, factor=factor):
+            hooked = model.predict(noise, torch.tensor(1), text).noise
+        assert torch.equal(model.predict(noise, torch.tensor(1), text).noise, plain)
+        scale_rows_(model.denoiser, UNITS, factor=factor)
+        edited = model.predict(noise, torch.tensor(1), text).noise
+    assert torch.allclose(hooked, edited, atol=1e-6)
+    assert not torch.allclose(hooked, plain, atol=1e-4)
+
+
+@given(factor=st.floats(-3, 3), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+def test_undoing_restores_every_bit(factor, dtype, tmp_path_factory):
+    model = Planted(2)
+    model.denoiser.to(dtype)
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+    record = apply_edit_(model, UNITS, factor=factor, thresholds={"detection": 0.4}, prompts=["a"])
+    folder = tmp_path_factory.mktemp("record")
+    again = EditRecord.read(record.write(folder, 1))
+    assert (again.units, again.factor, again.prompts) == (UNITS, factor, ["a"])
+    undo_edit_(model, again)
+    assert all(torch.equal(value, before[name]) for name, value in model.denoiser.state_dict().items())
+
+
+def test_an_edit_is_undone_only_where_it_was_made():
+    model = Planted()
+    record = apply_edit_(model, UNITS)
+    other = apply_edit_(model, Units({"mid_block.attn2.to_v": [0]}))
+    with pytest.raises(UsageError, match="not the model that the edit left"):
+        undo_edit_(model, record)
+    undo_edit_(model, other)
+    for key in record.rows:
+        record.rows[key].add_(1)
+    digest = model.digest()
+    with pytest.raises(CorruptBlob, match="not those that were there"):
+        undo_edit_(model, record)
+    assert model.digest() == digest
+
+
+def test_neurons_that_are_not_there_are_refused():
+    model = Planted()
+    with pytest.raises(NameNotFound, match="mid_block"):
+        scale_rows_(model.denoiser, Units({"mid.attn2.to_v": [0]}))
+    with pytest.raises(UsageError, match="6 neurons; there is no neuron 6"):
+        scale_rows_(model.denoiser, Units({"mid_block.attn2.to_v": [6]}))
+    with pytest.raises(UsageError, match="no neuron"):
+        apply_edit_(model, Units())
+    rows = scale_rows_(model.denoiser, UNITS)
+    with pytest.raises(UsageError, match="do not fit"):
+        restore_rows_(model.denoiser.half(), UNITS, rows)
+
+
+def test_adapters_are_hooked_but_must_be_merged_to_be_edited():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import text_to_image
+
+    pipeline = small_pipelines.stable_diffusion()
+    pipeline.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False))
+    model = text_to_image(pipeline)
+    layers = value_layers(model.denoiser)
+    assert all(layer.adapted for layer in layers.values())
+    units = Units({name: [0, 3] for name in layers})
+    noise, text = model.initial_noise([0]), model.embed(["a red square"])
+    with torch.no_grad(), deactivated(model.denoiser, units):
+        hooked = model.predict(noise, torch.tensor(900), text).noise
+    with pytest.raises(Unsupported, match="fuse_lora"):
+        scale_rows_(model.denoiser, units)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    scale_rows_(model.denoiser, units)
+    with torch.no_grad():
+        assert torch.allclose(model.predict(noise, torch.tensor(900), text).noise, hooked, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["stable_diffusion", "pixart"])
+def test_localization_in_a_pipeline_leaves_it_as_it_was(kind):
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    import small_pipelines
+
+    from netweight.integrations.diffusion_pipeline import text_to_image
+
+    model = text_to_image(getattr(small_pipelines, kind)())
+    usual = measure_statistics(model, ["a red square", "the green circle", "a photo"])
+    config = LocalizationConfig(DetectionConfig(seeds=(0, 1), steps=5), theta=1.5, theta_step=0.25)
+    digest = model.digest()
+    found = localize_prompt(model, "a large blue circle", usual, Threshold(-0.5, "given"), config)
+    loop = OneByOne(model, "a large blue circle", usual, -0.5, config).run()
+    assert loop is not None
+    assert found.initial == loop[0]
+    assert found.refined == loop[1]
+    assert model.digest() == digest
