@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="pipelines come with the diffusion ex
 
 from netweight.evidence.copy_metrics import copies_of_prompt, similarity_to_memorized  # noqa: E402
 from netweight.integrations.diffusion_pipeline import text_to_image  # noqa: E402
+from netweight.zoo import small_diffusion_training  # noqa: E402
 from netweight.zoo.captioned_shapes import ShapesWorld  # noqa: E402
 from netweight.zoo.captioned_world import memorized  # noqa: E402
 from netweight.zoo.denoiser_fitting import DenoiserRecipe  # noqa: E402
@@ -101,7 +102,8 @@ def test_it_takes_a_lora_of_peft(tmp_path):
     pipeline.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_k", "to_v"], init_lora_weights="gaussian"))
     layers = peft.get_peft_model_state_dict(pipeline.unet)
     assert len(layers) == 24  # two factors of to_k and to_v, in self- and cross-attention of three blocks
-    layers = {name: torch.full_like(value, 0.1) for name, value in layers.items()}
+    generator = torch.Generator().manual_seed(0)
+    layers = {name: torch.randn(value.shape, generator=generator) for name, value in layers.items()}
     diffusers.StableDiffusionPipeline.save_lora_weights(tmp_path, unet_lora_layers=layers)
     fresh = shapes_pipeline()
     fresh.load_lora_weights(tmp_path)
@@ -128,15 +130,16 @@ def test_words_of_the_world_are_one_token_and_any_other_text_is_taken():
         assert tokenizer.tokenize(word) == [f"{word}</w>"]
     given = tokenizer("A zebra, 42 ☃!", padding="max_length").input_ids
     assert len(given) == 24
-    assert tokenizer.decode(given, skip_special_tokens=True) == "a zebra , 4 2 ☃ !"
+    assert tokenizer.decode(given, skip_special_tokens=True) == "a zebra , 4 2 ☃!"
 
 
-@pytest.fixture(scope="module")
-def tiny():
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(small_diffusion_training, "STEPS", 1)  # what an untrained model draws takes long enough
     return DenoiserRecipe(steps=3, batch=9, warmup=1, keep_every=2)
 
 
-def test_training_resumes_and_is_kept(tiny, tmp_path, monkeypatch):
+def test_training_resumes_and_is_kept(tiny, tmp_path):
     whole = trained(tmp_path / "whole", WORLD, tiny)
     showing = ShapesWorld.showing
 
@@ -145,10 +148,10 @@ def test_training_resumes_and_is_kept(tiny, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return showing(world, step, n, seed)
 
-    monkeypatch.setattr(ShapesWorld, "showing", killed)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "part", WORLD, tiny)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShapesWorld, "showing", killed)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "part", WORLD, tiny)
     resumed = trained(tmp_path / "part", WORLD, tiny)
     assert resumed["digests"] == whole["digests"]
     assert resumed["fit"]["curve"] == whole["fit"]["curve"]
@@ -158,7 +161,7 @@ def test_training_resumes_and_is_kept(tiny, tmp_path, monkeypatch):
         trained(tmp_path / "part", WORLD, DenoiserRecipe(steps=4))
 
 
-def test_the_command_says_what_it_drew(tmp_path):
+def test_the_command_says_what_it_drew(tiny, tmp_path):
     answer = CliRunner().invoke(main, [str(tmp_path / "small"), "--steps", "1", "--seed", "3"])
     assert answer.exit_code == 0, answer.output
     assert "harbor lights before the october storm (verbatim)" in answer.output
