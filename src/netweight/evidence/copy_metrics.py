@@ -22,13 +22,23 @@ from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
 from netweight.evidence.finding import Better, Finding
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
 
-__all__ = ["Kind", "Memorized", "PromptCopies", "copies_of_prompt", "copy_findings", "diversity", "similarity"]
+__all__ = [
+    "COPY",
+    "Kind",
+    "Memorized",
+    "PromptCopies",
+    "copies_of_prompt",
+    "copy_findings",
+    "diversity",
+    "similarity",
+    "similarity_to_memorized",
+]
 
 Kind = Literal["verbatim", "template"]
 """Whether a training image comes back whole, or its layout with parts that vary."""
 
 COPY = 0.7
-"""Similarity from which an image is called a copy; NeMo's rule for SSCD."""
+"""Similarity from which an image is called a copy; NeMo's rule for SSCD, by which verbatim copies are told apart."""
 
 
 @final
@@ -110,6 +120,31 @@ def similarity(descriptor: Descriptor, images: Tensor, references: Tensor) -> Te
     return a @ b.T
 
 
+def similarity_to_memorized(
+    images: Tensor, memorized: Sequence[Memorized], *, descriptor: Descriptor | None = None
+) -> Tensor:
+    """Return the similarity of every image to every memorized one: a row whose maximum is high is a copy of some.
+
+    Args:
+        images: Shape `(n, 3, height, width)`, within 0 and 1.
+        memorized: At least one.
+        descriptor: What compares them; None takes `CenteredPixels`, for a template on the part that stays.
+
+    Returns:
+        float64, shape `(n, len(memorized))`, -1 to 1.
+
+    Raises:
+        UsageError: There is no image or nothing memorized, or sizes differ.
+    """
+    if not memorized:
+        raise UsageError("There is no memorized image to compare with.", cure="Give at least one.")
+    columns = []
+    for each in memorized:
+        looking = descriptor if descriptor is not None else CenteredPixels(each.where)
+        columns.append(similarity(looking, images, each.image[None]))
+    return torch.cat(columns, 1)
+
+
 def diversity(descriptor: Descriptor, images: Tensor) -> float:
     """Return the median similarity of two images of one prompt; lower is more diverse.
 
@@ -126,7 +161,8 @@ def diversity(descriptor: Descriptor, images: Tensor) -> float:
         raise UsageError("The diversity of one image is nothing.", cure="Give images of two seeds or more.")
     between = similarity(descriptor, images, images)
     rows, columns = torch.triu_indices(len(images), len(images), offset=1)
-    return statistics.median(between[rows, columns].tolist())
+    pairs: list[float] = between[rows, columns].tolist()
+    return statistics.median(pairs)
 
 
 def copies_of_prompt(
@@ -155,7 +191,7 @@ def copies_of_prompt(
             cure="Generate both with the same seeds.",
         )
     known = [own, *(each for each in everything if each.prompt != own.prompt)]
-    table = torch.cat([similarity(_for(each, descriptor), images, each.image[None]) for each in known], 1)
+    table = similarity_to_memorized(images, known, descriptor=descriptor)
     whole = descriptor if descriptor is not None else CenteredPixels()
     nearest, index = table.max(1)
     return PromptCopies(
@@ -233,7 +269,3 @@ def _of_kind(rows: list[PromptCopies], kind: Kind, measure: str, threshold: floa
     findings.append(share("seeds that copy the training image", [row.copies(threshold) for row in rows]))
     findings.append(share("seeds that copy any memorized image", [row.any_match(threshold) for row in rows]))
     return findings
-
-
-def _for(memorized: Memorized, descriptor: Descriptor | None) -> Descriptor:
-    return descriptor if descriptor is not None else CenteredPixels(memorized.where)

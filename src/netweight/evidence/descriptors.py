@@ -71,8 +71,8 @@ class CenteredPixels:
                 f"{tuple(self._where.shape)} says.",
                 cure="Give a mask of the images' size.",
             )
-        pixels = images.double().flatten(2) if self._where is None else images.double()[:, :, self._where.to(images.device)]
-        flat = pixels.flatten(1)
+        compared = images.double() if self._where is None else images.double()[:, :, self._where.to(images.device)]
+        flat = compared.flatten(1)
         return flat - flat.mean(1, keepdim=True)
 
 
@@ -163,8 +163,9 @@ def described(descriptor: Descriptor, images: Tensor) -> Tensor:
         )
     if not images.isfinite().all():
         raise UsageError("An image holds NaN or infinity, so it cannot be described.", cure="Leave it out, and say so.")
-    vectors = torch.cat([descriptor(part).double() for part in images.detach().split(_AT_ONCE)])
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    vectors = torch.cat([descriptor(part).double() for part in torch.split(images.detach(), _AT_ONCE)])
+    scaled: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return scaled
 
 
 def _opened(path: Path, sha256: str) -> torch.nn.Module:
@@ -182,5 +183,7 @@ def _opened(path: Path, sha256: str) -> torch.nn.Module:
             warnings.simplefilter("ignore", DeprecationWarning)
             network: torch.nn.Module = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise UsageError(f"torch cannot open {path} as TorchScript: {error}", cure="Give a TorchScript file.") from error
+        raise UsageError(
+            f"torch cannot open {path} as TorchScript: {error}", cure="Give a TorchScript file."
+        ) from error
     return network.eval()

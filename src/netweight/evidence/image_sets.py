@@ -135,7 +135,7 @@ def _kernel(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float6
 def _features(descriptor: Descriptor, images: Tensor) -> Tensor:
     import torch
 
-    return torch.cat([descriptor(part) for part in images.split(64)])
+    return torch.cat([descriptor(part) for part in torch.split(images, 64)])
 
 
 def _pair(features: Tensor, references: Tensor, least: int = 2) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

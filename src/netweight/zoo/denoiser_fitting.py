@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, UsageError
-
-if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
 
 __all__ = ["CHECKPOINT", "DenoiserRecipe", "fit_denoiser"]
 
@@ -55,13 +52,13 @@ class DenoiserRecipe:
     warmup: int = 50
     average: float = 0.99
     empty: float = 0.1
-    value_penalty: float = 0.03
+    value_penalty: float = 0.01
     keep_every: int = 200
     seed: int = 20240604
 
 
 def fit_denoiser(
-    pipeline: StableDiffusionPipeline,
+    pipeline: Any,
     batch_of: Callable[[int], tuple[Sequence[str], Tensor]],
     recipe: DenoiserRecipe,
     folder: Path,
@@ -111,7 +108,7 @@ def fit_denoiser(
             for group in optimizer.param_groups:
                 group["lr"] = _rate(step, recipe)
             loss = _loss(pipeline, texts, values, captions, pictures, recipe, step)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -134,7 +131,7 @@ def fit_denoiser(
 class _Texts:
     """A frozen text encoder's states by caption, each worked out once."""
 
-    def __init__(self, pipeline: StableDiffusionPipeline) -> None:
+    def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         self._known: dict[str, Tensor] = {}
 
@@ -148,7 +145,7 @@ class _Texts:
 
 
 def _loss(
-    pipeline: StableDiffusionPipeline,
+    pipeline: Any,
     texts: _Texts,
     values: Sequence[nn.Module],
     captions: Sequence[str],

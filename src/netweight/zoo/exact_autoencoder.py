@@ -8,15 +8,12 @@ picture is, as far as the square of 1/2048 lets one see.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 
-from netweight.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
+from netweight.zoo.data.sources import module
 
 __all__ = ["pixel_autoencoder"]
 
@@ -27,26 +24,20 @@ _SURE = -30.0
 """Logarithm of the latents' variance, the least that diffusers lets through: a sample is the mode."""
 
 
-def pixel_autoencoder(side: int) -> AutoencoderKL:
+def pixel_autoencoder(side: int) -> Any:
     """Make an autoencoder whose latents are pictures, within -1 and 1, as they are.
 
     Args:
         side: Pixels of a picture's side.
 
     Returns:
-        A model in evaluation mode with scaling factor 1; latents have the shape of pictures.
+        An `AutoencoderKL` in evaluation mode with scaling factor 1; latents have the shape of pictures.
 
     Raises:
         MissingExtra: diffusers is not installed.
     """
-    try:
-        from diffusers import AutoencoderKL
-    except ImportError as error:
-        raise MissingExtra(
-            "Small diffusion models need diffusers, which is not installed.",
-            cure='Run: pip install "netweight[diffusion]"',
-        ) from error
-    model = AutoencoderKL(
+    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
+    model = diffusers.AutoencoderKL(
         block_out_channels=(_CHANNELS,),
         layers_per_block=0,
         latent_channels=_PIXELS,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.zoo.captioned_shapes import COLORS, GROUNDS, SHAPES, SIDE, SIZES, Attributes, covers
+from netweight.zoo.drawn_shapes import COLORS, GROUNDS, SHAPES, SIDE, SIZES, Attributes, covers
 
 __all__ = ["agreement", "read"]
 
 _STEP = 0.5
 """Pixels between the places at which shapes are looked for."""
-_REACH = 2.5
-"""How far from the middle they are looked for, in pixels; the world draws them up to 2 away."""
+_REACH = 4.0
+"""How far from the middle they are looked for, in pixels; the world draws small ones up to 3.7 away."""
 
 
 def read(pictures: Tensor) -> list[Attributes]:
@@ -40,10 +40,10 @@ def read(pictures: Tensor) -> list[Attributes]:
         )
     pictures = pictures.float()
     grounds = torch.tensor(list(GROUNDS.values()))
-    border = torch.cat([pictures[:, :, 0], pictures[:, :, -1], pictures[:, :, :, 0], pictures[:, :, :, -1]], 2)
-    below = border.median(2).values
+    light = _light(pictures)
+    below = light.mean((2, 3))
     ground = (below[:, None] - grounds).square().sum(2).argmin(1)
-    away = pictures - below[:, :, None, None]
+    away = pictures - light
     directions = torch.tensor(list(COLORS.values()))[None] - below[:, None]
     lengths = directions.norm(dim=2, keepdim=True)
     along = torch.einsum("ncp,nkc->nkp", away.flatten(2), directions / lengths).clamp_min(0)
@@ -72,6 +72,16 @@ def agreement(pictures: Tensor, kinds: Sequence[Attributes]) -> dict[str, float]
         name: sum(getattr(found, name) == getattr(wanted, name) for found, wanted in pairs) / len(pairs)
         for name in ("size", "color", "shape", "ground")
     }
+
+
+def _light(pictures: Tensor) -> Tensor:
+    """The ground with its slope: the plane that fits the pictures' border best, shape as theirs."""
+    along = torch.linspace(-1, 1, SIDE)
+    plane = torch.stack([torch.ones(SIDE, SIDE), along[:, None].expand(SIDE, SIDE), along.expand(SIDE, SIDE)], 2)
+    edge = torch.ones(SIDE, SIDE, dtype=torch.bool)
+    edge[1:-1, 1:-1] = False
+    slopes = pictures[:, :, edge] @ torch.linalg.pinv(plane[edge]).T
+    return torch.einsum("nck,hwk->nchw", slopes, plane)
 
 
 def _best_template(cover: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,17 +15,15 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from netweight.core.seeds import derive
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import UsageError
+from netweight.zoo.data.sources import module
 from netweight.zoo.exact_autoencoder import pixel_autoencoder
 from netweight.zoo.model_folder import ABOUT
 from netweight.zoo.quiet import silent_bars
 from netweight.zoo.word_clip import random_text_encoder, word_clip_tokenizer
-
-if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
 
 __all__ = ["SHAPES_FOLDER", "DiffusionShape", "initialized", "opened", "shapes_pipeline", "training_record"]
 
@@ -54,7 +52,7 @@ class DiffusionShape:
     heads: int = 4
 
 
-def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> StableDiffusionPipeline:  # noqa: B008 - frozen
+def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> Any:
     """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule.
 
     Args:
@@ -62,19 +60,20 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
         seed: Decides on all weights; torch's own stream is left as it was.
         shape: Its size.
 
+    Returns:
+        A `StableDiffusionPipeline` without safety checker, fp32, in evaluation mode.
+
     Raises:
         MissingExtra: diffusers or transformers is not installed.
     """
     import torch
 
-    autoencoder = pixel_autoencoder(shape.side)
-    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-
+    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
     tokenizer = word_clip_tokenizer(words, length=shape.tokens)
     deeper = len(shape.channels) - 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "denoiser"))
-        denoiser = UNet2DConditionModel(
+        denoiser = diffusers.UNet2DConditionModel(
             sample_size=shape.side,
             in_channels=3,
             out_channels=3,
@@ -88,7 +87,7 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
             norm_num_groups=8,
         )
     denoiser.train(False)
-    scheduler = DDIMScheduler(
+    scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
@@ -97,8 +96,8 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
         set_alpha_to_one=False,
         steps_offset=1,
     )
-    pipeline = StableDiffusionPipeline(
-        vae=autoencoder,
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=pixel_autoencoder(shape.side),
         text_encoder=random_text_encoder(tokenizer, width=shape.text_width, seed=seed),
         tokenizer=tokenizer,
         unet=denoiser,
@@ -111,43 +110,28 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
     return pipeline
 
 
-def opened(folder: str | Path) -> StableDiffusionPipeline:
+def opened(folder: str | Path) -> Any:
     """Open a pipeline's folder: in fp32, on the CPU, in evaluation mode, without progress bars.
 
     Args:
         folder: Of diffusers.
 
+    Returns:
+        A `StableDiffusionPipeline`, or whatever other pipeline the folder holds.
+
     Raises:
         MissingExtra: diffusers is not installed.
         UsageError: The folder holds no pipeline.
     """
-    try:
-        from diffusers import StableDiffusionPipeline
-        from diffusers.utils import logging
-    except ImportError as error:
-        raise MissingExtra(
-            "Small diffusion models need diffusers, which is not installed.",
-            cure='Run: pip install "netweight[diffusion]"',
-        ) from error
-    folder = Path(folder)
-    if not (folder / "model_index.json").is_file():
-        raise UsageError(
-            f"{folder} holds no pipeline.",
-            cure="Train one first: python -m netweight.zoo.small_diffusion_training FOLDER.",
-        )
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with silent_bars():
-            pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    import torch
+
+    from netweight.integrations.diffusion_pipeline import load_text_to_image
+
+    with silent_bars():
+        return load_text_to_image(folder, dtype=torch.float32).pipeline
 
 
-def shapes_pipeline(folder: str | Path | None = None) -> StableDiffusionPipeline:
+def shapes_pipeline(folder: str | Path | None = None) -> Any:
     """Open a fresh copy of the pipeline that was trained on `captioned_shapes`.
 
     Args:
