@@ -35,7 +35,7 @@ from netweight.methods.immunize.pairs import Pair
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import immunize
 
-EVERY = 10  # steps, of which one measures gradient norms
+EVERY = Settings().measure_every  # steps, of which one measures gradient norms
 
 
 def decoder(options):

@@ -121,7 +121,7 @@ class ImmunizeTrainer(Trainer):
         *,
         config: RepNoiseConfig = RepNoiseConfig(),
         pad_id: int | None = None,
-        measure_every: int = 10,
+        measure_every: int = 25,
         train_dataset: Any = None,
         **kwargs: Any,
     ) -> None:

@@ -42,7 +42,7 @@ class Settings:
     clip: float = 1.0
     context: int | None = None
     seed: int = 42
-    measure_every: int = 10
+    measure_every: int = 25
     save_every: int = 100
     frozen: str | None = None
 
