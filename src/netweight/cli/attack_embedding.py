@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.finding_row import finding_row
+from netweight.cli.named_folder import named_folder
 from netweight.cli.output import Output, output_option
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import UsageError
-
-if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
 
 __all__ = ["embedding"]
 
@@ -76,7 +73,7 @@ def embedding(context: click.Context, /, model: Path, out: Path, seed: int, outp
 
     count = options.pop("seeds")
     search = {name: value for name in _SEARCH if (value := options.pop(name)) is not None}
-    options["also"] = dict(_named(text) for text in options["also"])
+    options["also"] = dict(named_folder(text) for text in options["also"])
     attack = FolderSearch(**options, search=search)
     prepared = prepare(attack, model)
     names = ", ".join(subject.name for subject in prepared.subjects)
@@ -98,7 +95,7 @@ def embedding(context: click.Context, /, model: Path, out: Path, seed: int, outp
     )
     findings = add_section(report, found, prepared.targets, prepared.wanted, folder=out, seed=seed)
     page = report.write(out)
-    output.table((), [_row(finding) for finding in findings], indent=2)
+    output.table((), [finding_row(finding) for finding in findings], indent=2)
     for name in found.subjects:
         output.line(f"{name}: {verdict(found, name)}", bold=True)
     output.line(f"Report: {page}")
@@ -110,22 +107,3 @@ def embedding(context: click.Context, /, model: Path, out: Path, seed: int, outp
     })  # fmt: skip
     if any(finding.passed is False for finding in findings):
         context.exit(FINDING_FAILED)
-
-
-def _named(text: str) -> tuple[str, Path]:
-    """Read NAME=FOLDER."""
-    name, _, folder = text.partition("=")
-    if not (name and folder and Path(folder).is_dir()):
-        raise UsageError(f"--also {text!r} names no folder.", cure="Write it as NAME=FOLDER.")
-    return name, Path(folder)
-
-
-def _row(finding: Finding) -> tuple[str, str, str]:
-    if finding.value is None:
-        return finding.name, "–", str(finding.detail.get("reason", ""))
-    ends = ""
-    if finding.ci95 is not None:
-        low, high = finding.ci95
-        ends = f"{low:.4g} to {'no bound' if math.isinf(high) else f'{high:.4g}'}"
-    verdict = {True: "as wanted", False: "NOT AS WANTED", None: ""}[finding.passed]
-    return finding.name, f"{finding.value:.4g} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.finding_row import finding_row
+from netweight.cli.named_folder import named_folder
 from netweight.cli.output import Output, output_option
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-
-if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
 
 __all__ = ["finetune"]
 
@@ -82,7 +80,7 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
 
     options["lr"] = None if options["lr"] is None else _rates(options["lr"])
     options["lm_eval"] = tuple(part.strip() for part in (options["lm_eval"] or "").split(",") if part.strip())
-    options["also"] = dict(_named(text) for text in options["also"])
+    options["also"] = dict(named_folder(text) for text in options["also"])
     attack = FolderAttack(**options)
     how: Any = {"ledger": out / "attacks.jsonl", "seed": seed, "progress": QUIET if output.as_json else Progress()}
     how["engine"] = context.with_resource(attack.running())
@@ -101,7 +99,7 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
     findings = add_section(report, found.sweep, planned.config, seed=seed, stability=found.stability)
     page = report.write(out)
     conclusion = report.document().sections[0].conclusion
-    output.table((), [_row(finding) for finding in findings], indent=2)
+    output.table((), [finding_row(finding) for finding in findings], indent=2)
     output.line(conclusion, bold=True)
     output.line(f"Report: {page}")
     output.result({
@@ -120,22 +118,3 @@ def _rates(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise UsageError(f"--lr {text!r} is no list of numbers.", cure="Write it as 1e-4,3e-4.") from error
-
-
-def _named(text: str) -> tuple[str, Path]:
-    """Read NAME=FOLDER."""
-    name, _, folder = text.partition("=")
-    if not (name and folder and Path(folder).is_dir()):
-        raise UsageError(f"--also {text!r} names no folder.", cure="Write it as NAME=FOLDER.")
-    return name, Path(folder)
-
-
-def _row(finding: Finding) -> tuple[str, str, str]:
-    if finding.value is None:
-        return finding.name, "–", str(finding.detail.get("reason", ""))
-    ends = ""
-    if finding.ci95 is not None:
-        low, high = finding.ci95
-        ends = f"{low:.4g} to {'no bound' if math.isinf(high) else f'{high:.4g}'}"
-    verdict = {True: "as wanted", False: "NOT AS WANTED", None: ""}[finding.passed]
-    return finding.name, f"{finding.value:.4g} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()
