@@ -77,9 +77,8 @@ def _refuse_conditions(unet: Any, pipeline: Any) -> None:
         )
 
 
-@final
-class _UNet:
-    """Stable Diffusion's: it attends to every token, padding too."""
+class _Wrapped:
+    """A network, and what all kinds are asked alike."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
@@ -91,6 +90,11 @@ class _UNet:
     @property
     def device(self) -> torch.device:
         return _device(self.network)
+
+
+@final
+class _UNet(_Wrapped):
+    """Stable Diffusion's: it attends to every token, padding too."""
 
     def text(self, encoded: Any) -> Text:
         return Text(encoded[0])
@@ -104,19 +108,8 @@ class _UNet:
 
 
 @final
-class _PixArt:
+class _PixArt(_Wrapped):
     """PixArt-Alpha and -Sigma: padding is masked, and a learned variance is cut off."""
-
-    def __init__(self, network: Any) -> None:
-        self.network = network
-
-    @property
-    def latent_shape(self) -> tuple[int, int, int]:
-        return _latent_shape(self.network)
-
-    @property
-    def device(self) -> torch.device:
-        return _device(self.network)
 
     def text(self, encoded: Any) -> Text:
         return Text(encoded[0], encoded[1].bool())
