@@ -79,11 +79,11 @@ def localize_prompt(
         )  # fmt: skip
         stage, reached = _first_stage(trials, stages, threshold.value)
         initial = _flat(stages[stage])
-        first = trials.highest([_blocked(initial)])[0]
+        first = trials.highest(_blocked(initial))
         limit = threshold.value if reached else first
         demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
         refined = _refine(trials, layers, initial, demanded, config.ahead)
-        last = trials.highest([_blocked(refined)])[0]
+        last = trials.highest(_blocked(refined))
     return Localization(
         prompt=prompt,
         status="resolved" if last <= threshold.value + _TOLERANCE else "unresolved",
@@ -131,8 +131,8 @@ def greedy(
 ) -> list[int]:
     """Un-block neurons group by group, keeping a group un-blocked wherever memorization stays broken.
 
-    Several removals are tried at once, each after what is expected of those before it: that they hold, or what the
-    same removal came to in an earlier batch. Answers count up to the first that is not as expected; the next batch
+    Several removals are tried at once, each after what is expected of those before it: that a removal adds to the
+    similarity what it was last seen to add. Answers count up to the first that is not as expected; the next batch
     begins after it. So the places are those that one at a time would leave.
 
     Args:
@@ -145,24 +145,45 @@ def greedy(
     Returns:
         Places that stay blocked, in order.
     """
+
+    def blocked(places: Iterable[int]) -> Blocked:
+        return _blocked(neurons[place] for place in sorted(places))
+
     left = set(range(len(neurons)))
-    expected = [True] * len(removals)
+    alone = [left - set(removal) for removal in removals] if ahead > 1 else []
+    value, *others = trials.first([blocked(each) for each in (left, *alone)])
+    adds = [other - value for other in others] or [0.0] * len(removals)
     position, count = 0, ahead
     while position < len(removals):
-        end = min(position + count, len(removals))
-        attempts, base = [], left
-        for place in range(position, end):
+        tried = range(position, min(position + count, len(removals)))
+        (start,) = trials.first([blocked(left)])
+        attempts, expected, base, value = [], [], left, start
+        for place in tried:
             attempts.append(base - set(removals[place]))
-            base = attempts[-1] if expected[place] else base
-        blocked = [_blocked(neurons[place] for place in sorted(each)) for each in attempts]
-        held, known = trials.below(blocked, limit, expected[position:end])
-        surprises = [place for place in range(known) if held[place] != expected[position + place]]
-        sure = surprises[0] + 1 if surprises else known
-        left = next((attempts[place] for place in reversed(range(sure)) if held[place]), left)
-        expected[position:end] = held
+            expected.append(value + adds[place] <= limit)
+            if expected[-1]:
+                base, value = attempts[-1], value + adds[place]
+        found = trials.first([blocked(each) for each in attempts])
+        value = start
+        for place, now, thought in zip(tried, found, expected, strict=True):
+            adds[place] = now - value
+            value = now if thought else value
+        held = [value <= limit for value in found]
+        open_ones = [step for step in range(_sure(held, expected)) if held[step]]
+        answers = trials.hold([blocked(attempts[step]) for step in open_ones], limit)
+        for step, answer in zip(open_ones, answers, strict=True):
+            held[step] = answer
+        sure = _sure(held, expected)
+        left = next((attempts[step] for step in reversed(range(sure)) if held[step]), left)
         position += sure
         count = min(ahead, max(_LEAST_AHEAD, 2 * sure))  # as far ahead as expectations were right
     return sorted(left)
+
+
+def _sure(held: Sequence[bool], expected: Sequence[bool]) -> int:
+    """How many answers count: those up to the first that is not as expected."""
+    surprises = (step + 1 for step, answer in enumerate(held) if answer != expected[step])
+    return next(surprises, len(held))
 
 
 def _stages(
@@ -188,9 +209,9 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], thresho
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [_blocked(_flat(stage)) for stage in stages[start : start + count]]
-        held, _ = trials.below(group, threshold)
-        if any(held):
-            return start + held.index(True), True
+        for step, value in enumerate(trials.first(group)):
+            if value <= threshold and trials.hold([group[step]], threshold)[0]:
+                return start + step, True
         start, count = start + count, 2 * count
     return len(stages) - 1, False
 
