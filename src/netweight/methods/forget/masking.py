@@ -83,12 +83,14 @@ class RowMasks:
 
     def _factors_of(self, trials: Sequence[Blocked]) -> dict[str, Tensor]:
         factors: dict[str, Tensor] = {}
-        for row, sets in enumerate(trials):
-            for name, indices in sets.items():
-                if indices:
-                    if name not in factors:
-                        factors[name] = torch.ones(len(trials), self._layers[name].width)
-                    factors[name][row, list(indices)] = 0
+        for name, layer in self._layers.items():
+            sets = [frozenset(trial.get(name, ())) for trial in trials]
+            places = {indices: place for place, indices in enumerate(dict.fromkeys(sets))}
+            if any(places):
+                table = torch.ones(len(places), layer.width)
+                for indices, place in places.items():
+                    table[place, list(indices)] = 0
+                factors[name] = table[[places[indices] for indices in sets]]
         return factors
 
     def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:

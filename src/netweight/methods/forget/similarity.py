@@ -131,7 +131,7 @@ def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tens
 
 
 def _smooth(images: Tensor, kernel: int) -> Tensor:
-    """Means in Gaussian windows around every pixel, edges reflected: two products, as convolutions of doubles are slow."""
+    """Means in Gaussian windows around pixels, edges reflected; as products, since convolutions of doubles are slow."""
     rows, columns = (_windows_along(side, kernel).to(images) for side in images.shape[-2:])
     return ((images @ columns.T).transpose(-1, -2) @ rows.T).transpose(-1, -2)
 

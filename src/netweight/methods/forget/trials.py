@@ -1,8 +1,6 @@
 """Trials of blocked neurons on one memorized prompt: how alike are predictions with and without them?
 
 Many trials go through the denoiser in one batch, each row with neurons of its own switched off, and none goes twice.
-Where only the answer "all seeds lie below a threshold" is wanted, the seed that was nearest to it goes first, and the
-others follow for those trials alone that it leaves open.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class Trials:
         unblocked: Noise differences without any neuron blocked, of the same shape.
         masks: Of the block.
         batches: How many rows go at once.
-        worst: Index of the seed to look at first.
     """
 
     def __init__(
@@ -47,32 +44,21 @@ class Trials:
         unblocked: Tensor,
         masks: RowMasks,
         batches: Batches,
-        worst: int = 0,
     ) -> None:
         self._model, self._text = model, text
         self._noise, self._timestep, self._unblocked = noise, timestep, unblocked
-        self._masks, self._batches, self._worst = masks, batches, worst
+        self._masks, self._batches = masks, batches
         self._known: dict[tuple[Hashable, int], float] = {}
 
-    def highest(self, trial: Blocked) -> float:
-        """Return the greatest similarity over seeds to what is predicted without blocking."""
-        found = self._similarities([(trial, seed) for seed in range(len(self._noise))])
-        self._worst = found.index(max(found))
-        return max(found)
+    def of(self, trials: Sequence[Blocked]) -> list[list[float]]:
+        """Return for each trial every seed's similarity to what is predicted without blocking."""
+        every = list(range(len(self._noise)))
+        return self.at([(trial, every) for trial in trials])
 
-    def first(self, trials: Sequence[Blocked]) -> list[float]:
-        """Return the similarity of each trial at the seed that goes first."""
-        return self._similarities([(trial, self._worst) for trial in trials])
-
-    def hold(self, trials: Sequence[Blocked], limit: float) -> list[bool]:
-        """Tell for each trial whether all seeds are at or below a limit; the worst seed of one that is not goes first."""
-        seeds = len(self._noise)
-        found = self._similarities([(trial, seed) for trial in trials for seed in range(seeds)])
-        rows = [found[place : place + seeds] for place in range(0, len(found), seeds)]
-        above = [row for row in rows if max(row) > limit]
-        if above:
-            self._worst = above[0].index(max(above[0]))
-        return [max(row) <= limit for row in rows]
+    def at(self, asked: Sequence[tuple[Blocked, Sequence[int]]]) -> list[list[float]]:
+        """Return for each trial the similarity of some seeds, in their order."""
+        found = iter(self._similarities([(trial, seed) for trial, seeds in asked for seed in seeds]))
+        return [[next(found) for _ in seeds] for _, seeds in asked]
 
     @torch.no_grad()
     def _similarities(self, asked: Sequence[tuple[Blocked, int]]) -> list[float]:
