@@ -138,6 +138,25 @@ def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, lower, f
     assert found.broken == aim
 
 
+
+@given(seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9), ahead=st.integers(1, 9))
+@settings(max_examples=30)
+def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, number, threshold, ahead):
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2, theta_step=0.5, ahead=ahead, every_seed=False)
+    model, prompt = Planted(seed), f"prompt {number}"
+    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
+    loop = OneByOne(model, prompt, usual[seed], threshold, config)
+    kept, expected = loop.kept(), loop.run()
+    if expected is None:
+        assert found.status == "not memorized"
+        return
+    assert found.initial == expected[0]
+    left = loop.score(found.refined, kept)
+    assert left == pytest.approx(found.refined_similarity, abs=1e-5)
+    assert left <= max(found.initial_similarity, threshold) + 2 * TOLERANCE
+    assert (found.status == "resolved") == (found.refined_similarity <= threshold + TOLERANCE)
+
+
 def planted(usual, threshold=0.6, fidelity="corrected"):
     """A prompt whose localization has something to refine."""
     config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, fidelity=fidelity)

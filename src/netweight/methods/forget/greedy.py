@@ -25,7 +25,13 @@ _AT_ONCE = 8  # removals that are tried at all others together
 
 
 def greedy(
-    trials: Trials, neurons: Sequence[Neuron], removals: Sequence[Sequence[int]], limit: float, *, ahead: int
+    trials: Trials,
+    neurons: Sequence[Neuron],
+    removals: Sequence[Sequence[int]],
+    limit: float,
+    *,
+    ahead: int,
+    every_seed: bool = True,
 ) -> list[int]:
     """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit.
 
@@ -35,9 +41,10 @@ def greedy(
         removals: Groups of places in `neurons`, in the order of trial.
         limit: Similarities at or below it count as broken.
         ahead: Most removals at once.
+        every_seed: Whether all seeds are looked at after each removal, or after each run of removals.
 
     Returns:
-        Places that stay blocked, in order: those that one removal at a time would leave.
+        Places that stay blocked, in order; with `every_seed` those that one removal at a time would leave.
     """
 
     def without(places: Iterable[int]) -> Blocked:
@@ -62,12 +69,8 @@ def greedy(
         held = [max(values) <= limit for values in found]
         held = held[: _sure(held, steps)]
         open_ones = [number for number, holds in enumerate(held) if holds]
-        for first in range(0, len(open_ones), _AT_ONCE):
-            some = open_ones[first : first + _AT_ONCE]
-            for number, values in zip(some, trials.of([blocked[number] for number in some]), strict=True):
-                held[number] = max(values) <= limit
-            if not all(held[number] for number in some):
-                break  # those behind were tried after one that does not hold
+        for number in _refused(trials, [blocked[number] for number in open_ones], limit, every_seed=every_seed):
+            held[open_ones[number]] = False
         sure = _sure(held, steps)
         left = next((attempts[number] for number in reversed(range(sure)) if held[number]), left)
         position += sure
@@ -132,6 +135,26 @@ class _Foresight:
         known = self._adds[place]
         usual = sum(known.values()) / len(known) if known else 0.0
         return [value + known.get(seed, usual) for seed, value in enumerate(now)]
+
+
+def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> list[int]:
+    """Which of the trials, each of which builds on those before, do not hold; none behind such a one is looked for."""
+    if every_seed:
+        for first in range(0, len(blocked), _AT_ONCE):
+            tables = trials.of(blocked[first : first + _AT_ONCE])
+            above = [first + number for number, values in enumerate(tables) if max(values) > limit]
+            if above:
+                return above
+        return []
+    holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
+    asked = len(blocked)
+    while asked > holds:
+        if max(trials.of([blocked[asked - 1]])[0]) <= limit:
+            holds = asked
+        else:
+            refused = asked
+        asked = (holds + refused) // 2
+    return [refused - 1] if refused <= len(blocked) else []
 
 
 def _sure(held: Sequence[bool], steps: Sequence[_Step]) -> int:

@@ -80,7 +80,7 @@ def localize_prompt(
         first = max(trials.of([blocked_by_layer(initial)])[0])
         limit = aim if reached else first
         demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
-        refined = _refine(trials, layers, initial, demanded, config.ahead)
+        refined = _refine(trials, layers, initial, demanded, config)
         last = max(trials.of([blocked_by_layer(refined)])[0])
     return Localization(
         prompt=prompt,
@@ -161,15 +161,16 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: fl
 
 
 def _refine(
-    trials: Trials, layers: Mapping[str, ValueLayer], initial: Sequence[Neuron], limit: float, ahead: int
+    trials: Trials, layers: Mapping[str, ValueLayer], initial: Sequence[Neuron], limit: float, config: LocalizationConfig
 ) -> list[Neuron]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
+    how = {"ahead": config.ahead, "every_seed": config.every_seed}
     backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
-    kept = [initial[place] for place in greedy(trials, initial, whole, limit, ahead=ahead)]
+    kept = [initial[place] for place in greedy(trials, initial, whole, limit, **how)]
     single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
-    return [kept[place] for place in greedy(trials, kept, single, limit, ahead=ahead)]
+    return [kept[place] for place in greedy(trials, kept, single, limit, **how)]
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:
