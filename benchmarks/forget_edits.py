@@ -101,8 +101,11 @@ class Bench:
         """Everything about one planted picture."""
         found = localize_prompt(self.model, picture.prompt, statistics_, threshold)
         units = found.neurons
-        row = {"kind": picture.kind, "localization": found.to_json(), "unedited": self.own(picture, NOTHING),
-               "own": self.own(picture, units), "ordinary": self.ordinary(units) if self.captions else None}  # fmt: skip
+        row = {
+            "kind": picture.kind, "localization": found.to_json(),
+            "unedited": self.own(picture, NOTHING), "own": self.own(picture, units),
+            "ordinary": self.ordinary(units) if self.captions else None,
+        }  # fmt: skip
         for name, matched in (("random", False), ("random, layer-matched", True)):
             draws = [self.own(picture, other) for other in self.random(units, matched=matched)]
             row[name] = (

@@ -138,7 +138,6 @@ def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, lower, f
     assert found.broken == aim
 
 
-
 @given(seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9), ahead=st.integers(1, 9))
 @settings(max_examples=30)
 def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, number, threshold, ahead):

@@ -161,16 +161,24 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: fl
 
 
 def _refine(
-    trials: Trials, layers: Mapping[str, ValueLayer], initial: Sequence[Neuron], limit: float, config: LocalizationConfig
+    trials: Trials,
+    layers: Mapping[str, ValueLayer],
+    initial: Sequence[Neuron],
+    limit: float,
+    config: LocalizationConfig,
 ) -> list[Neuron]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
-    how = {"ahead": config.ahead, "every_seed": config.every_seed}
+
+    def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> list[Neuron]:
+        left = greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+        return [neurons[place] for place in left]
+
     backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
-    kept = [initial[place] for place in greedy(trials, initial, whole, limit, **how)]
+    kept = spared(initial, whole)
     single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
-    return [kept[place] for place in greedy(trials, kept, single, limit, **how)]
+    return spared(kept, single)
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:
