@@ -34,6 +34,8 @@ STUDY_AT_PAPER_SCALE := neuzip-fig5
 # Miniatures that need nothing; their attacks are shared.
 STUDY_MINIATURES := $(addprefix repnoise-table,1 2 3 4 5 6 7 9 11 14 15 16 17 18 19 20 23) repnoise-layer-distances repnoise-pca
 STUDY_WITH_DATA := neuzip-table1 neuzip-table2 neuzip-table3-decoder neuzip-table3-encdec neuzip-table4 neuzip-fig2 neuzip-fig3
+# The second text-to-image miniature, real pictures with captions: hours on a CPU; goes on where it was stopped.
+STUDY_EMOJI := reproductions/emoji-diffusion
 # At the paper's scale, which takes hours to days on a CPU; each run within a table is kept and goes on by the round.
 STUDY_FEDERATED := hyperfl-table3 hyperfl-fig5 hyperfl-table5 hyperfl-fig6 hyperfl-fig7 hyperfl-table4 hyperfl-fig4 \
 	hyperfl-fig8 hyperfl-table1 hyperfl-table2
@@ -44,8 +46,9 @@ study: $(VENV)/dev.stamp
 	if [ -x fuzz/run.sh ]; then PATH="$(CURDIR)/$(BIN):$$PATH" fuzz/run.sh; fi
 	for table in $(STUDY_AT_PAPER_SCALE); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done
 	for table in $(STUDY_MINIATURES); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done
-	if [ -z "$$NETWEIGHT_DATA" ]; then echo "NETWEIGHT_DATA is not set: $(STUDY_WITH_DATA) $(STUDY_FEDERATED) are left out."; else \
+	if [ -z "$$NETWEIGHT_DATA" ]; then echo "NETWEIGHT_DATA is not set: $(STUDY_WITH_DATA) $(STUDY_EMOJI) $(STUDY_FEDERATED) are left out."; else \
 		for table in $(STUDY_WITH_DATA); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done; \
+		$(BIN)/python -m netweight.zoo.small_diffusion_training $(STUDY_EMOJI) --world emoji || exit 1; \
 		for table in $(STUDY_FEDERATED); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done; fi
 
 bench: $(VENV)/dev.stamp

@@ -263,6 +263,11 @@ def test_thresholds_say_what_lies_below_them():
     assert mean.value == pytest.approx(seeds.mean() + seeds.std(ddof=1))
     assert mean.seeds_below == pytest.approx((seeds <= mean.value).mean())
     assert mean.prompts_below == pytest.approx((seeds.mean(1) <= mean.value).mean())
+    assert mean.broken == pytest.approx(seeds.mean())
+    assert (
+        calibrate(scores, rule="quantile", quantile=0.1).broken
+        == calibrate(scores, rule="quantile", quantile=0.1).value
+    )
     assert calibrate(scores, rule="quantile", quantile=0.8).value == pytest.approx(np.quantile(seeds.mean(1), 0.8))
     assert Threshold.from_json(mean.to_json()) == mean
     with pytest.raises(UsageError, match="at least 2"):

@@ -31,8 +31,9 @@ TOLERANCE = 1e-5
 class OneByOne:
     """The paper's loop as it is told: one run per question, blocking by hooks. The oracle of these tests."""
 
-    def __init__(self, model, prompt, statistics, threshold, config):
+    def __init__(self, model, prompt, statistics, threshold, config, aim=None):
         self.model, self.threshold, self.config = model, threshold, config
+        self.aim = threshold if aim is None else aim
         self.layers = list(value_layers(model.denoiser))
         self.text = model.embed([prompt]).rows([0] * len(config.detection.seeds))
         self.noise, self.timestep = first_step(model, config.detection)
@@ -77,10 +78,10 @@ class OneByOne:
         while True:
             blocked = self.choose(theta, top)
             reached = self.score(blocked, kept)
-            if reached <= self.threshold or theta == self.config.theta_least:
+            if reached <= self.aim or theta == self.config.theta_least:
                 break
             theta, top = theta - self.config.theta_step, top + 1
-        limit = max(reached, self.threshold) if reached > self.threshold else self.threshold
+        limit = max(reached, self.aim)
         strict = self.config.fidelity == "reference"
 
         def holds(trial):
@@ -110,16 +111,19 @@ def usual():
 
 @given(
     seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9),
-    fidelity=st.sampled_from(["corrected", "reference"]), ahead=st.integers(1, 9), rows=st.integers(1, 40),
+    lower=st.none() | st.floats(0.1, 1), fidelity=st.sampled_from(["corrected", "reference"]), ahead=st.integers(1, 9),
+    rows=st.integers(1, 40),
 )  # fmt: skip
 @settings(max_examples=30)
-def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, fidelity, ahead, rows):
+def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, lower, fidelity, ahead, rows):
     config = LocalizationConfig(
         DetectionConfig(seeds=SEEDS, rows=rows), theta=2.0, theta_step=0.5, fidelity=fidelity, ahead=ahead
     )
     model, prompt = Planted(seed), f"prompt {number}"
-    expected = OneByOne(model, prompt, usual[seed], threshold, config).run()
-    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
+    broken = None if lower is None else lower * threshold
+    aim = threshold if broken is None or fidelity == "reference" else broken
+    expected = OneByOne(model, prompt, usual[seed], threshold, config, aim).run()
+    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given", broken=broken), config)
     if expected is None:
         assert found.status == "not memorized"
         assert not found.neurons
@@ -130,6 +134,25 @@ def test_the_same_neurons_as_one_by_one(usual, seed, number, threshold, fidelity
     assert found.theta == theta
     assert found.initial_similarity == pytest.approx(reached, abs=1e-5)
     assert found.neurons == Units(refined)
+    assert (found.status == "resolved") == (found.refined_similarity <= aim + TOLERANCE)
+    assert found.broken == aim
+
+
+@given(seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.9), ahead=st.integers(1, 9))
+@settings(max_examples=30)
+def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, number, threshold, ahead):
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS), theta=2, theta_step=0.5, ahead=ahead, every_seed=False)
+    model, prompt = Planted(seed), f"prompt {number}"
+    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
+    loop = OneByOne(model, prompt, usual[seed], threshold, config)
+    kept, expected = loop.kept(), loop.run()
+    if expected is None:
+        assert found.status == "not memorized"
+        return
+    assert found.initial == expected[0]
+    left = loop.score(found.refined, kept)
+    assert left == pytest.approx(found.refined_similarity, abs=1e-5)
+    assert left <= max(found.initial_similarity, threshold) + 2 * TOLERANCE
     assert (found.status == "resolved") == (found.refined_similarity <= threshold + TOLERANCE)
 
 

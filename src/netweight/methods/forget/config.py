@@ -55,7 +55,10 @@ class LocalizationConfig:
         theta_least: Its least value: the last stage.
         fidelity: "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as
             often as both rules chose it, and demands less than the threshold in refinement, as the released code does.
-        ahead: Removals tried at once in the last refinement; 1 is the one-by-one loop. The result is the same.
+        ahead: Removals tried at once in refinement; 1 is the one-by-one loop. The result is the same.
+        every_seed: Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop
+            finds. False looks at the two that are likeliest to forbid it, and at all after a run of removals: less
+            work, memorization is as surely broken, but other neurons may be found to be spared.
 
     Raises:
         UsageError: A value cannot be meant.
@@ -70,6 +73,7 @@ class LocalizationConfig:
     theta_least: float = 1.0
     fidelity: Literal["corrected", "reference"] = "corrected"
     ahead: int = 32
+    every_seed: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -61,7 +61,7 @@ class Score:
 @final
 @dataclass(frozen=True)
 class Threshold:
-    """Above which a seed, or a prompt's mean, counts as memorized.
+    """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken.
 
     Attributes:
         value: The threshold.
@@ -71,6 +71,8 @@ class Threshold:
             alarms; None if it was given.
         prompts: Number of ordinary prompts it was calibrated on; 0 if it was given.
         model: Digest of the model's denoiser it was calibrated on; None if it was given.
+        broken: At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins.
+            None takes `value`.
     """
 
     value: float
@@ -79,6 +81,7 @@ class Threshold:
     prompts_below: float | None = None
     prompts: int = 0
     model: str | None = None
+    broken: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON value."""
@@ -188,6 +191,9 @@ def calibrate(
 ) -> Threshold:
     """Choose a threshold from the scores of prompts that are not memorized.
 
+    Memorization counts as broken at the mean of their seeds: at the threshold of the alarm a prompt would still look
+    more memorized than most ordinary ones do.
+
     Args:
         scores: Of at least 2 ordinary prompts, from the very model and configuration that it is meant for.
         rule: "mean+std" of single seeds, as in the paper; "quantile" of the prompts' means.
@@ -208,7 +214,7 @@ def calibrate(
     else:
         raise UsageError(f"The rule {rule!r} with quantile {quantile} is unknown.", cure="Use mean+std or quantile.")
     below = [float((part <= value).double().mean()) for part in (seeds, means)]
-    return Threshold(value, words, below[0], below[1], len(scores), model)
+    return Threshold(value, words, below[0], below[1], len(scores), model, min(value, float(seeds.mean())))
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:

@@ -1,13 +1,12 @@
 """Which neurons a memorized prompt needs: chosen by their activation, then refined until none can be spared.
 
 The order of the search is the paper's: stages of falling theta, then whole layers from the middle up to the entrance,
-then single neurons. `greedy` tries many removals at once and comes to what one at a time would come to.
+then single neurons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,22 +15,20 @@ from netweight.core.units import Units
 from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
+from netweight.methods.forget.greedy import Neuron, blocked_by_layer, greedy
 from netweight.methods.forget.layers import ValueLayer, value_layers
-from netweight.methods.forget.masking import Blocked, row_masks
+from netweight.methods.forget.masking import row_masks
 from netweight.methods.forget.results import Localization
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
 from netweight.methods.forget.trials import Trials, unblocked_differences
 from netweight.probe.diffusion import TextToImage
 
-__all__ = ["greedy", "localize_prompt", "stage_neurons"]
-
-Neuron: TypeAlias = tuple[str, int]
+__all__ = ["localize_prompt", "stage_neurons"]
 
 _TOLERANCE = 1e-5
 """Similarities that differ by less are equal: the same row in another batch differs in its last bits."""
 _FIRST_STAGES = 4  # tried at once; each further batch doubles
-_LEAST_AHEAD = 8
 
 
 @torch.no_grad()
@@ -48,7 +45,8 @@ def localize_prompt(
         model: The model.
         prompt: The prompt.
         statistics: Of the same model, see `Statistics.check`.
-        threshold: Seeds above it are looked at; below it memorization counts as broken.
+        threshold: Seeds above its `value` are looked at; at or below `broken` memorization counts as broken, with
+            `fidelity="reference"` at its `value`, as in the released code.
         config: How; None takes the defaults.
 
     Returns:
@@ -61,6 +59,7 @@ def localize_prompt(
     Source: arXiv 2406.02366, section 3 and its code.
     """
     config = config or LocalizationConfig()
+    aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
     layers = value_layers(model.denoiser, scope=config.scope)
     batches = Batches(config.detection.rows)
     text = model.embed([prompt])
@@ -74,19 +73,18 @@ def localize_prompt(
     stages = _stages(model, layers, prompt, statistics, config)
     with row_masks(model.denoiser, layers, text) as masks:
         trials = Trials(
-            model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
-            masks=masks, batches=batches, worst=int(seeds[kept.cpu()].argmax()),
-        )  # fmt: skip
-        stage, reached = _first_stage(trials, stages, threshold.value)
+            model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept], masks=masks, batches=batches
+        )
+        stage, reached = _first_stage(trials, stages, aim, int(seeds[kept.cpu()].argmax()))
         initial = _flat(stages[stage])
-        first = trials.highest([_blocked(initial)])[0]
-        limit = threshold.value if reached else first
+        first = max(trials.of([blocked_by_layer(initial)])[0])
+        limit = aim if reached else first
         demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
-        refined = _refine(trials, layers, initial, demanded, config.ahead)
-        last = trials.highest([_blocked(refined)])[0]
+        refined = _refine(trials, layers, initial, demanded, config)
+        last = max(trials.of([blocked_by_layer(refined)])[0])
     return Localization(
         prompt=prompt,
-        status="resolved" if last <= threshold.value + _TOLERANCE else "unresolved",
+        status="resolved" if last <= aim + _TOLERANCE else "unresolved",
         neurons=_units(refined),
         refined=_by_layer(layers, refined),
         initial=_by_layer(layers, initial),
@@ -95,6 +93,7 @@ def localize_prompt(
         seeds=tuple(seeds.tolist()),
         kept=len(kept),
         threshold=threshold.value,
+        broken=aim,
         refinement_threshold=limit,
         initial_similarity=first,
         refined_similarity=last,
@@ -126,45 +125,6 @@ def stage_neurons(
     return chosen
 
 
-def greedy(
-    trials: Trials, neurons: Sequence[Neuron], removals: Sequence[Sequence[int]], limit: float, *, ahead: int
-) -> list[int]:
-    """Un-block neurons group by group, keeping a group un-blocked wherever memorization stays broken.
-
-    Several removals are tried at once, each after what is expected of those before it: that they hold, or what the
-    same removal came to in an earlier batch. Answers count up to the first that is not as expected; the next batch
-    begins after it. So the places are those that one at a time would leave.
-
-    Args:
-        trials: Of the prompt.
-        neurons: Blocked ones; one may be there twice and is un-blocked when both are removed.
-        removals: Groups of places in `neurons`, in the order of trial.
-        limit: Similarities at or below it count as broken.
-        ahead: Most removals at once.
-
-    Returns:
-        Places that stay blocked, in order.
-    """
-    left = set(range(len(neurons)))
-    expected = [True] * len(removals)
-    position, count = 0, ahead
-    while position < len(removals):
-        end = min(position + count, len(removals))
-        attempts, base = [], left
-        for place in range(position, end):
-            attempts.append(base - set(removals[place]))
-            base = attempts[-1] if expected[place] else base
-        blocked = [_blocked(neurons[place] for place in sorted(each)) for each in attempts]
-        held, known = trials.below(blocked, limit, expected[position:end])
-        surprises = [place for place in range(known) if held[place] != expected[position + place]]
-        sure = surprises[0] + 1 if surprises else known
-        left = next((attempts[place] for place in reversed(range(sure)) if held[place]), left)
-        expected[position:end] = held
-        position += sure
-        count = min(ahead, max(_LEAST_AHEAD, 2 * sure))  # as far ahead as expectations were right
-    return sorted(left)
-
-
 def _stages(
     model: TextToImage,
     layers: Mapping[str, ValueLayer],
@@ -183,39 +143,46 @@ def _stages(
     ]
 
 
-def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], threshold: float) -> tuple[int, bool]:
-    """The first stage that breaks memorization, or the last, and whether it does."""
+def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int) -> tuple[int, bool]:
+    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is looked at first."""
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
-        group = [_blocked(_flat(stage)) for stage in stages[start : start + count]]
-        held, _ = trials.below(group, threshold)
-        if any(held):
-            return start + held.index(True), True
+        group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
+        trials.at([(trial, [worst]) for trial in group])  # all in one batch
+        for step, trial in enumerate(group):
+            if trials.at([(trial, [worst])])[0][0] > aim:
+                continue
+            (values,) = trials.of([trial])
+            if max(values) <= aim:
+                return start + step, True
+            worst = values.index(max(values))
         start, count = start + count, 2 * count
     return len(stages) - 1, False
 
 
 def _refine(
-    trials: Trials, layers: Mapping[str, ValueLayer], initial: Sequence[Neuron], limit: float, ahead: int
+    trials: Trials,
+    layers: Mapping[str, ValueLayer],
+    initial: Sequence[Neuron],
+    limit: float,
+    config: LocalizationConfig,
 ) -> list[Neuron]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
+
+    def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> list[Neuron]:
+        left = greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+        return [neurons[place] for place in left]
+
     backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
-    kept = [initial[place] for place in greedy(trials, initial, whole, limit, ahead=ahead)]
+    kept = spared(initial, whole)
     single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
-    return [kept[place] for place in greedy(trials, kept, single, limit, ahead=ahead)]
+    return spared(kept, single)
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:
     return [(name, index) for name, indices in stage.items() for index in indices]
-
-
-def _blocked(neurons: Iterable[Neuron]) -> Blocked:
-    sets: Blocked = {}
-    for name, index in neurons:
-        sets.setdefault(name, set()).add(index)
-    return sets
 
 
 def _by_layer(layers: Mapping[str, ValueLayer], neurons: Sequence[Neuron]) -> dict[str, list[int]]:
@@ -223,4 +190,4 @@ def _by_layer(layers: Mapping[str, ValueLayer], neurons: Sequence[Neuron]) -> di
 
 
 def _units(neurons: Sequence[Neuron]) -> Units:
-    return Units({name: sorted(found) for name, found in _blocked(neurons).items()})
+    return Units({name: sorted(found) for name, found in blocked_by_layer(neurons).items()})

@@ -35,7 +35,7 @@ class RowMasks:
         self._factors: dict[str, Tensor] = {}
         self._rows: Tensor | None = None
         self._keys: list[list[Hashable]] | None = None
-        self._known: list[dict[Hashable, Any]] = [{} for _ in stages]
+        self._known = [_Known() for _ in stages]
 
     @contextmanager
     def blocking(self, trials: Sequence[Blocked], sources: Sequence[int] | None = None) -> Iterator[None]:
@@ -66,10 +66,10 @@ class RowMasks:
         if self._keys is None:
             return forward(*arguments, **named)
         keys, known = self._keys[stage], self._known[stage]
-        new = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known}
+        new = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known.places}
         if len(new) == len(keys):  # nothing in common
             output = forward(*arguments, **named)
-            self._known[stage] = {key: _at(output, row) for key, row in new.items()}
+            known.add(keys, output, keys)
             return output
         if new:
             first = torch.tensor(list(new.values()))
@@ -78,18 +78,19 @@ class RowMasks:
                 part = forward(*_take(arguments, first, len(keys)), **_take(named, first, len(keys)))
             finally:
                 self._rows = None
-            known |= {key: _at(part, place) for place, key in enumerate(new)}
-        self._known[stage] = {key: known[key] for key in keys}  # no more than one batch is kept
-        return _joined([known[key] for key in keys])
+            known.add(list(new), part, keys)
+        return known.rows(keys)
 
     def _factors_of(self, trials: Sequence[Blocked]) -> dict[str, Tensor]:
         factors: dict[str, Tensor] = {}
-        for row, sets in enumerate(trials):
-            for name, indices in sets.items():
-                if indices:
-                    if name not in factors:
-                        factors[name] = torch.ones(len(trials), self._layers[name].width)
-                    factors[name][row, list(indices)] = 0
+        for name, layer in self._layers.items():
+            sets = [frozenset(trial.get(name, ())) for trial in trials]
+            places = {indices: place for place, indices in enumerate(dict.fromkeys(sets))}
+            if any(places):
+                table = torch.ones(len(places), layer.width)
+                for indices, place in places.items():
+                    table[place, list(indices)] = 0
+                factors[name] = table[[places[indices] for indices in sets]]
         return factors
 
     def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:
@@ -101,6 +102,30 @@ class RowMasks:
             before = list(zip(before, sets, strict=True))
             keys.append(before)
         return keys
+
+
+@final
+class _Known:
+    """Rows of a block's outputs that were computed before, by what decides them; about two batches of them are kept."""
+
+    def __init__(self) -> None:
+        self.places: dict[Hashable, int] = {}
+        self._outputs: Any = None
+        self._most = 0
+
+    def add(self, new: Sequence[Hashable], outputs: Any, wanted: Sequence[Hashable]) -> None:
+        """Take in rows, and forget those not wanted now where there would be too many."""
+        self._most = max(self._most, len(wanted))
+        if len(self.places) + len(new) > 2 * self._most:
+            kept = [key for key in dict.fromkeys(wanted) if key in self.places]
+            self._outputs = self.rows(kept) if kept else None
+            self.places = {key: place for place, key in enumerate(kept)}
+        self._outputs = outputs if not self.places else _joined(self._outputs, outputs)
+        self.places |= {key: place for place, key in enumerate(new, start=len(self.places))}
+
+    def rows(self, keys: Sequence[Hashable]) -> Any:
+        """Return the rows of these keys as a batch."""
+        return _take(self._outputs, torch.tensor([self.places[key] for key in keys]), len(self.places))
 
 
 @contextmanager
@@ -177,13 +202,8 @@ def _take(values: Any, rows: Tensor, count: int) -> Any:
     return values
 
 
-def _at(output: Any, row: int) -> Any:
-    """One row of nested outputs."""
-    return output[row] if isinstance(output, Tensor) else tuple(_at(part, row) for part in output)
-
-
-def _joined(rows: Sequence[Any]) -> Any:
-    """Nested outputs of single rows as those of a batch."""
-    if isinstance(rows[0], Tensor):
-        return torch.stack(list(rows))
-    return tuple(_joined(parts) for parts in zip(*rows, strict=True))
+def _joined(first: Any, second: Any) -> Any:
+    """Nested outputs of two batches as those of one."""
+    if isinstance(first, Tensor):
+        return torch.cat([first, second])
+    return tuple(_joined(*parts) for parts in zip(first, second, strict=True))

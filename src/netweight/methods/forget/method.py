@@ -69,7 +69,7 @@ def localize(
     about = {
         "model": identity,
         "statistics": _statistics_digest(statistics),
-        "threshold": threshold.value,
+        "threshold": [threshold.value, threshold.broken],
         "config": _settings(config),
     }
     items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]

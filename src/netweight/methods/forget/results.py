@@ -47,6 +47,7 @@ class Localization:
         refined_similarity: The same after refinement.
         rows: Rows that went through the denoiser.
         error: What went wrong.
+        broken: What similarities had to fall to.
     """
 
     prompt: str
@@ -64,6 +65,7 @@ class Localization:
     refined_similarity: float | None = None
     rows: int = 0
     error: str | None = None
+    broken: float | None = None
 
     @classmethod
     def not_memorized(cls, prompt: str, seeds: Sequence[float], threshold: float) -> Self:

@@ -6,6 +6,7 @@ the differences between predicted and initial noise resemble each other over see
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import final
 
@@ -119,12 +120,9 @@ def pairwise(differences: Tensor) -> Tensor:
 
 def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
     """Means over windows and channels: of similarity, edges reflected, and of contrast, within the image."""
-    count, channels = first.shape[:2]
     edge = kernel // 2
-    first, second = (F.pad(part, (edge,) * 4, mode="reflect") for part in (first, second))
     stacked = torch.stack([first, second, first * first, second * second, first * second])
-    smooth = _smooth(stacked.flatten(0, 2)[:, None], kernel)
-    mean_a, mean_b, square_a, square_b, product = smooth.reshape(5, count, channels, *smooth.shape[2:])
+    mean_a, mean_b, square_a, square_b, product = _smooth(stacked, kernel)
     variances = (square_a - mean_a.square()).clamp_min(0) + (square_b - mean_b.square()).clamp_min(0)
     contrast = (2 * (product - mean_a * mean_b) + 0.03**2) / (variances + 0.03**2)
     light = (2 * mean_a * mean_b + 0.01**2) / (mean_a.square() + mean_b.square() + 0.01**2)
@@ -133,7 +131,16 @@ def _structure(first: Tensor, second: Tensor, kernel: int) -> tuple[Tensor, Tens
 
 
 def _smooth(images: Tensor, kernel: int) -> Tensor:
-    offsets = torch.arange(kernel, dtype=images.dtype, device=images.device) - kernel // 2
-    bell = (-offsets.square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
-    bell = bell / bell.sum()
-    return F.conv2d(F.conv2d(images, bell.reshape(1, 1, -1, 1)), bell.reshape(1, 1, 1, -1))
+    """Means in Gaussian windows around pixels, edges reflected; as products, since convolutions of doubles are slow."""
+    rows, columns = (_windows_along(side, kernel).to(images) for side in images.shape[-2:])
+    return ((images @ columns.T).transpose(-1, -2) @ rows.T).transpose(-1, -2)
+
+
+@functools.cache
+def _windows_along(side: int, kernel: int) -> Tensor:
+    """For every pixel of a side the weights of the window around it, shape `(side, side)`."""
+    offsets = torch.arange(kernel) - kernel // 2
+    bell = (-offsets.double().square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
+    seen = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
+    seen = side - 1 - (side - 1 - seen).abs()  # and at the last
+    return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, seen, (bell / bell.sum()).expand(side, -1))

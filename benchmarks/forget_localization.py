@@ -1,0 +1,254 @@
+"""How fast memorized prompts are localized beside the one-by-one loop, to the same neurons: measured, written as JSON.
+
+    python benchmarks/forget_localization.py [--model FOLDER] [--rounds N] [--prompts N] [--seeds N] [--threads N]
+        [--output FILE]
+
+On a miniature of captioned shapes, with its own threshold and statistics. Two loops, written from what the paper and
+a description of the released code say; each is compared with netweight at the settings that must find the very same
+neurons, which is asserted for every prompt and round.
+
+released  What the released code computes for a prompt: every prediction is made twice, the first one at the step before
+          and thrown away; the prompt's activations are collected by a run of the U-Net; statistics are read from the
+          disk in every stage; neurons that both rules chose are tried twice; every score is of all seeds that count.
+          Against `fidelity="reference", timing="code"`.
+clean     The same loop without any of that: one prediction per question, activations from the text, statistics in
+          memory, every neuron once. Against the defaults.
+
+Beside them stands netweight with `every_seed=False` ("likeliest seeds"), which need not find the same neurons; for how
+many prompts it does is counted.
+
+Both block neurons by a hook on the layer, run the seeds of a question as one batch, and compare by netweight's own
+structural similarity, not by torchmetrics' slower one. Rounds alternate, so that both sides meet the same machine;
+ratios are of processor and of wall time, theirs over ours, prompt by prompt.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from netweight.core.environment import describe
+from netweight.core.units import Units
+from netweight.integrations.diffusion_pipeline import load_text_to_image
+from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
+from netweight.methods.forget.deactivation import deactivated
+from netweight.methods.forget.detection import calibrate, detect, first_step, greatest
+from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.localization import localize_prompt, stage_neurons
+from netweight.methods.forget.similarity import noise_difference, pairwise, similarity
+from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
+from netweight.probe.capture import capture
+from netweight.zoo.captioned_shapes import ShapesWorld
+from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
+
+TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
+MEASURES = ("cpu", "wall", "runs", "rows")
+SIDES = ("netweight", "likeliest seeds")
+
+
+class Loop:
+    """The search one question at a time. `released` computes in vain what the released code does."""
+
+    def __init__(self, model, file, threshold, config, *, released):
+        self.model, self.file, self.config, self.released = model, file, config, released
+        self.threshold = threshold.value
+        self.aim = threshold.value if config.fidelity == "reference" else threshold.broken
+        self.layers = value_layers(model.denoiser)
+        self.usual = None if released else Statistics.read_published(file, self.layers)
+
+    def predictions(self, text, noise, blocked):
+        """Noise differences with neurons blocked, one row per seed."""
+        place = 0 if self.config.detection.timing == "paper" else 1
+        timesteps = self.model.timesteps(self.config.detection.steps)
+        units = Units({name: sorted(set(indices)) for name, indices in blocked.items() if indices})
+        rows = text.rows([0] * len(noise))
+        with deactivated(self.model.denoiser, units):
+            for timestep in timesteps[: place + 1] if self.released else timesteps[place : place + 1]:
+                said = self.model.predict(noise, timestep, rows).noise
+        return noise_difference(said, noise)
+
+    def activations(self, text, noise):
+        """The prompt's mean absolute values, layer by layer."""
+        if not self.released:
+            return {name: value[0] for name, value in text_activations(self.model, self.layers, text).items()}
+        with capture(self.model.denoiser, list(self.layers)) as seen:
+            self.predictions(text, noise[:1], {})
+            return {name: seen[name][-1].double().abs().mean(0) for name in self.layers}
+
+    def stage(self, active, theta, top):
+        usual = Statistics.read_published(self.file, self.layers) if self.released else self.usual
+        return stage_neurons(active, usual.z(active), theta, top, repeated=self.config.fidelity == "reference")
+
+    @torch.no_grad()
+    def run(self, prompt):
+        """Return the neurons of every layer before and after refinement, or None for a prompt that is not memorized."""
+        text = self.model.embed([prompt])
+        noise, _ = first_step(self.model, self.config.detection)
+        plain = self.predictions(text, noise, {})
+        seeds = greatest(pairwise(plain))
+        score = seeds.max() if self.config.fidelity == "reference" else seeds.mean()
+        kept = seeds > self.threshold
+        if not kept.any() or score <= self.threshold:
+            return None
+        noise, plain = noise[kept], plain[kept]
+
+        def highest(blocked):
+            return float(similarity(self.predictions(text, noise, blocked), plain).max())
+
+        active = self.activations(text, noise)
+        for top, theta in enumerate(self.config.thetas):
+            blocked = self.stage(active, theta, top)
+            reached = highest(blocked)
+            if reached <= self.aim:
+                break
+        limit = max(reached, self.aim)
+        strict = self.config.fidelity == "reference"
+
+        def holds(trial):
+            found = highest(trial)
+            return found < limit - TOLERANCE if strict else found <= limit + TOLERANCE
+
+        initial = {name: list(indices) for name, indices in blocked.items()}
+        for name in reversed(self.layers):
+            trial = {**blocked, name: []}
+            if blocked[name] and holds(trial):
+                blocked = trial
+        for name in reversed(self.layers):
+            place = 0
+            while place < len(blocked[name]):
+                trial = {**blocked, name: blocked[name][:place] + blocked[name][place + 1 :]}
+                if holds(trial):
+                    blocked = trial
+                else:
+                    place += 1
+        return initial, blocked
+
+
+class Counter:
+    """Counts runs of a network and their rows."""
+
+    def __init__(self, network):
+        self.calls = self.rows = 0
+        network.register_forward_pre_hook(self._count)
+
+    def _count(self, module, inputs):
+        self.calls, self.rows = self.calls + 1, self.rows + len(inputs[0])
+
+
+def timed(counter, work):
+    """What `work` returns, and what it took."""
+    calls, rows = counter.calls, counter.rows
+    cpu, wall = time.process_time(), time.perf_counter()
+    found = work()
+    took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    return found, {**took, "runs": counter.calls - calls, "rows": counter.rows - rows}
+
+
+def compared(model, prompts, ordinary, config, options, *, released):
+    """Rounds of both sides on all prompts; fails where they differ."""
+    counter = Counter(model.denoiser)
+    threshold = calibrate(detect(model, ordinary, config.detection))
+    usual = measure_statistics(model, ordinary)
+    rounds, quicker = [], replace(config, every_seed=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "statistics.pt"
+        usual.write_published(file)
+        usual = Statistics.read_published(file, value_layers(model.denoiser))
+        loop = Loop(model, file, threshold, config, released=released)
+        for number in range(options.rounds + 1):  # the first warms both up, by one prompt, and is not counted
+            row = {}
+            for prompt in prompts if number else prompts[:1]:
+                theirs, cost = timed(counter, lambda prompt=prompt: loop.run(prompt))
+                ours, own = timed(
+                    counter, lambda prompt=prompt: localize_prompt(model, prompt, usual, threshold, config)
+                )
+                same(prompt, theirs, ours)
+                few, quick = timed(
+                    counter, lambda prompt=prompt: localize_prompt(model, prompt, usual, threshold, quicker)
+                )
+                row[prompt] = {
+                    "loop": cost, "netweight": own, "likeliest seeds": quick, "neurons": len(ours.neurons),
+                    "status": ours.status, "likeliest seeds find the same": few.refined == ours.refined,
+                }  # fmt: skip
+            if number:
+                rounds.append(row)
+                print("released" if released else "clean", number, summed(row), flush=True)
+    return {"threshold": threshold.to_json(), "rounds": rounds, **ratios(rounds)}
+
+
+def same(prompt, theirs, ours):
+    if theirs is None:
+        if ours.status != "not memorized":
+            raise AssertionError(f"{prompt}: the loop finds nothing memorized, netweight does.")
+    elif (ours.initial, ours.refined) != theirs:
+        raise AssertionError(f"{prompt}: {theirs} by the loop, {(ours.initial, ours.refined)} by netweight.")
+
+
+def summed(row):
+    return {
+        side: {what: round(sum(cost[side][what] for cost in row.values()), 3) for what in MEASURES}
+        for side in ("loop", *SIDES)
+    }
+
+
+def ratios(rounds):
+    """Theirs over ours: of whole rounds the median with its range, and the median of each prompt."""
+    found = {}
+    for side in SIDES:
+        found[side] = {}
+        for what in ("cpu", "wall", "rows"):
+            each = {
+                prompt: statistics.median(row[prompt]["loop"][what] / row[prompt][side][what] for row in rounds)
+                for prompt in rounds[0]
+            }
+            whole = [summed(row)["loop"][what] / summed(row)[side][what] for row in rounds]
+            found[side][what] = {"all prompts, median of rounds": statistics.median(whole), "least": min(whole),
+                                 "greatest": max(whole), "each prompt": each}  # fmt: skip
+    found["prompts of which likeliest seeds find the same"] = sum(
+        row["likeliest seeds find the same"] for row in rounds[0].values()
+    )
+    return {"ratios": found}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
+    prompts = [each.caption for each in world.planted[: options.prompts]]
+    detection = DetectionConfig(seeds=tuple(range(options.seeds)))
+    config = LocalizationConfig(detection)
+    as_released = replace(config, fidelity="reference", detection=replace(detection, timing="code"))
+    results = {}
+    for name, how in (("released", as_released), ("clean", config)):
+        model = load_text_to_image(options.model, dtype=torch.float32)
+        ordinary = world.ordinary_captions[:48]
+        results[name] = compared(model, prompts, ordinary, how, options, released=name == "released")
+        print(name, json.dumps(results[name]["ratios"], indent=1), flush=True)
+    if options.output:
+        values = {
+            "what": "localization beside the one-by-one loop, on captioned shapes: a miniature",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+            "model": load_text_to_image(options.model).digest(),
+            **results,
+            "environment": describe(),
+        }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

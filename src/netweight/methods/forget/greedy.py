@@ -1,0 +1,163 @@
+"""Blocked neurons spared one after the other where memorization stays broken: many at once, to the same result.
+
+What a removal adds to a seed's similarity is remembered, so that answers can be foreseen: removals are tried after
+those that are expected to hold, at the seeds that are likeliest to forbid them, and at the others where these do not.
+Answers count up to the first that is not as foreseen. So foresight decides how long the search takes, never what it
+finds. Used by `localization.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from netweight.methods.forget.masking import Blocked
+from netweight.methods.forget.trials import Trials
+
+__all__ = ["Neuron", "blocked_by_layer", "greedy"]
+
+Neuron: TypeAlias = tuple[str, int]
+
+_LEAST_AHEAD = 8
+_LIKELIEST = 2  # seeds that a removal is tried at before all others
+_AT_ONCE = 8  # removals that are tried at all others together
+
+
+def greedy(
+    trials: Trials,
+    neurons: Sequence[Neuron],
+    removals: Sequence[Sequence[int]],
+    limit: float,
+    *,
+    ahead: int,
+    every_seed: bool = True,
+) -> list[int]:
+    """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit.
+
+    Args:
+        trials: Of the prompt.
+        neurons: Blocked ones; one may be there twice and is un-blocked when both are removed.
+        removals: Groups of places in `neurons`, in the order of trial.
+        limit: Similarities at or below it count as broken.
+        ahead: Most removals at once.
+        every_seed: Whether all seeds are looked at after each removal, or after each run of removals.
+
+    Returns:
+        Places that stay blocked, in order; with `every_seed` those that one removal at a time would leave.
+    """
+
+    def without(places: Iterable[int]) -> Blocked:
+        return blocked_by_layer(neurons[place] for place in sorted(places))
+
+    left = set(range(len(neurons)))
+    foresight = _Foresight(len(removals), limit)
+    if ahead > 1:
+        foresight.learn_alone(trials, without(left), [without(left - set(removal)) for removal in removals])
+    position, count = 0, min(ahead, 2 * _LEAST_AHEAD)
+    while position < len(removals):
+        tried = range(position, min(position + count, len(removals)))
+        now = trials.of([without(left)])[0]
+        steps = foresight.steps(tried, now)
+        attempts, base = [], left
+        for place, step in zip(tried, steps, strict=True):
+            attempts.append(base - set(removals[place]))
+            base = attempts[-1] if step.holds else base
+        blocked = [without(attempt) for attempt in attempts]
+        found = trials.at([(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)])
+        foresight.learn(steps, now, found)
+        held = [max(values) <= limit for values in found]
+        held = held[: _sure(held, steps)]
+        open_ones = [number for number, holds in enumerate(held) if holds]
+        for number in _refused(trials, [blocked[number] for number in open_ones], limit, every_seed=every_seed):
+            held[open_ones[number]] = False
+        sure = _sure(held, steps)
+        left = next((attempts[number] for number in reversed(range(sure)) if held[number]), left)
+        position += sure
+        count = min(ahead, max(_LEAST_AHEAD, 2 * sure))  # as far ahead as foresight was right
+    return sorted(left)
+
+
+def blocked_by_layer(neurons: Iterable[Neuron]) -> Blocked:
+    """Gather neurons by layer."""
+    sets: Blocked = {}
+    for name, index in neurons:
+        sets.setdefault(name, set()).add(index)
+    return sets
+
+
+@final
+@dataclass(frozen=True)
+class _Step:
+    """A removal that is tried, whether it is expected to hold, and the seeds that it is tried at first."""
+
+    place: int
+    holds: bool
+    seeds: list[int]
+
+
+@final
+class _Foresight:
+    """What removals are expected to add to a seed's similarity: what they were last seen to add, to it or to others."""
+
+    def __init__(self, removals: int, limit: float) -> None:
+        self._adds: list[dict[int, float]] = [{} for _ in range(removals)]
+        self._limit = limit
+
+    def learn_alone(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> None:
+        """See what each removal adds by itself, to the seed that is nearest to the limit."""
+        values = trials.of([blocked])[0]
+        seed = values.index(max(values))
+        for place, (value,) in enumerate(trials.at([(trial, [seed]) for trial in alone])):
+            self._adds[place][seed] = value - values[seed]
+
+    def steps(self, places: Iterable[int], now: Sequence[float]) -> list[_Step]:
+        """Foresee removals one after the other, from the similarities of all seeds now."""
+        steps = []
+        for place in places:
+            after = self._after(place, now)
+            nearest = sorted(range(len(after)), key=lambda seed, after=after: -after[seed])  # type: ignore[misc]
+            holds = after[nearest[0]] <= self._limit
+            steps.append(_Step(place, holds, nearest[: _LIKELIEST if holds else 1]))
+            now = after if holds else now
+        return steps
+
+    def learn(self, steps: Sequence[_Step], now: Sequence[float], found: Sequence[Sequence[float]]) -> None:
+        """Remember what removals did add."""
+        for step, values in zip(steps, found, strict=True):
+            after = self._after(step.place, now)
+            for seed, value in zip(step.seeds, values, strict=True):
+                self._adds[step.place][seed] = value - now[seed]
+                after[seed] = value
+            now = after if step.holds else now
+
+    def _after(self, place: int, now: Sequence[float]) -> list[float]:
+        known = self._adds[place]
+        usual = sum(known.values()) / len(known) if known else 0.0
+        return [value + known.get(seed, usual) for seed, value in enumerate(now)]
+
+
+def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> list[int]:
+    """Which of the trials, each of which builds on those before, do not hold; none behind such a one is looked for."""
+    if every_seed:
+        for first in range(0, len(blocked), _AT_ONCE):
+            tables = trials.of(blocked[first : first + _AT_ONCE])
+            above = [first + number for number, values in enumerate(tables) if max(values) > limit]
+            if above:
+                return above
+        return []
+    holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
+    asked = len(blocked)
+    while asked > holds:
+        if max(trials.of([blocked[asked - 1]])[0]) <= limit:
+            holds = asked
+        else:
+            refused = asked
+        asked = (holds + refused) // 2
+    return [refused - 1] if refused <= len(blocked) else []
+
+
+def _sure(held: Sequence[bool], steps: Sequence[_Step]) -> int:
+    """How many answers count: those up to the first that is not as foreseen."""
+    surprises = (number + 1 for number, answer in enumerate(held) if answer != steps[number].holds)
+    return next(surprises, len(held))
