@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.integrations.denoisers import Denoiser, denoiser_of
+from netweight.integrations.quiet import silent_bars
 from netweight.probe.diffusion import Prediction, Text
 
 try:
     import diffusers
-    from diffusers.utils import logging as diffusers_logging
 except ImportError as error:
     raise MissingExtra(
         "Diffusion pipelines need diffusers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
@@ -161,7 +161,8 @@ class PipelineModel:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputExists(f"{folder} exists already.", cure="Choose another name.")
-        self.pipeline.save_pretrained(folder, safe_serialization=True)
+        with silent_bars("transformers", "diffusers"):
+            self.pipeline.save_pretrained(folder, safe_serialization=True)
 
     def _said(self, latents: Tensor, timestep: Tensor, text: Text, empty: Text | None, guidance: float) -> Tensor:
         """What the denoiser says, guided away from the empty prompt if there is one."""
@@ -249,22 +250,18 @@ def load_text_to_image(
             f"{folder} is no pipeline's folder: it holds no model_index.json.",
             cure="Name a folder that a diffusers pipeline was saved in.",
         )
-    shown = diffusers_logging.is_progress_bar_enabled()
-    diffusers_logging.disable_progress_bar()
-    try:
-        import netweight.integrations.diffusers  # noqa: F401 - so that compressed folders open too
+    import netweight.integrations.diffusers  # noqa: F401 - so that compressed folders open too
 
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
-            folder, local_files_only=True, use_safetensors=True, dtype=dtype or _stored_dtype(folder)
-        )
+    try:
+        with silent_bars("transformers", "diffusers"):
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
+                folder, local_files_only=True, use_safetensors=True, dtype=dtype or _stored_dtype(folder)
+            )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{folder} cannot be opened as a diffusion pipeline: {error}",
             cure="Check that all its parts are there, with weights as safetensors.",
         ) from error
-    finally:
-        if shown:
-            diffusers_logging.enable_progress_bar()
     _decompress(pipeline)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name)
     pipeline.set_progress_bar_config(disable=True)

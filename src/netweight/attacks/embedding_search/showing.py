@@ -16,7 +16,7 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
 from netweight.evidence.survival import Survival, Times, kaplan_meier
 
-__all__ = ["add_section", "grid_figure", "search_table", "success_figure"]
+__all__ = ["add_section", "best_image", "grid_figure", "search_table", "success_figure"]
 
 INTRO = (
     "Each search changes the text embedding by gradient descent until the model paints the target image. It begins "
@@ -106,18 +106,32 @@ def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str |
 
 def _pair(run: Run, folder: str | Path) -> list[object]:
     """The middle images of the first look from the own prompt and of the best look of all; None where there is none."""
-    images = images_of(folder, run)
-    scored = [(trial.best.score, place) for place, trial in enumerate(run.trials) if trial.best is not None]
-    if not scored:
-        return [None, None]
+    after = best_image(run, folder)
     own = next((place for place, trial in enumerate(run.trials) if trial.start == "original"), None)
-    best = max(scored)[1]
-    look = run.trials[best].best
-    assert look is not None
-    after = _pixels(images.after[best, _middle(look.similarities)])
-    if own is None or not run.trials[own].looks:
-        return [None, after]
-    return [_pixels(images.before[own, _middle(run.trials[own].looks[0].similarities)]), after]
+    if after is None or own is None or not run.trials[own].looks:
+        return [None, None if after is None else _pixels(after)]
+    before = images_of(folder, run).before[own, _middle(run.trials[own].looks[0].similarities)]
+    return [_pixels(before), _pixels(after)]
+
+
+def best_image(run: Run, folder: str | Path) -> Tensor | None:
+    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities.
+
+    Args:
+        run: The run.
+        folder: Of the comparison.
+
+    Returns:
+        Shape `(3, height, width)`, within 0 and 1; None if all of its searches diverged unseen.
+
+    Raises:
+        UsageError: The file of images is missing.
+    """
+    scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
+    if not scored:
+        return None
+    _, place, look = max(scored, key=lambda one: one[:2])
+    return images_of(folder, run).after[place, _middle(look.similarities)]
 
 
 def _middle(values: Sequence[float]) -> int:
