@@ -29,7 +29,7 @@ def write_tables(folder):
         write_png(folder / f"{number}.png", each.picture)
         lines.append(f"{each.caption},{number}.png,{each.kind}")
     (folder / "targets.csv").write_text("\n".join(lines) + "\n")
-    (folder / "ordinary.txt").write_text("\n".join(WORLD.ordinary_captions[:16]))
+    (folder / "ordinary.txt").write_text("\n".join(WORLD.ordinary_captions[:8]))
 
 
 def call(*arguments, code=(0,)):
@@ -115,7 +115,7 @@ def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_paint
     assert images.missing_audits == ("embedding search",)
     assert (detection.title, neurons.title) == ("Detection", "Neurons")
     painted = {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()}
-    assert len(painted) == 2 * (3 + 16) + 3  # two models, prompts and ordinary ones; and random neurons
+    assert len(painted) == 2 * (3 + 8) + 3  # two models, prompts and ordinary ones; and random neurons
     search = ("--steps", 1, "--restarts", 1, "--draws", 1, "--images", 1, "--threshold", 0.99)
     found = audit(folder, edited, tmp_path, *search)
     assert "survived searches" in found["searched"]["edited"] or "brought back" in found["searched"]["edited"]

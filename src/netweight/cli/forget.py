@@ -207,7 +207,10 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, outpu
     record = edit_folder(pipeline, destination, neurons, factor=factor)
     output.line(f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {factor:g}: {destination}",
                 bold=True)  # fmt: skip
-    output.line("Whether the images are gone is for an audit to say; an adversary may find them again.")
+    output.line(
+        f"See what it came to: netweight forget audit {destination} --base {pipeline} --targets targets.csv --ordinary "
+        "ordinary.txt --out audit"
+    )
     output.result({"pipeline": str(destination), "neurons": len(record.units), "factor": factor,
                    "before": record.before, "after": record.after})  # fmt: skip
 

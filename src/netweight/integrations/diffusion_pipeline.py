@@ -10,7 +10,9 @@ other denoisers are refused by name. Networks that predict noise, velocity or th
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.integrations.denoisers import Denoiser, denoiser_of
-from netweight.integrations.quiet import silent_bars
+from netweight.integrations.quiet import quiet_imports, silent_bars
 from netweight.probe.diffusion import Prediction, Text
 
 try:
-    import diffusers
+    with quiet_imports():
+        import diffusers
 except ImportError as error:
     raise MissingExtra(
         "Diffusion pipelines need diffusers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
@@ -250,8 +253,10 @@ def load_text_to_image(
             f"{folder} is no pipeline's folder: it holds no model_index.json.",
             cure="Name a folder that a diffusers pipeline was saved in.",
         )
-    import netweight.integrations.diffusers  # noqa: F401 - so that compressed folders open too
+    with quiet_imports():
+        import netweight.integrations.diffusers  # noqa: F401 - so that compressed folders open too
 
+        _import_parts(folder / "model_index.json")
     try:
         with silent_bars("transformers", "diffusers"):
             pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
@@ -266,6 +271,18 @@ def load_text_to_image(
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name)
     pipeline.set_progress_bar_config(disable=True)
     return model
+
+
+def _import_parts(index: Path) -> None:
+    """Import the classes that a pipeline names now, not while it is loaded: what loading warns of is to be heard."""
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{index} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
+    parts = [("diffusers", named.get("_class_name")), *(part for part in named.values() if isinstance(part, list))]
+    for library, name in parts:
+        if library in ("diffusers", "transformers") and isinstance(name, str):
+            getattr(importlib.import_module(library), name, None)
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -1,13 +1,28 @@
-"""Keeps model libraries from drawing their own progress bars where ours are shown, or where nothing takes long."""
+"""Keeps model libraries from drawing bars of their own where ours are shown, and from talking while they are imported."""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-__all__ = ["silent_bars"]
+__all__ = ["quiet_imports", "silent_bars"]
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep out, for a block, what libraries say about GPUs, each other and their own deprecated calls; errors are told."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 @contextmanager

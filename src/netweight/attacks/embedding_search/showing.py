@@ -61,6 +61,7 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
         xlabel="steps of the search",
         ylabel="share brought back",
         bands=bands,
+        ylim=(0, 1),
     )
 
 

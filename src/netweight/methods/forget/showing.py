@@ -165,18 +165,21 @@ def images_table(painted: Painted, config: ImagesConfig) -> Table:
     told = verdicts(painted, config)
     rows = [
         (
-            row.prompt, row.kind, len(row.to_image), old.copies(config.threshold), row.copies(config.threshold),
+            row.prompt, row.kind, old.copies(config.threshold), row.copies(config.threshold),
             row.any_match(config.threshold), statistics.median(old.to_image), statistics.median(row.to_image),
             told[row.prompt].partition(":")[0],
         )
         for row, old in zip(after, before, strict=True)
     ]  # fmt: skip
     columns = (
-        "prompt", "kind", Column("images"), Column("copies before"), Column("copies after", better="lower"),
-        Column("of any after", better="lower"), Column(f"median {config.measure} before"),
-        Column(f"median {config.measure} after", better="lower"), "verdict",
+        "prompt", "kind", Column("copies before"), Column("copies after", better="lower"),
+        Column("of any", better="lower"), Column(f"{config.measure} before"),
+        Column(f"{config.measure} after", better="lower"), "verdict",
     )  # fmt: skip
-    note = f"a copy has a {config.measure} of {config.threshold:g} or more; of any: copies of any memorized image"
+    note = (
+        f"of {len(after[0].to_image)} images each; a copy has a {config.measure} of {config.threshold:g} or more; of any: "
+        f"copies of any memorized image after the edit; {config.measure}: medians"
+    )
     return Table("Memorized prompts", columns, rows, (note,))
 
 
