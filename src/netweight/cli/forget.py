@@ -12,7 +12,7 @@ from netweight.cli import FINDING_FAILED
 from netweight.cli.forget_audit import audit
 from netweight.cli.forget_harden import harden
 from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FILE, FOLDER, NEW
+from netweight.cli.paths import FILE, FOLDER, NEW, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def statistics(
 @click.option("--prompts", required=True, type=FILE, help="Prompts to look at.")
 @click.option("--ordinary", type=FILE, help="Prompts that are not memorized, to calibrate the threshold on.")
 @click.option("--held-out", type=FILE, help="Further such prompts: how well are the two told apart?")
-@click.option("--threshold", type=float, help="A threshold in place of a calibrated one.")
+@click.option("--threshold", metavar="FILE|NUMBER",
+              help="In place of a calibrated one: threshold.json of an earlier call, or a number.")  # fmt: skip
 @click.option("--quantile", type=click.FloatRange(0, 1, min_open=True),
               help="Calibrate at this quantile of ordinary prompts, not at mean + 1 standard deviation.")  # fmt: skip
 @_column
@@ -90,10 +91,10 @@ def statistics(
 @_timing
 @_rows
 @_device
-@click.option("--out", required=True, type=NEW, help="Folder for scores; a second call continues there.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for scores; a second call continues there.")
 @output_option
 def detect(
-    pipeline: Path, prompts: Path, ordinary: Path | None, held_out: Path | None, threshold: float | None,
+    pipeline: Path, prompts: Path, ordinary: Path | None, held_out: Path | None, threshold: str | None,
     quantile: float | None, column: str, device: str, out: Path, output: Output, **options: Any,
 ) -> None:  # fmt: skip
     """Score PROMPTS by how alike first predictions are over seeds, and say which are memorized.
@@ -102,8 +103,8 @@ def detect(
     """
     from netweight.errors import UsageError
     from netweight.methods.forget.config import DetectionConfig
-    from netweight.methods.forget.detection import Threshold
-    from netweight.methods.forget.method import detect_resumably
+    from netweight.methods.forget.detection import look_of
+    from netweight.methods.forget.method import check_threshold, detect_resumably
     from netweight.methods.forget.prompts import read_prompts
 
     if (ordinary is None) == (threshold is None):
@@ -113,13 +114,14 @@ def detect(
     both = sorted(set(texts.get("ordinary", [])) & set(texts.get("held_out", [])))
     if both:
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
-    model = _load(pipeline, device)
-    how = {"ledger": out / "scores.jsonl", "progress": _progress(output)}
+    given = None if threshold is None else _given_threshold(threshold)
     config = DetectionConfig(**_detection(options))
+    model = _load(pipeline, device)
+    if given is not None:
+        check_threshold(given, model.digest(), look_of(model, config))
+    how = {"ledger": out / "scores.jsonl", "progress": _progress(output)}
     scores = {name: detect_resumably(model, part, config, **how) for name, part in texts.items()}  # type: ignore[arg-type]
-    limit = Threshold(threshold, "given") if threshold is not None else _threshold(
-        scores["ordinary"], quantile, model, config
-    )  # fmt: skip
+    limit = given or _threshold(scores["ordinary"], quantile, model, config)
     rows = [{"prompt": each.prompt, "similarity": each.similarity, "highest": each.highest, "wen": each.wen,
              "memorized": each.similarity > limit.value} for each in scores["prompts"]]  # fmt: skip
     findings = [] if "held_out" not in scores else _findings(scores["prompts"], scores["held_out"], limit)
@@ -150,7 +152,7 @@ def detect(
 @_timing
 @_rows
 @_device
-@click.option("--out", required=True, type=NEW, help="Folder for results; a second call continues there.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for results; a second call continues there.")
 @output_option
 @click.pass_context
 def localize(

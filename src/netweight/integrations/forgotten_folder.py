@@ -32,7 +32,7 @@ def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path
         Unsupported: See `apply_edit_`.
     """
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     model = load_text_to_image(source)
     earlier = read_records(source)
     # A table of the paper's code names no layers: its lists are those of the way down and the middle.
@@ -71,7 +71,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
         CorruptBlob: A record is damaged.
     """
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     records = read_records(source)
     if not records:
         raise UsageError(

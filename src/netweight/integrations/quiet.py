@@ -1,4 +1,4 @@
-"""Keeps model libraries from drawing bars of their own where ours are shown, and from talking while they are imported."""
+"""Keeps model libraries from drawing bars of their own where ours are shown, and from talking when imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["quiet_imports", "silent_bars"]
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keep out, for a block, what libraries say about GPUs, each other and their own deprecated calls; errors are told."""
+    """Keep out, for a block, what libraries say of GPUs, each other and their own deprecated calls; errors stay."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

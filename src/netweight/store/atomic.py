@@ -35,15 +35,22 @@ def part_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.netweight-part")
 
 
-def refuse_existing(target: Path, *, overwrite: bool) -> None:
+def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
     """Check that an output may be written.
+
+    Args:
+        target: The output.
+        overwrite: Whether one that is there may be replaced; None if nobody can allow that.
 
     Raises:
         OutputExists: `target` exists and `overwrite` is false.
         UsageError: The folder it should lie in does not exist.
     """
     if (target.exists() or target.is_symlink()) and not overwrite:
-        raise OutputExists(f"{target} exists already.", cure="Choose another name, or pass overwrite (--overwrite).")
+        cure = "Choose another name, or move it away." if overwrite is None else (
+            "Choose another name, or pass overwrite (--overwrite)."
+        )  # fmt: skip
+        raise OutputExists(f"{target} exists already.", cure=cure)
     if not target.parent.is_dir():
         raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
 
@@ -180,7 +187,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         OutputExists: The target exists already.
         OutputFailed: The disk is full or the place cannot be written.
     """
-    refuse_existing(target, overwrite=False)
+    refuse_existing(target, overwrite=None)
     part = part_of(target)
     with naming_failures(target):
         if part.exists():

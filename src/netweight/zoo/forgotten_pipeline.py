@@ -110,7 +110,7 @@ def forget_folder(
     from netweight.integrations.forgotten_folder import edit_folder
 
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     prompts = [str(row.values["prompt"]) for row in check_pairs(settings.targets).rows]
     ordinary = ordinary_prompts(settings.ordinary, settings.column, prompts)
     work = work_folder(destination)

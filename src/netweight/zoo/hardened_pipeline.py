@@ -73,7 +73,7 @@ def harden_folder(
         TrainingStopped: NaN or infinity; the last whole round is kept.
     """
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     prompts = [str(row.values["prompt"]) for row in check_pairs(hardening.targets).rows]
     ordinary = ordinary_prompts(hardening.ordinary, hardening.column, prompts)
     if hardening.surrogates is not None and len(check_pairs(hardening.surrogates).rows) != len(prompts):

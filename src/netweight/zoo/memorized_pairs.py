@@ -13,6 +13,7 @@ from typing import cast, final, get_args
 import torch
 from torch import Tensor
 
+from netweight.errors import NameNotFound
 from netweight.evidence.copy_metrics import Kind
 from netweight.probe.diffusion import TextToImage
 from netweight.zoo.data.pictures import decode_splits
@@ -50,7 +51,11 @@ def check_pairs(path: str | Path) -> Rows:
         UsageError: The file cannot be read, or rows lack something; all such rows are named.
     """
     rows = read_rows(path)
-    rows.need("prompt", "image")
+    try:
+        rows.need("prompt", "image")
+    except NameNotFound as error:
+        known = ", ".join(dict.fromkeys(name for row in rows.rows for name in row.values))
+        raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
     troubles = Troubles(rows.name)
     for row in rows.rows:
         for trouble in _wrong(row, Path(path).parent):

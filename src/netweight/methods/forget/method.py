@@ -26,7 +26,7 @@ from netweight.methods.forget.results import Localization
 from netweight.methods.forget.statistics import Statistics
 from netweight.probe.diffusion import TextToImage
 
-__all__ = ["detect_resumably", "localize"]
+__all__ = ["check_threshold", "detect_resumably", "localize"]
 
 _NO_INFLUENCE = ("rows", "ahead")  # settings that change how long a result takes, not what it is
 

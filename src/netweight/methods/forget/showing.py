@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def add_finding_sections(
         report.section(
             f"{title}detection" if title else "Detection", part, tables=[_scores_table(scores)],
             question="Do first predictions tell memorized prompts from ordinary ones?",
+            conclusion=_detected(scores),
             intro="Predicted minus initial noise is compared between seeds. The threshold was calibrated on ordinary "
             "prompts; those it is tested on are others.",
         )  # fmt: skip
@@ -69,6 +71,7 @@ def add_finding_sections(
         report.section(
             f"{title}neurons" if title else "Neurons", part, tables=[_neurons_table(found)],
             question="Which neurons were switched off, and did that reach the threshold?",
+            conclusion=_localized(found),
             intro="A prompt is resolved if blocking its neurons brings the similarity of first predictions down to the "
             "threshold. What that does to images is another question.",
         )  # fmt: skip
@@ -113,7 +116,7 @@ def add_images_section(
         tables=[images_table(painted, config)],
         intro=_INTRO,
         question="Do the prompts still bring their training images back, and what became of others?",
-        conclusion=" ".join(f"{prompt}: {words}." for prompt, words in verdicts(painted, config).items()),
+        conclusion=_conclusion(verdicts(painted, config)),
         treatment=TREATMENT,
         audits=audits,
         warnings=warnings,
@@ -177,8 +180,8 @@ def images_table(painted: Painted, config: ImagesConfig) -> Table:
         Column(f"{config.measure} after", better="lower"), "verdict",
     )  # fmt: skip
     note = (
-        f"of {len(after[0].to_image)} images each; a copy has a {config.measure} of {config.threshold:g} or more; of any: "
-        f"copies of any memorized image after the edit; {config.measure}: medians"
+        f"of {len(after[0].to_image)} images each; a copy has a {config.measure} of {config.threshold:g} or more; of "
+        f"any: copies of any memorized image after the edit; {config.measure}: medians"
     )
     return Table("Memorized prompts", columns, rows, (note,))
 
@@ -201,6 +204,29 @@ def attacked_images(comparison: Comparison, subject: str, folder: str | Path) ->
             best[run.target] = max(scores), run
     found = {target: best_image(run, folder) for target, (_, run) in best.items()}
     return {target: image for target, image in found.items() if image is not None}
+
+
+def _conclusion(told: Mapping[str, str]) -> str:
+    """The verdict of a single prompt; of several, how many are suppressed and which are not."""
+    if len(told) == 1:
+        return "".join(f"{prompt}: {words}." for prompt, words in told.items())
+    left = [prompt for prompt, words in told.items() if not words.startswith("suppressed")]
+    rest = f" Not so: {'; '.join(left)}." if left else ""
+    return f"{len(told) - len(left)} of {len(told)} images are suppressed for their prompts.{rest}"
+
+
+def _detected(scores: DetectionSubject) -> str:
+    counts = [
+        f"{sum(each.similarity > scores.threshold.value for each in group)} of {len(group)}"
+        for group in (scores.memorized, scores.ordinary)
+    ]
+    return f"{counts[0]} memorized prompts lie above the threshold, and {counts[1]} ordinary ones."
+
+
+def _localized(found: Sequence[Localization]) -> str:
+    counts = Counter(each.status for each in found)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: {told}."
 
 
 def _scores_table(scores: DetectionSubject) -> Table:
