@@ -92,6 +92,12 @@ def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path)
     several = refused("--seeds", 3, "--steps", 6, "--timing", "code")
     assert "in another way: timing paper, not code, steps 5, not 6." in several["message"]
     assert "Give the same settings here" in several["cure"]
+    again = run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--threshold",
+                tmp_path / "threshold.json", "--seeds", 2, "--steps", 5, "--out", tmp_path / "out", code=2)  # fmt: skip
+    assert "in another way: seeds" in again["error"]["message"]
+    kept = run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--threshold",
+               tmp_path / "threshold.json", "--seeds", 3, "--steps", 5, "--out", tmp_path)  # fmt: skip
+    assert kept["threshold"]["look"] == look
 
 
 def test_what_is_localized_applied_and_undone(folder, tmp_path):

@@ -151,6 +151,14 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     wrong = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
     for part in ("has 3 rows", "line 2: no prompt", "line 3: there is no file", "line 4: kind is 'exact'"):
         assert part in wrong
+    table.write_text("caption,image\na,0.png\n")
+    column = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]
+    assert "no column 'prompt'" in column["message"]
+    assert column["cure"] == "Rename one in the table; it has: caption, image."
+    (folder / "broken.png").write_bytes(b"no picture")
+    table.write_text("prompt,image\na,broken.png\n")
+    broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
+    assert broken.endswith("line 2 is no picture that Pillow can read: its bytes are of no known format.")
     both = tmp_path / "both.txt"
     both.write_text("\n".join([WORLD.planted[0].caption, *WORLD.ordinary_captions[:5]]))
     wrong = audit(folder, edited, tmp_path / "out", "--ordinary", both, code=(2,))["error"]["message"]

@@ -90,9 +90,15 @@ def harden_folder(
         hardening.settings, search=replace(hardening.settings.search, error=predicted_error(model))
     )  # fmt: skip
     work = work_folder(destination)
-    record = harden_(
-        model, prompts, images, ordinary, settings=settings, surrogates=surrogates, folder=work, progress=progress
-    )
+    try:
+        record = harden_(
+            model, prompts, images, ordinary, settings=settings, surrogates=surrogates, folder=work, progress=progress
+        )
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"Memory ran out in training with batches of {settings.batch}.",
+            cure=f"Lower the batch, or train fewer layers; then remove {work}, which holds rounds of these settings.",
+        ) from error
     with whole_folder(destination) as part:
         model.save(part)
         record.write(part / FOLDER / RECORD)
