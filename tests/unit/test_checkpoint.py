@@ -105,10 +105,15 @@ def test_a_record_is_read_by_its_version_alone(tmp_path):
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "made"
-    with pytest.raises(KeyError), whole_folder(target) as part:
-        part.mkdir()
-        (part / "half").touch()
-        raise KeyError
+
+    def fail():
+        with whole_folder(target) as part:
+            part.mkdir()
+            (part / "half").touch()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert list(tmp_path.iterdir()) == []
     left = tmp_path / ".made.netweight-part"  # by a run that was killed
     left.mkdir()

@@ -109,6 +109,7 @@ def audit_folder(
     ordinary = ordinary_prompts(audit.ordinary, audit.column, prompts)
     found = localized(model)
     prepared = prepare(audit.search, model)
+    _check_edit(model, prepared.subjects[0].model.digest())
     if audit.search.unrelated is None:  # these are of the model's own kind
         prepared = replace(prepared, unrelated=tuple(ordinary))
     config = ImagesConfig(
@@ -197,6 +198,16 @@ def pictured(
             )  # fmt: skip
     warnings = [] if random is not None else [f"There is no control of random neurons: {name}."]
     return Painted(memorized, list(ordinary), both["original"], both["edited"], controls), warnings
+
+
+def _check_edit(model: Path, base: str) -> None:
+    """Refuse a base that the edited folder was not made of, where its records tell."""
+    known = [record.before for record in read_records(model)]
+    if known and base not in known:
+        raise UsageError(
+            f"{model} was not made of this base: of {known[0]}, not {base}.",
+            cure="Name the pipeline before its edit as --base.",
+        )
 
 
 def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | None]:
