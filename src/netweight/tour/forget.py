@@ -20,6 +20,7 @@ from netweight.attacks.embedding_search.showing import add_section
 from netweight.attacks.embedding_search.similarity import paired
 from netweight.core import digest
 from netweight.core.progress import Progress
+from netweight.evidence.document import SectionDocument
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
 from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
@@ -72,30 +73,33 @@ def forget_stop(models: Path, progress: Progress, say: Callable[[str], None]) ->
         progress: Where progress is shown.
         say: Is told what was done.
     """
-    work, config = models / "forget", ImagesConfig()
+    work = models / "forget"
     found = _found(work, progress, say)
     told = {name: verdict(found.comparison, name) for name in found.comparison.subjects}
     say(f"Searched for other embeddings, at most {SEARCH_STEPS} steps. Edited: {told['edited']}")
-
-    def images(report: Report) -> None:
-        add_images_section(
-            report, found.painted, config, seed=_SEED, title=f"{_TITLE}: images before and after",
-            attacked=attacked_images(found.comparison, "edited", work), warnings=found.warnings,
-            audits=(DETECTION, NEURONS, IMAGES, SEARCH),
-        )  # fmt: skip
-
-    def search(report: Report) -> None:
-        add_section(
-            report, found.comparison, found.targets, Wanted("original", "edited"), folder=work, seed=_SEED,
-            title=f"{_TITLE}: the search for other embeddings",
-        )  # fmt: skip
-
-    def neurons(report: Report) -> None:
-        add_finding_sections(report, found.scores, [found.localized], title=f"{_TITLE}: ")
-        report.section(f"{_TITLE}: weights and hooks", [_equal(found)], intro=_SAME)
-
     inputs = {f"shapes, {name.relative_to(SHAPES_FOLDER)}": digest.of_file(name) for name in _weights()}
-    return Stop((images, search, neurons), inputs)
+    return Stop(tuple(map(_including, _told(found, work))), inputs)
+
+
+def _including(section: SectionDocument) -> Callable[[Report], object]:
+    return lambda report: report.include(section)
+
+
+def _told(found: _Found, work: Path) -> tuple[SectionDocument, ...]:
+    """The sections of the report, made while the images still lie in their folder."""
+    report = Report(_TITLE)
+    add_images_section(
+        report, found.painted, ImagesConfig(), seed=_SEED, title=f"{_TITLE}: images before and after",
+        attacked=attacked_images(found.comparison, "edited", work), warnings=found.warnings,
+        audits=(DETECTION, NEURONS, IMAGES, SEARCH),
+    )  # fmt: skip
+    add_section(
+        report, found.comparison, found.targets, Wanted("original", "edited"), folder=work, seed=_SEED,
+        title=f"{_TITLE}: the search for other embeddings",
+    )  # fmt: skip
+    add_finding_sections(report, found.scores, [found.localized], title=f"{_TITLE}: ")
+    report.section(f"{_TITLE}: weights and hooks", [_equal(found)], intro=_SAME)
+    return report.document().sections
 
 
 _SAME = (

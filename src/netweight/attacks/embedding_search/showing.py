@@ -42,18 +42,19 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
         MissingExtra: scipy or matplotlib is not installed.
     """
     what = "Planted" if trained else "Never-trained"
+    all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    if not curves:
+        return None
+    longest = max(curve.last for curve in curves.values())
     series, bands, words = {}, {}, []
-    for name in comparison.subjects:
-        times = times_of(comparison.of(name, trained=trained))
-        if times is None:
-            continue
-        curve = kaplan_meier(times)
-        x, share, low, high = curve.steps()
+    for name, curve in curves.items():
+        x, share, low, high = (list(part) for part in curve.steps())
+        if share[-1] == 0 and x[-1] < longest:  # all were brought back, and so they remain
+            x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
         series[name] = x, [1 - value for value in share]
         bands[name] = [1 - value for value in high], [1 - value for value in low]
         words.append(f"{name}: {_words(curve)} (n = {curve.n})")
-    if not series:
-        return None
     return lines(
         series,
         alt=f"Share of {what.lower()} images brought back, by steps of the search. {'; '.join(words)}.",
@@ -154,8 +155,8 @@ def search_table(comparison: Comparison) -> Table:
         MissingExtra: scipy is not installed.
     """
     columns = (
-        "model", "images", "start", Column("searches"), Column("brought back"), Column("diverged"),
-        Column("median", "steps", "higher"), Column("best similarity", better="lower"), Column("moved"),
+        "model", "images", "start", Column("n"), Column("found"), Column("diverged"),
+        Column("median", "steps", "higher"), Column("best", better="lower"), Column("moved"),
     )  # fmt: skip
     rows = [
         _row(name, trained, start, comparison.of(name, trained=trained))
@@ -165,9 +166,10 @@ def search_table(comparison: Comparison) -> Table:
         if comparison.of(name, trained=trained)
     ]
     notes = (
-        "every restart is a search of its own here; median: steps by which half had succeeded, > where fewer had; best "
-        "similarity: the greatest median over a look's images, averaged over searches; moved: root mean square of what "
-        "was added to the embedding, as a share of that of its start, at the last look",
+        "n: searches, every restart being one of its own here; found: those that brought the image back; median: steps "
+        "by which half had, > where fewer had; best: the greatest median similarity over a look's images, averaged "
+        "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
+        "at the last look",
     )
     return Table("Searches by start", columns, rows, notes)
 
