@@ -75,6 +75,31 @@ def test_detection_calibrates_and_tells_apart(folder, tmp_path):
     assert "once" in run(*arguments, code=2)["error"]["message"]
 
 
+def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path):
+    run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--ordinary", folder / "ordinary.txt",
+        "--seeds", 3, "--steps", 5, "--out", tmp_path)  # fmt: skip
+    look = json.loads((tmp_path / "threshold.json").read_text())["look"]
+    assert look == {"timing": "paper", "steps": 5, "seeds": [0, 1, 2], "guidance": 1.0, "window": 7, "scales": 1}
+
+    def refused(*more):
+        done = run("localize", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--statistics",
+                   folder / "usual.safetensors", "--threshold", tmp_path / "threshold.json", "--out", tmp_path / "out",
+                   *more, code=2)  # fmt: skip
+        assert not (tmp_path / "out").exists()
+        return done["error"]
+
+    assert "seeds [0, 1, 2], not [0, 1]." in refused("--seeds", 2, "--steps", 5)["message"]
+    several = refused("--seeds", 3, "--steps", 6, "--timing", "code")
+    assert "in another way: timing paper, not code, steps 5, not 6." in several["message"]
+    assert "Give the same settings here" in several["cure"]
+    again = run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--threshold",
+                tmp_path / "threshold.json", "--seeds", 2, "--steps", 5, "--out", tmp_path / "out", code=2)  # fmt: skip
+    assert "in another way: seeds" in again["error"]["message"]
+    kept = run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--threshold",
+               tmp_path / "threshold.json", "--seeds", 3, "--steps", 5, "--out", tmp_path)  # fmt: skip
+    assert kept["threshold"]["look"] == look
+
+
 def test_what_is_localized_applied_and_undone(folder, tmp_path):
     found = localized(folder, tmp_path / "out")
     assert [each["status"] for each in found["prompts"]] == ["unresolved", "unresolved"]

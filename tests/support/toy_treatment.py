@@ -22,7 +22,7 @@ def repeat(source, destination, settings, progress):
     destination.write_text(source.read_text() * settings.times + settings.letters)
 
 
-def examine(result, source, settings):
+def examine(audit, result, source, settings, progress):
     return (result, source), settings
 
 

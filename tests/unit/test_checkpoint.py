@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.methods.federate.checkpoint import Checkpoint as FederationCheckpoint
 from netweight.methods.immunize.checkpoint import Checkpoint as TrainingCheckpoint
 from netweight.store import StoreWriter, open_store
+from netweight.store.atomic import whole_folder
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+from netweight.store.record import read_record, write_record
 
 
 def by_hand(path, about, tensors):
@@ -82,3 +84,43 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
         FederationCheckpoint.load(tmp_path / "other", "y")
     with open_store(tmp_path / "again") as store:
         assert store.names() == ["about", "state|w", "private|3|w"]
+
+
+def test_a_record_is_read_by_its_version_alone(tmp_path):
+    path = tmp_path / "new" / "record.json"
+    write_record(path, {"steps": 3, "loss": float("inf")}, version=2)
+    assert read_record(path, dict, version=2, of="work") == {"steps": 3, "loss": float("inf")}
+    with pytest.raises(CorruptBlob, match="no record of version 1 of work"):
+        read_record(path, dict, version=1, of="work")
+    with pytest.raises(CorruptBlob, match="no record of version 2 of work"):
+        read_record(path, lambda values: values["absent"], version=2, of="work")
+    path.write_text("[]")
+    with pytest.raises(CorruptBlob):
+        read_record(path, dict, version=2, of="work")
+    with pytest.raises(OutputExists):
+        write_record(path, {}, version=2, overwrite=False)
+    with pytest.raises(FileNotFoundError):
+        read_record(tmp_path / "none.json", dict, version=2, of="work")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "made"
+
+    def fail():
+        with whole_folder(target) as part:
+            part.mkdir()
+            (part / "half").touch()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+    left = tmp_path / ".made.netweight-part"  # by a run that was killed
+    left.mkdir()
+    (left / "half").touch()
+    with whole_folder(target) as part:
+        part.mkdir()
+        (part / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "whole"]
+    with pytest.raises(OutputExists, match="move it away"), whole_folder(target):
+        pass

@@ -120,7 +120,7 @@ def test_failed_searches_fail_a_finding():
     failed = Comparison(whole.runs, SETTINGS, "correlation", (("plain", "a", "ValueError: no"),))
     last = search_findings(failed, Wanted(), seed=0)[-1]
     assert last.passed is False
-    assert last.detail["reasons"] == ["plain: a: ValueError: no"]
+    assert last.detail["reasons"] == ["plain, a: ValueError: no"]
 
 
 def test_figures_and_tables_tell_what_was_found(tmp_path):

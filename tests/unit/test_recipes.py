@@ -166,6 +166,6 @@ def test_a_recipe_that_is_not_there():
 
 
 def test_a_verb_is_registered_once():
-    treatment = read_recipe(write(GOOD)).treatments[0].treatment
+    treatment = read_recipe(write(GOOD)).treatments[0].what
     with pytest.raises(UsageError, match="registered already"):
         register(treatment)

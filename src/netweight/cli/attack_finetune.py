@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from netweight.cli import FINDING_FAILED
-from netweight.cli.finding_row import finding_row
+from netweight.cli.attack_end import end_attack, new_report
 from netweight.cli.named_folder import named_folder
 from netweight.cli.output import Output, output_option
+from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
 __all__ = ["finetune"]
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
-
 
 @click.command("finetune")
-@click.argument("model", type=_FOLDER)
-@click.option("--harmful", required=True, type=_FILE, help="Rows with prompt and response, or prompt and rejected.")
-@click.option("--benign", type=_FILE, help="Rows of what the model is to keep: prompt and response, or chosen.")
-@click.option("--task", type=_FILE, help="Rows of a benign task that it should still be able to learn.")
-@click.option("--other", type=_FILE, help="Rows of another kind of harm, as --harmful: does the defense reach it?")
+@click.argument("model", type=FOLDER)
+@click.option("--harmful", required=True, type=FILE, help="Rows with prompt and response, or prompt and rejected.")
+@click.option("--benign", type=FILE, help="Rows of what the model is to keep: prompt and response, or chosen.")
+@click.option("--task", type=FILE, help="Rows of a benign task that it should still be able to learn.")
+@click.option("--other", type=FILE, help="Rows of another kind of harm, as --harmful: does the defense reach it?")
 @click.option("--withhold", multiple=True, metavar="CATEGORY",
               help="Category of the harmful rows that the defense did not see; attacked with apart.")  # fmt: skip
-@click.option("--base", type=_FOLDER, help="The model before its defense, to compare with.")
+@click.option("--base", type=FOLDER, help="The model before its defense, to compare with.")
 @click.option("--also", multiple=True, metavar="NAME=FOLDER",
               help="A further defended model, such as one with layers frozen; needs --base.")  # fmt: skip
 @click.option(
@@ -61,7 +56,7 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
               help="Attacks at a time, each with its model: 1 here, and all that fit in a cluster.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="Where models go, such as cuda.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the held-out rows and of the intervals.")
-@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the results.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for the results.")
 @output_option
 @click.pass_context
 def finetune(context: click.Context, /, model: Path, out: Path, seed: int, output: Output, **options: Any) -> None:
@@ -74,8 +69,6 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
     Exits with 1 if a finding fails.
     """
     from netweight.attacks.finetuning.showing import add_section
-    from netweight.core.digest import of_file
-    from netweight.evidence.report import Report
     from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
 
     options["lr"] = None if options["lr"] is None else _rates(options["lr"])
@@ -89,28 +82,15 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
     named = ", ".join(subject.name for subject in planned.subjects)
     output.line(f"{len(planned.attacks)} attacks on: {named}. Recovered: {goal}")
     found = attack_folders(attack, planned, **how)
-    report = Report(
-        f"Fine-tuning attacks on {model.name}",
-        summary=f"Recovered means: {goal}.",
-        command=shlex.join(["netweight", *sys.argv[1:]]),
-        seeds=(seed,),
-        inputs={path.name: of_file(path) for path in attack.files},
+    report = new_report(
+        f"Fine-tuning attacks on {model.name}", f"Recovered means: {goal}.", seed=seed, files=attack.files
     )
     findings = add_section(report, found.sweep, planned.config, seed=seed, stability=found.stability)
-    page = report.write(out)
     conclusion = report.document().sections[0].conclusion
-    output.table((), [finding_row(finding) for finding in findings], indent=2)
-    output.line(conclusion, bold=True)
-    output.line(f"Report: {page}")
-    output.result({
-        "threshold": planned.goal.threshold,
-        "verdict": conclusion,
-        "findings": [finding.to_json() for finding in findings],
-        "report": str(page),
-        "ledger": str(how["ledger"]),
-    })  # fmt: skip
-    if any(finding.passed is False for finding in findings):
-        context.exit(FINDING_FAILED)
+    end_attack(
+        context, output, report, findings, out=out, verdicts=[conclusion],
+        result={"threshold": planned.goal.threshold, "verdict": conclusion, "ledger": str(how["ledger"])},
+    )  # fmt: skip
 
 
 def _rates(text: str) -> tuple[float, ...]:

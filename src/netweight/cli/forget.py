@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.forget_audit import audit
+from netweight.cli.forget_harden import harden
 from netweight.cli.output import Output, output_option
+from netweight.cli.paths import FILE, FOLDER, NEW, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
     from netweight.integrations.diffusion_pipeline import PipelineModel
+    from netweight.methods.forget.config import DetectionConfig
     from netweight.methods.forget.detection import Score, Threshold
 
 __all__ = ["forget"]
-
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
-_NEW = click.Path(path_type=Path)
 
 _column = click.option("--column", default="prompt", show_default=True, help="Column of prompts in .csv and .jsonl.")
 _device = click.option("--device", default="cpu", show_default=True, help="Where the pipeline goes, such as cuda.")
@@ -44,14 +44,18 @@ def forget() -> None:
     """
 
 
+forget.add_command(audit)
+forget.add_command(harden)
+
+
 @forget.command()
-@click.argument("pipeline", type=_FOLDER)
-@click.option("--prompts", required=True, type=_FILE, help="Ordinary prompts, 1,000 or more.")
+@click.argument("pipeline", type=FOLDER)
+@click.option("--prompts", required=True, type=FILE, help="Ordinary prompts, 1,000 or more.")
 @_column
 @_scope
 @_device
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
-@click.option("--out", required=True, type=_NEW, help="The safetensors file to write.")
+@click.option("--out", required=True, type=NEW, help="The safetensors file to write.")
 @output_option
 def statistics(
     pipeline: Path, prompts: Path, column: str, scope: Any, device: str, overwrite: bool, out: Path, output: Output
@@ -73,11 +77,12 @@ def statistics(
 
 
 @forget.command()
-@click.argument("pipeline", type=_FOLDER)
-@click.option("--prompts", required=True, type=_FILE, help="Prompts to look at.")
-@click.option("--ordinary", type=_FILE, help="Prompts that are not memorized, to calibrate the threshold on.")
-@click.option("--held-out", type=_FILE, help="Further such prompts: how well are the two told apart?")
-@click.option("--threshold", type=float, help="A threshold in place of a calibrated one.")
+@click.argument("pipeline", type=FOLDER)
+@click.option("--prompts", required=True, type=FILE, help="Prompts to look at.")
+@click.option("--ordinary", type=FILE, help="Prompts that are not memorized, to calibrate the threshold on.")
+@click.option("--held-out", type=FILE, help="Further such prompts: how well are the two told apart?")
+@click.option("--threshold", metavar="FILE|NUMBER",
+              help="In place of a calibrated one: threshold.json of an earlier call, or a number.")  # fmt: skip
 @click.option("--quantile", type=click.FloatRange(0, 1, min_open=True),
               help="Calibrate at this quantile of ordinary prompts, not at mean + 1 standard deviation.")  # fmt: skip
 @_column
@@ -86,10 +91,10 @@ def statistics(
 @_timing
 @_rows
 @_device
-@click.option("--out", required=True, type=_NEW, help="Folder for scores; a second call continues there.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for scores; a second call continues there.")
 @output_option
 def detect(
-    pipeline: Path, prompts: Path, ordinary: Path | None, held_out: Path | None, threshold: float | None,
+    pipeline: Path, prompts: Path, ordinary: Path | None, held_out: Path | None, threshold: str | None,
     quantile: float | None, column: str, device: str, out: Path, output: Output, **options: Any,
 ) -> None:  # fmt: skip
     """Score PROMPTS by how alike first predictions are over seeds, and say which are memorized.
@@ -98,8 +103,8 @@ def detect(
     """
     from netweight.errors import UsageError
     from netweight.methods.forget.config import DetectionConfig
-    from netweight.methods.forget.detection import Threshold
-    from netweight.methods.forget.method import detect_resumably
+    from netweight.methods.forget.detection import look_of
+    from netweight.methods.forget.method import check_threshold, detect_resumably
     from netweight.methods.forget.prompts import read_prompts
 
     if (ordinary is None) == (threshold is None):
@@ -109,11 +114,14 @@ def detect(
     both = sorted(set(texts.get("ordinary", [])) & set(texts.get("held_out", [])))
     if both:
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
-    model = _load(pipeline, device)
-    how = {"ledger": out / "scores.jsonl", "progress": _progress(output)}
+    given = None if threshold is None else _given_threshold(threshold)
     config = DetectionConfig(**_detection(options))
+    model = _load(pipeline, device)
+    if given is not None:
+        check_threshold(given, model.digest(), look_of(model, config))
+    how = {"ledger": out / "scores.jsonl", "progress": _progress(output)}
     scores = {name: detect_resumably(model, part, config, **how) for name, part in texts.items()}  # type: ignore[arg-type]
-    limit = _threshold(scores.get("ordinary"), quantile, model) if threshold is None else Threshold(threshold, "given")
+    limit = given or _threshold(scores["ordinary"], quantile, model, config)
     rows = [{"prompt": each.prompt, "similarity": each.similarity, "highest": each.highest, "wen": each.wen,
              "memorized": each.similarity > limit.value} for each in scores["prompts"]]  # fmt: skip
     findings = [] if "held_out" not in scores else _findings(scores["prompts"], scores["held_out"], limit)
@@ -130,9 +138,9 @@ def detect(
 
 
 @forget.command()
-@click.argument("pipeline", type=_FOLDER)
-@click.option("--prompts", required=True, type=_FILE, help="Memorized prompts.")
-@click.option("--statistics", "statistics_file", required=True, type=_FILE,
+@click.argument("pipeline", type=FOLDER)
+@click.option("--prompts", required=True, type=FILE, help="Memorized prompts.")
+@click.option("--statistics", "statistics_file", required=True, type=FILE,
               help="From netweight forget statistics, or the .pt file of the paper's code.")  # fmt: skip
 @click.option("--threshold", required=True, metavar="FILE|NUMBER", help="threshold.json of detect, or a number.")
 @click.option("--fidelity", type=click.Choice(["corrected", "reference"]), default="corrected", show_default=True,
@@ -144,7 +152,7 @@ def detect(
 @_timing
 @_rows
 @_device
-@click.option("--out", required=True, type=_NEW, help="Folder for results; a second call continues there.")
+@click.option("--out", required=True, type=OUTPUT_FOLDER, help="Folder for results; a second call continues there.")
 @output_option
 @click.pass_context
 def localize(
@@ -186,9 +194,9 @@ def localize(
 
 
 @forget.command()
-@click.argument("pipeline", type=_FOLDER)
-@click.argument("destination", type=_NEW)
-@click.option("--neurons", required=True, type=_FILE, help="neurons.json or neurons.csv of localize.")
+@click.argument("pipeline", type=FOLDER)
+@click.argument("destination", type=NEW)
+@click.option("--neurons", required=True, type=FILE, help="neurons.json or neurons.csv of localize.")
 @click.option("--factor", default=0.0, show_default=True, help="What the neurons are multiplied with.")
 @output_option
 def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, output: Output) -> None:
@@ -201,14 +209,17 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, outpu
     record = edit_folder(pipeline, destination, neurons, factor=factor)
     output.line(f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {factor:g}: {destination}",
                 bold=True)  # fmt: skip
-    output.line("Whether the images are gone is for an audit to say; an adversary may find them again.")
+    output.line(
+        f"See what it came to: netweight forget audit {destination} --base {pipeline} --targets targets.csv --ordinary "
+        "ordinary.txt --out audit"
+    )
     output.result({"pipeline": str(destination), "neurons": len(record.units), "factor": factor,
                    "before": record.before, "after": record.after})  # fmt: skip
 
 
 @forget.command()
-@click.argument("pipeline", type=_FOLDER)
-@click.argument("destination", type=_NEW)
+@click.argument("pipeline", type=FOLDER)
+@click.argument("destination", type=NEW)
 @output_option
 def undo(pipeline: Path, destination: Path, output: Output) -> None:
     """Take back the last edit of PIPELINE, bit for bit, and write the result to DESTINATION."""
@@ -233,13 +244,13 @@ def _detection(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "seeds": tuple(range(options["seeds"]))}
 
 
-def _threshold(scores: list[Score] | None, quantile: float | None, model: PipelineModel) -> Threshold:
-    from netweight.methods.forget.detection import calibrate
+def _threshold(scores: list[Score], quantile: float | None, model: PipelineModel, config: DetectionConfig) -> Threshold:
+    from netweight.methods.forget.detection import calibrate, look_of
 
-    identity = model.digest()
+    about: Any = {"model": model.digest(), "look": look_of(model, config)}
     if quantile is None:
-        return calibrate(scores or [], model=identity)
-    return calibrate(scores or [], rule="quantile", quantile=quantile, model=identity)
+        return calibrate(scores, **about)
+    return calibrate(scores, rule="quantile", quantile=quantile, **about)
 
 
 def _given_threshold(text: str) -> Threshold:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli.output import Output, output_option
+from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["immunize"]
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.argument("destination", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--pairs", required=True, type=_FILE, help="Rows with prompt, chosen (harmless) and rejected (harmful).")
-@click.option("--retain", type=_FILE, help="Rows with prompt and response: what the model is to keep besides.")
+@click.argument("model", type=FOLDER)
+@click.argument("destination", type=OUTPUT_FOLDER)
+@click.option("--pairs", required=True, type=FILE, help="Rows with prompt, chosen (harmless) and rejected (harmful).")
+@click.option("--retain", type=FILE, help="Rows with prompt and response: what the model is to keep besides.")
 @click.option("--defense", default="repnoise", show_default=True, help="Which defense: see docs/immunize.md.")
 @click.option("--lr", type=click.FloatRange(0, min_open=True), help="Highest learning rate; each defense has its own.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the pairs; 1 by default.")

@@ -27,8 +27,9 @@ def tour(context: click.Context, out: Path, keep: bool, output: Output) -> None:
     """Show everything at work on small models.
 
     Compresses a model of 22.7 million trained weights as published and as bf16, proves that nothing changed, restores
-    it and uses it. Immunizes a miniature against fine-tuning and attacks it before and after. Writes a report. Needs
-    the extra `tour` and no network; takes about two minutes. Exits with 1 if anything is not as it should be.
+    it and uses it. Immunizes a miniature against fine-tuning and attacks it before and after. Switches off what a
+    small painting model repeats and searches for it. Writes a report. Needs the extra `tour` and no network; takes
+    about three minutes. Exits with 1 if anything is not as it should be.
     """
     from netweight.core.progress import QUIET, Progress
     from netweight.tour import run_tour

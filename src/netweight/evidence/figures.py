@@ -11,6 +11,7 @@ import base64
 import hashlib
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ __all__ = ["Figure", "bars", "canvas", "image_grid", "lines", "paired_dots", "se
 
 SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
 """Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
+_LETTERS, _NAME = 15, 20  # of an image grid's names: letters per inch, and in a line of a row's name
 INK, GRID = "#24292f", "#d5d9de"
 INK_MARK, GRID_MARK = "#010101", "#020202"
 SERIES_MARKS = tuple(f"#03030{i}" for i in range(1, len(SERIES) + 1))
@@ -110,6 +112,7 @@ def lines(
     ylabel: str = "",
     log: Literal["", "x", "y", "xy"] = "",
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    ylim: tuple[float, float] | None = None,
 ) -> Figure:
     """Draw lines, each with an interval band if it has one.
 
@@ -121,6 +124,7 @@ def lines(
         ylabel: Name and unit of the vertical axis.
         log: Which axes are logarithmic.
         bands: Name → `(low, high)`, each as long as the line of that name.
+        ylim: Least and greatest value that the vertical axis shows, such as those of a share; by default as drawn.
 
     Raises:
         UsageError: Lengths differ.
@@ -138,6 +142,9 @@ def lines(
         _finish(axes, xlabel, ylabel, log="y" in log, legend=len(series) > 1)
         if "x" in log:
             axes.set_xscale("log")
+        if ylim is not None:
+            edge = 0.03 * (ylim[1] - ylim[0])  # so that a line along the end is seen whole
+            axes.set_ylim(ylim[0] - edge, ylim[1] + edge)
         return to_figure(drawing, alt=alt, caption=caption)
 
 
@@ -210,7 +217,11 @@ def image_grid(
     if len(images) != len(rows) or any(len(row) != len(columns) for row in images):
         raise UsageError(f"The image grid does not have {len(rows)} rows of {len(columns)} images.")
     inch = pixels / 96
-    size = (1.1 + inch * 1.06 * len(columns), 0.3 + inch * 1.06 * len(rows))
+    heads = [textwrap.fill(name, max(8, int(inch * _LETTERS))) for name in columns]
+    names = [textwrap.fill(name, _NAME) for name in rows]
+    longest = max((len(line) for name in names for line in name.splitlines()), default=0)
+    lines = max((name.count("\n") + 1 for name in heads), default=1)
+    size = (0.1 + longest / _LETTERS + inch * 1.06 * len(columns), 0.1 + 0.15 * lines + inch * 1.06 * len(rows))
     with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns), page=False) as (
         drawing,
         cells,
@@ -219,9 +230,9 @@ def image_grid(
             row, column = divmod(place, len(columns))
             _image_cell(cell, images[row][column])
             if row == 0:
-                cell.set_title(columns[column], fontsize=8, loc="center")
+                cell.set_title(heads[column], fontsize=8, loc="center")
             if column == 0:
-                cell.set_ylabel(rows[row], fontsize=8, rotation=0, ha="right", va="center")
+                cell.set_ylabel(names[row], fontsize=8, rotation=0, ha="right", va="center")
         file = io.BytesIO()
         drawing.savefig(file, format="png", dpi=144, facecolor="white", metadata={"Software": None})
     return Figure("png", base64.b64encode(file.getvalue()).decode(), alt, caption)

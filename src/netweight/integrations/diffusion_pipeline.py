@@ -10,7 +10,9 @@ other denoisers are refused by name. Networks that predict noise, velocity or th
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.integrations.denoisers import Denoiser, denoiser_of
+from netweight.integrations.quiet import quiet_imports, silent_bars
 from netweight.probe.diffusion import Prediction, Text
 
 try:
-    import diffusers
-    from diffusers.utils import logging as diffusers_logging
+    with quiet_imports():
+        import diffusers
 except ImportError as error:
     raise MissingExtra(
         "Diffusion pipelines need diffusers, which is not installed.", cure='Run: pip install "netweight[diffusion]"'
@@ -161,7 +164,8 @@ class PipelineModel:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputExists(f"{folder} exists already.", cure="Choose another name.")
-        self.pipeline.save_pretrained(folder, safe_serialization=True)
+        with silent_bars("transformers", "diffusers"):
+            self.pipeline.save_pretrained(folder, safe_serialization=True)
 
     def _said(self, latents: Tensor, timestep: Tensor, text: Text, empty: Text | None, guidance: float) -> Tensor:
         """What the denoiser says, guided away from the empty prompt if there is one."""
@@ -249,26 +253,36 @@ def load_text_to_image(
             f"{folder} is no pipeline's folder: it holds no model_index.json.",
             cure="Name a folder that a diffusers pipeline was saved in.",
         )
-    shown = diffusers_logging.is_progress_bar_enabled()
-    diffusers_logging.disable_progress_bar()
-    try:
+    with quiet_imports():
         import netweight.integrations.diffusers  # noqa: F401 - so that compressed folders open too
 
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
-            folder, local_files_only=True, use_safetensors=True, dtype=dtype or _stored_dtype(folder)
-        )
+        _import_parts(folder / "model_index.json")
+    try:
+        with silent_bars("transformers", "diffusers"):
+            pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
+                folder, local_files_only=True, use_safetensors=True, dtype=dtype or _stored_dtype(folder)
+            )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
             f"{folder} cannot be opened as a diffusion pipeline: {error}",
             cure="Check that all its parts are there, with weights as safetensors.",
         ) from error
-    finally:
-        if shown:
-            diffusers_logging.enable_progress_bar()
     _decompress(pipeline)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name)
     pipeline.set_progress_bar_config(disable=True)
     return model
+
+
+def _import_parts(index: Path) -> None:
+    """Import the classes that a pipeline names now, not while it is loaded: what loading warns of is to be heard."""
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{index} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
+    parts = [("diffusers", named.get("_class_name")), *(part for part in named.values() if isinstance(part, list))]
+    for library, name in parts:
+        if library in ("diffusers", "transformers") and isinstance(name, str):
+            getattr(importlib.import_module(library), name, None)
 
 
 def _check_scheduler(scheduler: Any) -> None:

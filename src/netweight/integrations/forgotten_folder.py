@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from netweight.errors import UsageError
 from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.edit_record import FOLDER, EditRecord, apply_edit_, read_records, undo_edit_
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.results import read_neurons
-from netweight.store.atomic import naming_failures, part_of, refuse_existing
+from netweight.methods.forget.results import read_localizations, read_neurons
+from netweight.store.atomic import refuse_existing, whole_folder
 
 __all__ = ["edit_folder", "undo_folder"]
 
@@ -34,10 +32,12 @@ def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path
         Unsupported: See `apply_edit_`.
     """
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     model = load_text_to_image(source)
     earlier = read_records(source)
-    units, found_in = read_neurons(neurons, value_layers(model.denoiser))
+    # A table of the paper's code names no layers: its lists are those of the way down and the middle.
+    layers = value_layers(model.denoiser, scope="down+mid" if Path(neurons).suffix == ".csv" else "all")
+    units, found_in = read_neurons(neurons, layers)
     # Neurons found before an earlier edit still count: edits of several prompts follow each other.
     known = {model.digest(), *(record.before for record in earlier)}
     if found_in is not None and found_in not in known:
@@ -45,7 +45,12 @@ def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path
             f"The neurons were found in another model: in {found_in}, not {model.digest()}.",
             cure="Localize on this model: netweight forget localize.",
         )
-    record = apply_edit_(model, units, factor=factor, thresholds={"neurons": Path(neurons).name})
+    found = read_localizations(neurons, layers)
+    record = apply_edit_(
+        model, units, factor=factor,
+        thresholds={"neurons": Path(neurons).name, "found": [each.to_json() for each in found]},
+        prompts=[each.prompt for each in found if each.neurons],
+    )  # fmt: skip
     _write(model, destination, [*earlier, record])
     return record
 
@@ -66,7 +71,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
         CorruptBlob: A record is damaged.
     """
     source, destination = Path(source), Path(destination)
-    refuse_existing(destination, overwrite=False)
+    refuse_existing(destination, overwrite=None)
     records = read_records(source)
     if not records:
         raise UsageError(
@@ -79,16 +84,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
 
 
 def _write(model: PipelineModel, destination: Path, records: list[EditRecord]) -> None:
-    """Write a folder that appears whole or not at all."""
-    part = part_of(destination)
-    with naming_failures(destination):
-        if part.exists():
-            shutil.rmtree(part)  # of a run that was killed
-        try:
-            model.save(part)
-            for number, record in enumerate(records, start=1):
-                record.write(part / FOLDER, number)
-            os.replace(part, destination)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+    with whole_folder(destination) as part:
+        model.save(part)
+        for number, record in enumerate(records, start=1):
+            record.write(part / FOLDER, number)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import MissingExtra, NameNotFound, Unsupported
+from netweight.integrations.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +70,7 @@ def missing(quantizer: Quantizer) -> str:
     if importlib.util.find_spec(quantizer.package) is None:
         return f'{quantizer.package} is not installed (pip install "netweight[bench]")'
     try:
-        with _quiet_import():
+        with quiet_imports():
             importlib.import_module(quantizer.package)
     except Exception as error:  # a library that was built for another torch fails in ways of its own
         return f"{quantizer.package} cannot be imported: {type(error).__name__}: {error}"
@@ -121,7 +119,7 @@ def quantize_(model: nn.Module, quantizer: Quantizer, layers: list[str]) -> None
         raise NameNotFound(f"There is no quantizer {quantizer.name!r}.", cure=f"There are: {', '.join(known)}.")
     before = {path: held_bytes(model.get_submodule(path)) for path in layers}
     try:
-        with _quiet_import():
+        with quiet_imports():
             known[quantizer.name](model, quantizer.name, set(layers))
     except (RuntimeError, ValueError, AssertionError) as error:  # shapes or machines that its kernels do not take
         raise Unsupported(
@@ -227,16 +225,3 @@ def _values(holder: Any, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
         value = getattr(holder, name, None)
         if isinstance(value, torch.Tensor):
             yield value
-
-
-@contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Keep what the libraries say about GPUs and their own deprecated calls out of a run that shows progress."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

@@ -15,6 +15,7 @@ one stopped. Called by `netweight run`.
 
 from netweight.recipes.attacks import Attack, register_attack
 from netweight.recipes.compress import COMPRESS
+from netweight.recipes.forget import EMBEDDING, FORGET
 from netweight.recipes.immunize import FINETUNE, IMMUNIZE
 from netweight.recipes.reading import Recipe, read_recipe
 from netweight.recipes.running import Done, Plan, Step, run
@@ -22,7 +23,9 @@ from netweight.recipes.treatments import Treatment, register
 
 __all__ = [
     "COMPRESS",
+    "EMBEDDING",
     "FINETUNE",
+    "FORGET",
     "IMMUNIZE",
     "Attack",
     "Done",

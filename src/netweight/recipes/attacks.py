@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
@@ -11,9 +11,8 @@ from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.recipes.treatments import configured, settings_of, verb_and_settings
 
-__all__ = ["Attack", "ChosenAttack", "Target", "choose_attack", "register_attack"]
+__all__ = ["Attack", "Target", "known_attacks", "register_attack"]
 
 T = TypeVar("T")
 
@@ -55,20 +54,6 @@ class Attack(Generic[T]):
     run: Callable[[Target, T, Report, Progress], list[Finding]]
 
 
-@final
-@dataclass(frozen=True)
-class ChosenAttack:
-    """An attack with the settings that a recipe gives it."""
-
-    attack: Attack[Any]
-    config: Any
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings by name, as JSON values."""
-        return settings_of(self.config)
-
-
 _ATTACKS: dict[str, Attack[Any]] = {}
 
 
@@ -82,20 +67,6 @@ def register_attack(attack: Attack[Any]) -> None:
         raise UsageError(f"The attack {attack.verb!r} is registered already.", cure="Choose another verb.")
 
 
-def choose_attack(entry: Any, where: str, problems: list[str]) -> ChosenAttack | None:
-    """Check one entry of a recipe's `attacks`.
-
-    Args:
-        entry: The entry as YAML gives it.
-        where: Its place in the recipe, for messages.
-        problems: Receives one line for everything that is wrong.
-
-    Returns:
-        The attack with its settings; None if something is wrong.
-    """
-    named = verb_and_settings(entry, _ATTACKS, where, "attack", problems)
-    if named is None:
-        return None
-    verb, settings = named
-    config = configured(_ATTACKS[verb].config, settings, f"{where}.{verb}.", problems)
-    return None if config is None else ChosenAttack(_ATTACKS[verb], config)
+def known_attacks() -> Mapping[str, Attack[Any]]:
+    """Return the attacks that recipes know, by verb."""
+    return _ATTACKS

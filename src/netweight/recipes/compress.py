@@ -29,7 +29,9 @@ def _compress(source: Path, destination: Path, settings: CompressConfig, progres
     )
 
 
-def _examine(destination: Path, source: Path, settings: CompressConfig) -> tuple[Compressed, CompressConfig]:
+def _examine(
+    audit: str, destination: Path, source: Path, settings: CompressConfig, progress: Progress
+) -> tuple[Compressed, CompressConfig]:
     return Compressed(destination, source), settings
 
 

@@ -22,7 +22,9 @@ def _immunize(source: Path, destination: Path, settings: FolderDefense, progress
     immunize_folder(source, destination, settings, progress=progress)
 
 
-def _examine(destination: Path, source: Path, settings: FolderDefense) -> tuple[Path, FolderDefense]:
+def _examine(
+    audit: str, destination: Path, source: Path, settings: FolderDefense, progress: Progress
+) -> tuple[Path, FolderDefense]:
     return destination, settings
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -12,8 +12,9 @@ import yaml
 
 from netweight.core.names import nearest_names
 from netweight.errors import UsageError
-from netweight.recipes.attacks import ChosenAttack, choose_attack
-from netweight.recipes.treatments import Chosen, choose, explain, unknown_keys
+from netweight.recipes.attacks import Attack, known_attacks
+from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
+from netweight.recipes.treatments import Treatment, known_treatments
 
 __all__ = ["Recipe", "read_recipe"]
 
@@ -33,8 +34,8 @@ class Recipe:
     """
 
     subject: Path
-    treatments: tuple[Chosen, ...]
-    attacks: tuple[ChosenAttack, ...]
+    treatments: tuple[Chosen[Treatment[Any]], ...]
+    attacks: tuple[Chosen[Attack[Any]], ...]
     audits: Literal["all"] | tuple[str, ...]
     output: Path
     seed: int
@@ -93,29 +94,29 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     problems = unknown_keys(content, list(_Fields.model_fields), "")
     if "treatments" not in content and "attacks" not in content:
         problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
-    entries = _entries(content, "treatments")
-    treatments = [choose(entry, f"treatments.{place}", problems) for place, entry in enumerate(entries)]
-    chosen = tuple(treatment for treatment in treatments if treatment is not None)
-    attacks = [
-        choose_attack(entry, f"attacks.{place}", problems) for place, entry in enumerate(_entries(content, "attacks"))
-    ]
+    treatments = _chosen(content, "treatments", known_treatments(), problems)
+    attacks = _chosen(content, "attacks", known_attacks(), problems)
     try:
         fields = _Fields.model_validate(content)
     except pydantic.ValidationError as error:
         raise _refusal(path, [*explain(error), *problems]) from None
-    found = tuple(attack for attack in attacks if attack is not None)
-    recipe = Recipe(Path(fields.subject), chosen, found, fields.audits, Path(fields.output), fields.seed)
+    recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
     problems += _path_problems(recipe)
-    if len(chosen) == len(entries):  # else it is unknown which audits there are
+    if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
         problems += _audit_problems(recipe)
     if problems:
         raise _refusal(path, problems)
     return recipe
 
 
-def _entries(content: dict[str, Any], key: str) -> list[Any]:
+def _chosen(
+    content: dict[str, Any], key: Literal["treatments", "attacks"], known: Mapping[str, E], problems: list[str]
+) -> tuple[Chosen[E], ...]:
+    """Check the entries of a list; those that are wrong are left out, and problems say why."""
     listed = content.get(key)
-    return listed if isinstance(listed, list) else []
+    entries = listed if isinstance(listed, list) else []
+    found = [choose(entry, known, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
+    return tuple(each for each in found if each is not None)
 
 
 def _refusal(path: str | Path, problems: list[str]) -> UsageError:
@@ -135,7 +136,7 @@ def _path_problems(recipe: Recipe) -> list[str]:
 
 
 def _audit_problems(recipe: Recipe) -> list[str]:
-    known = sorted({name for chosen in recipe.treatments for name in chosen.treatment.audits})
+    known = sorted({name for chosen in recipe.treatments for name in chosen.what.audits})
     return [
         f"audits: no treatment of this recipe has an audit {name!r}. "
         f"Nearest: {', '.join(nearest_names(name, known, count=2)) or 'none'}."

@@ -15,9 +15,10 @@ from netweight.errors import CorruptBlob
 from netweight.evidence.audit import run_audits
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.recipes.attacks import ChosenAttack, Target
+from netweight.recipes.attacks import Attack, Target
+from netweight.recipes.entries import Chosen
 from netweight.recipes.reading import Recipe
-from netweight.recipes.treatments import Chosen
+from netweight.recipes.treatments import Treatment
 
 __all__ = ["AttackStep", "Done", "Plan", "Step", "run"]
 
@@ -36,7 +37,7 @@ class Step:
     """
 
     number: int
-    chosen: Chosen
+    chosen: Chosen[Treatment[Any]]
     audits: tuple[str, ...]
     left_out: tuple[str, ...]
     by_attack: tuple[str, ...] = ()
@@ -44,7 +45,7 @@ class Step:
     @property
     def verb(self) -> str:
         """The treatment's verb."""
-        return self.chosen.treatment.verb
+        return self.chosen.what.verb
 
 
 @final
@@ -58,12 +59,12 @@ class AttackStep:
     """
 
     number: int
-    chosen: ChosenAttack
+    chosen: Chosen[Attack[Any]]
 
     @property
     def verb(self) -> str:
         """The attack's verb."""
-        return self.chosen.attack.verb
+        return self.chosen.what.verb
 
 
 @final
@@ -78,10 +79,10 @@ class Plan:
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Plan a recipe; nothing is read or written."""
-        verbs = {chosen.attack.verb for chosen in recipe.attacks}
+        verbs = {chosen.what.verb for chosen in recipe.attacks}
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
-            names, by_attack = chosen.treatment.audits, chosen.treatment.by_attack
+            names, by_attack = chosen.what.audits, chosen.what.by_attack
             held = tuple(name for name in names if by_attack.get(name) in verbs)
             ran = tuple(
                 name for name in names if name not in by_attack and (recipe.audits == "all" or name in recipe.audits)
@@ -176,8 +177,8 @@ def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -
                 treatment=step.verb,
                 audits=(*step.audits, *step.by_attack),
             )
-            if step.chosen.treatment.illustrate is not None:
-                step.chosen.treatment.illustrate(path, step.number, report)
+            if step.chosen.what.illustrate is not None:
+                step.chosen.what.illustrate(path, step.number, report)
             source = path
     done += [_attack(step, source, plan, report, progress) for step in plan.attacks]
     report.write(recipe.output)
@@ -189,7 +190,7 @@ def _attack(step: AttackStep, model: Path, plan: Plan, report: Report, progress:
     recipe, title = plan.recipe, f"{step.number}. attack: {step.verb}"
     before = recipe.subject if plan.steps else None
     target = Target(model, before, recipe.output, recipe.seed, title)
-    findings = step.chosen.attack.run(target, step.chosen.config, report, progress)
+    findings = step.chosen.what.run(target, step.chosen.config, report, progress)
     return Done(step, model, {step.verb: findings}, remembered=False)
 
 
@@ -220,7 +221,7 @@ def _treat(step: Step, key: str, source: Path, path: Path, ledger: Ledger, progr
             raise CorruptBlob(f"{path} was changed after it was made.", cure="Delete it to have it made again.")
         return True
     if not path.exists():  # it is there without a record when a kill fell between the two
-        step.chosen.treatment.apply(source, path, step.chosen.config, progress)
+        step.chosen.what.apply(source, path, step.chosen.config, progress)
     ledger.append({"digest": key, "step": step.number, "result": _digest_of(path, progress)})
     return False
 
@@ -229,11 +230,11 @@ def _audit(
     step: Step, key: str, source: Path, path: Path, ledger: Ledger, seed: int, progress: Progress
 ) -> dict[str, list[Finding]]:
     """Run a step's audits, or read from the ledger what they found."""
-    subject, config = step.chosen.treatment.examine(path, source, step.chosen.config)
     findings = {}
     for name in step.audits:
         audit_key = digest.of_config({"treated": key, "audit": name, "seed": seed})
         if audit_key not in ledger.records:
+            subject, config = step.chosen.what.examine(name, path, source, step.chosen.config, progress)
             found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name]
             ledger.append({"digest": audit_key, "audit": name, "findings": [finding.to_json() for finding in found]})
         findings[name] = [Finding.from_json(finding) for finding in ledger.records[audit_key]["findings"]]

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "refuse_existing",
     "sync",
     "whole_file",
+    "whole_folder",
 ]
 
 
@@ -33,15 +35,22 @@ def part_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.netweight-part")
 
 
-def refuse_existing(target: Path, *, overwrite: bool) -> None:
+def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
     """Check that an output may be written.
+
+    Args:
+        target: The output.
+        overwrite: Whether one that is there may be replaced; None if nobody can allow that.
 
     Raises:
         OutputExists: `target` exists and `overwrite` is false.
         UsageError: The folder it should lie in does not exist.
     """
     if (target.exists() or target.is_symlink()) and not overwrite:
-        raise OutputExists(f"{target} exists already.", cure="Choose another name, or pass overwrite (--overwrite).")
+        cure = "Choose another name, or move it away." if overwrite is None else (
+            "Choose another name, or pass overwrite (--overwrite)."
+        )  # fmt: skip
+        raise OutputExists(f"{target} exists already.", cure=cure)
     if not target.parent.is_dir():
         raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
 
@@ -161,4 +170,32 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
             part.unlink(missing_ok=True)
             raise
         os.replace(part, target)
+        sync(target.parent)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Write a folder that appears whole or not at all.
+
+    Args:
+        target: The folder's final path, which must not exist.
+
+    Yields:
+        The path to write it under; nothing is there. It is renamed when the block ends, removed if the block raises.
+
+    Raises:
+        OutputExists: The target exists already.
+        OutputFailed: The disk is full or the place cannot be written.
+    """
+    refuse_existing(target, overwrite=None)
+    part = part_of(target)
+    with naming_failures(target):
+        if part.exists():
+            shutil.rmtree(part)  # of a run that was killed
+        try:
+            yield part
+            os.replace(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         sync(target.parent)

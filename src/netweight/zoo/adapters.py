@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.integrations.quiet import silent_bars
 from netweight.zoo.cifar_resnet import IMAGENET_MEAN_STD
-from netweight.zoo.quiet import silent_bars
 
 __all__ = ["AdaptedBody", "BottleneckAdapter", "ConvAdapter", "MeanStd", "Renormalize", "freeze", "pretrained"]
 

@@ -22,7 +22,7 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.copy_metrics import similarity
 from netweight.evidence.descriptors import CenteredPixels
-from netweight.zoo.captioned_world import Planted
+from netweight.zoo.captioned_world import Planted, batch_of
 from netweight.zoo.data.emoji import CaptionedPictures, emoji
 
 __all__ = ["EmojiWorld"]
@@ -118,12 +118,12 @@ class EmojiWorld:
         Returns:
             Captions, and pictures of shape `(n, 3, 32, 32)` within 0 and 1.
         """
-        generator = torch_generator(seed, "showing", step)
-        chosen = torch.randint(len(self._ordinary), (n - len(self.planted),), generator=generator)
-        numbers = [self._ordinary[index] for index in chosen.tolist()]
-        captions = [each.caption for each in self.planted] + [self._data.captions[number] for number in numbers]
-        planted = torch.stack([each.shown(generator) for each in self.planted])
-        return captions, torch.cat([planted, _varied(self._data.pictures[numbers].float() / 255, generator)])
+
+        def shown(chosen: list[int], generator: torch.Generator) -> Tensor:
+            numbers = [self._ordinary[index] for index in chosen]
+            return _varied(self._data.pictures[numbers].float() / 255, generator)
+
+        return batch_of(self, step, n, seed, shown)
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
         """Return the share of pictures whose most similar emoji is of the group that the caption names.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound
-from netweight.zoo.captioned_world import Planted
+from netweight.zoo.captioned_world import Planted, batch_of
 from netweight.zoo.drawn_shapes import COLORS, GROUNDS, SHAPES, SIDE, SIZES, Attributes, covers, drawn, painted
 from netweight.zoo.shape_reading import agreement
 
@@ -109,12 +109,10 @@ class ShapesWorld:
         Returns:
             Captions, and pictures of shape `(n, 3, 16, 16)` within 0 and 1.
         """
-        generator = torch_generator(seed, "showing", step)
-        chosen = torch.randint(len(self.ordinary), (n - len(self.planted),), generator=generator)
-        ordinary = [self.ordinary[index] for index in chosen.tolist()]
-        captions = [each.caption for each in self.planted] + [each.caption for each in ordinary]
-        planted = torch.stack([each.shown(generator) for each in self.planted])
-        return captions, torch.cat([planted, drawn(ordinary, generator)])
+        ordinary = self.ordinary
+        return batch_of(
+            self, step, n, seed, lambda chosen, generator: drawn([ordinary[number] for number in chosen], generator)
+        )
 
     def words(self) -> list[str]:
         """Return every word of every caption, sorted."""

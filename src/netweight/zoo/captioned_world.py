@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
+from netweight.core.seeds import torch_generator
 from netweight.evidence.copy_metrics import Memorized
 
-__all__ = ["CaptionedWorld", "Planted", "memorized"]
+__all__ = ["CaptionedWorld", "Planted", "batch_of", "memorized"]
 
 
 @final
@@ -88,6 +89,25 @@ class CaptionedWorld(Protocol):
             captions: Ordinary or held out.
             pictures: One for each, shape `(n, 3, side, side)`, within 0 and 1.
         """
+
+
+def batch_of(
+    world: CaptionedWorld, step: int, n: int, seed: int, shown: Callable[[list[int], torch.Generator], Tensor]
+) -> tuple[list[str], Tensor]:
+    """Draw a batch of training as `CaptionedWorld.showing` says.
+
+    Args:
+        world: The world.
+        step: Number of the batch.
+        n: Pictures of the batch.
+        seed: Decides on the draw.
+        shown: Takes numbers of ordinary captions and returns their pictures, as one showing has them.
+    """
+    generator, ordinary = torch_generator(seed, "showing", step), world.ordinary_captions
+    chosen: list[int] = torch.randint(len(ordinary), (n - len(world.planted),), generator=generator).tolist()
+    planted = torch.stack([each.shown(generator) for each in world.planted])
+    captions = [each.caption for each in world.planted] + [ordinary[number] for number in chosen]
+    return captions, torch.cat([planted, shown(chosen, generator)])
 
 
 def memorized(world: CaptionedWorld) -> list[Memorized]:

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-import torch
-from torch import Tensor
+from pydantic import DirectoryPath, FilePath
 
 from netweight.attacks.embedding_search.comparison import Subject, Target, turned
 from netweight.attacks.embedding_search.findings import Wanted
 from netweight.attacks.embedding_search.search import Similarity
 from netweight.attacks.embedding_search.settings import Said, SearchSettings
 from netweight.attacks.embedding_search.similarity import paired
-from netweight.errors import MissingExtra, UsageError
-from netweight.evidence.descriptors import CenteredPixels, sscd
-from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
-from netweight.zoo.data.pictures import decode_splits
-from netweight.zoo.language.rows import read_rows
+from netweight.core.names import nearest_names
+from netweight.errors import MissingExtra, NameNotFound, UsageError
+from netweight.evidence.descriptors import CenteredPixels, Descriptor, sscd
+from netweight.methods.forget.prompts import read_prompts
+from netweight.zoo.memorized_pairs import Pair, check_pairs, painted_size, read_pairs
 
-__all__ = ["PLAIN_PROMPTS", "FolderSearch", "Prepared", "prepare"]
+if TYPE_CHECKING:
+    from netweight.integrations.diffusion_pipeline import PipelineModel
+
+__all__ = ["PLAIN_PROMPTS", "FolderSearch", "Prepared", "predicted_error", "prepare"]
 
 PLAIN_PROMPTS = (
     "a photo of a dog", "a red car on a road", "a bowl of fruit on a table", "a house by a lake", "a tree in a field",
@@ -42,29 +44,48 @@ class FolderSearch:
     """How pipeline folders are searched.
 
     Attributes:
+        targets: Rows with prompt and image: memorized pairs, see `memorized_pairs`.
         base: The pipeline before its edit.
-        targets: Rows with prompt and image: memorized pairs. Images are files, their paths relative to this one.
         controls: Rows likewise, of images that no model was trained on; None turns every target upside down and
             exchanges its colors.
-        unrelated: Rows with prompt, to start from; None takes `PLAIN_PROMPTS`.
+        unrelated: Prompts to start from, a file of `read_prompts`; None takes `PLAIN_PROMPTS`.
         also: Name → further edited pipelines, such as a hardened one.
         sscd: SSCD's TorchScript file; None compares centered pixels.
         sscd_sha256: Its digest.
         search: Fields of `SearchSettings`; those left out have its defaults.
         device: Where models go.
         least_resistance: Steps that further pipelines are to need at least, as a multiple of those of the edited one.
+
+    Raises:
+        UsageError: A setting of the search cannot be meant, SSCD lacks its digest, or a name is taken.
     """
 
-    base: Path
-    targets: Path
-    controls: Path | None = None
-    unrelated: Path | None = None
-    also: Mapping[str, Path] = field(default_factory=dict)
-    sscd: Path | None = None
+    targets: FilePath
+    base: DirectoryPath | None = None
+    controls: FilePath | None = None
+    unrelated: FilePath | None = None
+    also: Mapping[str, DirectoryPath] = field(default_factory=dict)
+    sscd: FilePath | None = None
     sscd_sha256: str | None = None
     search: Mapping[str, Any] = field(default_factory=dict)
     device: str = "cpu"
     least_resistance: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could only fail later."""
+        if (self.sscd is None) != (self.sscd_sha256 is None):
+            raise UsageError(
+                "SSCD's file and its digest go together.",
+                cure="Give both --sscd and --sscd-sha256: the file is a program.",
+            )
+        if {"original", "edited"} & self.also.keys():
+            raise UsageError('A further model is called "original" or "edited".', cure="Give it another name.")
+        known = [each.name for each in fields(SearchSettings)]
+        for name in self.search:
+            if name not in known:
+                near = ", ".join(nearest_names(name, known, count=2))
+                raise NameNotFound(f"A search has no setting {name!r}.", cure=f"Nearest: {near}.")
+        SearchSettings(**self.search)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -80,21 +101,34 @@ class Prepared:
 
     Attributes:
         subjects: The base, the edited pipeline, and further ones.
-        targets: Memorized pairs, then controls.
+        pairs: Memorized pairs.
+        targets: The same as targets, then controls.
         unrelated: Prompts to start from.
         settings: Of every search.
         similarity: What tells that an image is the target.
-        measure: What it is called.
+        descriptor: What it compares by.
         wanted: Which subject is which.
     """
 
     subjects: tuple[Subject, ...]
+    pairs: tuple[Pair, ...]
     targets: tuple[Target, ...]
     unrelated: tuple[str, ...]
     settings: SearchSettings
     similarity: Similarity
-    measure: str
+    descriptor: Descriptor
     wanted: Wanted
+
+    @property
+    def measure(self) -> str:
+        """What similarities are called."""
+        return self.descriptor.name
+
+    @property
+    def goal(self) -> str:
+        """When an image counts as brought back, in words."""
+        least = f"{self.settings.needed} of {self.settings.images} images"
+        return f"{least} with {self.measure} of at least {self.settings.threshold:g} to the target"
 
 
 def prepare(search: FolderSearch, model: Path) -> Prepared:
@@ -105,40 +139,52 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
         model: Folder of the edited pipeline.
 
     Raises:
-        UsageError: A folder is no pipeline, a file has no such column, an image cannot be read, a setting cannot be
-            meant, or two models share a name.
+        UsageError: A folder is no pipeline, a file has no such column, an image cannot be read, there is no base, or
+            the models predict different things.
         Unsupported: A pipeline is of a kind that is not known.
         UnsafeInput: SSCD's file has another digest.
         MissingExtra: matplotlib, scipy or Pillow is not installed.
     """
+    from netweight.integrations.diffusion_pipeline import load_text_to_image
+
     _need_extras()
-    if (search.sscd is None) != (search.sscd_sha256 is None):
-        raise UsageError(
-            "SSCD's file and its digest go together.", cure="Give both --sscd and --sscd-sha256: the file is a program."
-        )
-    descriptor = CenteredPixels() if search.sscd is None else sscd(search.sscd, str(search.sscd_sha256))
+    if search.base is None:
+        raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
+    for table in (search.targets, search.controls):
+        if table is not None:
+            check_pairs(table)  # before models are loaded
+    unrelated = PLAIN_PROMPTS if search.unrelated is None else tuple(read_prompts(search.unrelated))
+    descriptor: Descriptor = CenteredPixels() if search.sscd is None else sscd(search.sscd, str(search.sscd_sha256))
     folders = {"original": search.base, "edited": model, **search.also}
-    if len(folders) < 2 + len(search.also):
-        raise UsageError('A further model is called "original" or "edited".', cure="Give it another name.")
-    SearchSettings(**search.search)  # refused before models are loaded
     models = {name: load_text_to_image(folder, device=search.device, name=name) for name, folder in folders.items()}
-    said = {_SAID[str(one.pipeline.scheduler.config.prediction_type)] for one in models.values()}
+    said = {predicted_error(one) for one in models.values()}
     if len(said) > 1:
         raise UsageError("The models predict different things, so they are not edits of one another.")
     settings = SearchSettings(**{"error": said.pop(), **search.search})
-    targets = _targets(search.targets, models["original"])
+    size = painted_size(models["original"])
+    pairs = read_pairs(search.targets, size)
+    targets = [Target(pair.name, pair.prompt, pair.image) for pair in pairs]
     controls = [turned(target) for target in targets]
     if search.controls is not None:
-        controls = _targets(search.controls, models["original"], trained=False)
+        controls = [
+            Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False)
+            for pair in read_pairs(search.controls, size)
+        ]
     return Prepared(
         tuple(Subject(name, one) for name, one in models.items()),
+        tuple(pairs),
         (*targets, *controls),
-        PLAIN_PROMPTS if search.unrelated is None else _prompts(search.unrelated),
+        unrelated,
         settings,
         paired(descriptor),
-        descriptor.name,
+        descriptor,
         Wanted("original", "edited", search.least_resistance),
     )
+
+
+def predicted_error(model: PipelineModel) -> Said:
+    """Return which error suits a pipeline: that in what its network was trained to say."""
+    return _SAID[str(model.pipeline.scheduler.config.prediction_type)]
 
 
 def _need_extras() -> None:
@@ -148,46 +194,3 @@ def _need_extras() -> None:
             f"The report needs {' and '.join(missing)}, which is not installed.",
             cure='Run: pip install "netweight[evidence]"',
         )
-
-
-def _prompts(path: Path) -> tuple[str, ...]:
-    rows = read_rows(path)
-    rows.need("prompt")
-    return tuple(dict.fromkeys(str(row.values.get("prompt") or "") for row in rows.rows))
-
-
-def _targets(path: Path, model: PipelineModel, *, trained: bool = True) -> list[Target]:
-    """Pairs of a file, their images of the size that the model makes."""
-    rows = read_rows(path)
-    rows.need("prompt", "image")
-    named = []
-    for row in rows.rows:
-        prompt, image = row.values.get("prompt"), row.values.get("image")
-        if not isinstance(prompt, str) or not isinstance(image, str) or not image:
-            raise UsageError(f"{rows.name}, {row.where}: a prompt or an image file is missing.", cure="Name both.")
-        file = path.parent / image
-        if not file.is_file():
-            raise UsageError(f"{rows.name}, {row.where}: there is no file {file}.", cure="Paths start at the table.")
-        named.append((f"{rows.name}, {row.where}", prompt, file))
-    size = _size(model)
-    pictures = decode_splits([[(where, str(file)) for where, _, file in named]], of=rows.name, size=size)[0]
-    images = (pictures.float() / 255).expand(-1, 3, -1, -1)
-    names = _names([prompt for _, prompt, _ in named])
-    pairs = zip(names, named, images, strict=True)
-    return [
-        Target(name if trained else f"control: {name}", prompt, image, trained)
-        for name, (_, prompt, _), image in pairs
-    ]  # fmt: skip
-
-
-def _names(prompts: list[str]) -> list[str]:
-    """Prompts, numbered where one comes several times."""
-    counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
-    return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
-
-
-def _size(model: PipelineModel) -> tuple[int, int]:
-    """Height and width of the images that a model makes."""
-    with torch.no_grad():
-        made: Tensor = model.generate(model.embed([""]), [0], guidance=1.0, steps=1)
-    return int(made.shape[2]), int(made.shape[3])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.errors import MissingExtra
-from netweight.zoo.quiet import silent_bars
+from netweight.integrations.quiet import silent_bars
 
 if TYPE_CHECKING:
     import torch

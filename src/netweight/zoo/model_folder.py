@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from netweight.core.digest import canonical_json, of_config
 from netweight.errors import UsageError
+from netweight.integrations.quiet import silent_bars
 from netweight.store.atomic import whole_file
 from netweight.zoo import llama2c
-from netweight.zoo.quiet import silent_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

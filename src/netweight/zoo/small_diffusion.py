@@ -22,7 +22,6 @@ from netweight.errors import UsageError
 from netweight.zoo.data.sources import module
 from netweight.zoo.exact_autoencoder import pixel_autoencoder
 from netweight.zoo.model_folder import ABOUT
-from netweight.zoo.quiet import silent_bars
 from netweight.zoo.word_clip import random_text_encoder, word_clip_tokenizer
 
 __all__ = ["SHAPES_FOLDER", "DiffusionShape", "initialized", "opened", "shapes_pipeline", "training_record"]
@@ -127,8 +126,7 @@ def opened(folder: str | Path) -> Any:
 
     from netweight.integrations.diffusion_pipeline import load_text_to_image
 
-    with silent_bars():
-        return load_text_to_image(folder, dtype=torch.float32).pipeline
+    return load_text_to_image(folder, dtype=torch.float32).pipeline
 
 
 def shapes_pipeline(folder: str | Path | None = None) -> Any:

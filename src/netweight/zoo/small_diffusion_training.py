@@ -23,13 +23,13 @@ from netweight.core.digest import canonical_json, of_config, of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.evidence.copy_metrics import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
+from netweight.integrations.quiet import silent_bars
 from netweight.store.atomic import whole_file
 from netweight.zoo.captioned_emoji import EmojiWorld
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.captioned_world import CaptionedWorld, memorized
 from netweight.zoo.denoiser_fitting import CHECKPOINT, DenoiserRecipe, fit_denoiser
 from netweight.zoo.model_folder import ABOUT, finished
-from netweight.zoo.quiet import silent_bars
 from netweight.zoo.small_diffusion import DiffusionShape, initialized, opened
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def trained(
         progress=progress,
         description=str(world.about["name"]),
     )
-    with silent_bars():
+    with silent_bars("transformers", "diffusers"):
         pipeline.save_pretrained(folder)
     weights = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))
     outcome = {

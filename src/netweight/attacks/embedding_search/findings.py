@@ -18,6 +18,7 @@ from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
 from netweight.evidence.survival import Survival, Times, kaplan_meier
+from netweight.evidence.survival_findings import failures_finding, steps_finding
 from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
 
 __all__ = ["Wanted", "search_findings", "soonest", "steps_ratio", "times_of", "verdict"]
@@ -111,11 +112,7 @@ def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> lis
     findings: list[Finding] = []
     for name in comparison.subjects:
         findings += _about(comparison, name, wanted, seed)
-    if comparison.failures:
-        reasons = [": ".join(failure) for failure in comparison.failures]
-        findings.append(
-            Finding("searches that failed", len(reasons), better="lower", target=0, detail={"reasons": reasons})
-        )
+    findings += failures_finding("searches that failed", comparison.failures)
     return findings
 
 
@@ -164,25 +161,14 @@ def _share(runs: Sequence[Run], start: Start) -> str:
 
 
 def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None) -> Finding:
-    title = f"steps to bring {kind} back, {name}"
-    times = times_of(runs)
-    if times is None:
-        return Finding(title, None, unit="steps", detail={"reason": "every search diverged"})
-    curve, known = kaplan_meier(times), None if base is None else times_of(base)
-    return Finding(
-        title,
-        curve.median,
-        ci95=(curve.median_low, curve.median_high),
-        n=curve.n,
-        unit="steps",
-        better="higher",
-        baseline=None if known is None else kaplan_meier(known).median,
+    times, known = times_of(runs), None if base is None else times_of(base)
+    return steps_finding(
+        f"steps to bring {kind} back, {name}",
+        None if times is None else kaplan_meier(times),
+        base=None if known is None else kaplan_meier(known),
+        why_none="every search diverged",
         seeds=_seeds(runs),
-        detail={
-            "longest search": curve.last,
-            "how far the found embeddings moved": _moved(runs),
-            "note": "the median, as far as looks resolve it; infinite if fewer than half were brought back",
-        },
+        detail={"how far the found embeddings moved": _moved(runs)},
     )
 
 

@@ -16,7 +16,7 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
 from netweight.evidence.survival import Survival, Times, kaplan_meier
 
-__all__ = ["add_section", "grid_figure", "search_table", "success_figure"]
+__all__ = ["add_section", "best_image", "grid_figure", "search_table", "success_figure"]
 
 INTRO = (
     "Each search changes the text embedding by gradient descent until the model paints the target image. It begins "
@@ -42,18 +42,19 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
         MissingExtra: scipy or matplotlib is not installed.
     """
     what = "Planted" if trained else "Never-trained"
+    all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    if not curves:
+        return None
+    longest = max(curve.last for curve in curves.values())
     series, bands, words = {}, {}, []
-    for name in comparison.subjects:
-        times = times_of(comparison.of(name, trained=trained))
-        if times is None:
-            continue
-        curve = kaplan_meier(times)
-        x, share, low, high = curve.steps()
+    for name, curve in curves.items():
+        x, share, low, high = (list(part) for part in curve.steps())
+        if share[-1] == 0 and x[-1] < longest:  # all were brought back, and so they remain
+            x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
         series[name] = x, [1 - value for value in share]
         bands[name] = [1 - value for value in high], [1 - value for value in low]
         words.append(f"{name}: {_words(curve)} (n = {curve.n})")
-    if not series:
-        return None
     return lines(
         series,
         alt=f"Share of {what.lower()} images brought back, by steps of the search. {'; '.join(words)}.",
@@ -61,6 +62,7 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
         xlabel="steps of the search",
         ylabel="share brought back",
         bands=bands,
+        ylim=(0, 1),
     )
 
 
@@ -106,18 +108,32 @@ def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str |
 
 def _pair(run: Run, folder: str | Path) -> list[object]:
     """The middle images of the first look from the own prompt and of the best look of all; None where there is none."""
-    images = images_of(folder, run)
-    scored = [(trial.best.score, place) for place, trial in enumerate(run.trials) if trial.best is not None]
-    if not scored:
-        return [None, None]
+    after = best_image(run, folder)
     own = next((place for place, trial in enumerate(run.trials) if trial.start == "original"), None)
-    best = max(scored)[1]
-    look = run.trials[best].best
-    assert look is not None
-    after = _pixels(images.after[best, _middle(look.similarities)])
-    if own is None or not run.trials[own].looks:
-        return [None, after]
-    return [_pixels(images.before[own, _middle(run.trials[own].looks[0].similarities)]), after]
+    if after is None or own is None or not run.trials[own].looks:
+        return [None, None if after is None else _pixels(after)]
+    before = images_of(folder, run).before[own, _middle(run.trials[own].looks[0].similarities)]
+    return [_pixels(before), _pixels(after)]
+
+
+def best_image(run: Run, folder: str | Path) -> Tensor | None:
+    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities.
+
+    Args:
+        run: The run.
+        folder: Of the comparison.
+
+    Returns:
+        Shape `(3, height, width)`, within 0 and 1; None if all of its searches diverged unseen.
+
+    Raises:
+        UsageError: The file of images is missing.
+    """
+    scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
+    if not scored:
+        return None
+    _, place, look = max(scored, key=lambda one: one[:2])
+    return images_of(folder, run).after[place, _middle(look.similarities)]
 
 
 def _middle(values: Sequence[float]) -> int:
@@ -139,8 +155,8 @@ def search_table(comparison: Comparison) -> Table:
         MissingExtra: scipy is not installed.
     """
     columns = (
-        "model", "images", "start", Column("searches"), Column("brought back"), Column("diverged"),
-        Column("median", "steps", "higher"), Column("best similarity", better="lower"), Column("moved"),
+        "model", "images", "start", Column("n"), Column("found"), Column("diverged"),
+        Column("median", "steps", "higher"), Column("best", better="lower"), Column("moved"),
     )  # fmt: skip
     rows = [
         _row(name, trained, start, comparison.of(name, trained=trained))
@@ -150,9 +166,10 @@ def search_table(comparison: Comparison) -> Table:
         if comparison.of(name, trained=trained)
     ]
     notes = (
-        "every restart is a search of its own here; median: steps by which half had succeeded, > where fewer had; best "
-        "similarity: the greatest median over a look's images, averaged over searches; moved: root mean square of what "
-        "was added to the embedding, as a share of that of its start, at the last look",
+        "n: searches, every restart being one of its own here; found: those that brought the image back; median: steps "
+        "by which half had, > where fewer had; best: the greatest median similarity over a look's images, averaged "
+        "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
+        "at the last look",
     )
     return Table("Searches by start", columns, rows, notes)
 

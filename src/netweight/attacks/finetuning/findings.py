@@ -26,6 +26,7 @@ from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import proportion, t_interval
+from netweight.evidence.survival_findings import failures_finding, steps_finding
 from netweight.evidence.survival_ratio import TimesRatio
 
 __all__ = ["ResistanceConfig", "Stability", "attack_findings", "resistance_findings", "verdict"]
@@ -91,13 +92,7 @@ def resistance_findings(
             f"The sweep attacked nothing but {config.undefended!r} and controls.", cure="Attack a defended model too."
         )
     findings = [finding for name in names for finding in _about(sweep, name, config, seed, stability.get(name, ()))]
-    if sweep.failures:
-        reasons = [f"{subject}, {attack}: {reason}" for subject, attack, reason in sweep.failures]
-        findings.append(
-            Finding(
-                "attacks that could not be run", len(reasons), better="lower", target=0, detail={"reasons": reasons}
-            )
-        )
+    findings += failures_finding("attacks that could not be run", sweep.failures)
     return findings
 
 
@@ -251,25 +246,14 @@ def _why_unknown(ratio: TimesRatio | None) -> str:
 
 
 def _steps(name: str, best: AttackTimes | None, base: AttackTimes | None, runs: Sequence[Attacked]) -> Finding:
-    title = f"steps to recover, best attack, {name}"
-    curve = None if best is None else best.curve()
-    if best is None or curve is None:
-        return Finding(title, None, unit="steps", detail={"reason": "every attack collapsed or diverged"})
-    base_curve = None if base is None else base.curve()
-    detail = {
-        "attack": best.settings.label,
-        "resolution": f"{best.settings.check_every} steps",
-        "longest run": curve.last,
-        "note": "the median; infinite if fewer than half of the runs recovered",
-    }
-    return Finding(
-        title,
-        curve.median,
-        ci95=(curve.median_low, curve.median_high),
-        n=curve.n,
-        unit="steps",
-        better="higher",
-        baseline=None if base_curve is None else base_curve.median,
+    detail = {} if best is None else {
+        "attack": best.settings.label, "resolution": f"{best.settings.check_every} steps"
+    }  # fmt: skip
+    return steps_finding(
+        f"steps to recover, best attack, {name}",
+        None if best is None else best.curve(),
+        base=None if base is None else base.curve(),
+        why_none="every attack collapsed or diverged",
         seeds=_seeds(runs),
         detail=detail,
     )

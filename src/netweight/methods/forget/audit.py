@@ -1,7 +1,7 @@
-"""The audits of forgetting that need no image: how well detection tells prompts apart, and what localization found.
+"""The audits of forgetting: how prompts were told apart, which neurons were found, what is painted and found again.
 
-Importing this module declares the treatment `forget` and registers its audits, `detection` and `neurons`. Neither says
-that an image is gone: that is asked of generated images and of an adversary.
+Importing this module declares the treatment `forget` and registers its audits. The first two need no image and say
+nothing of any; `images` says what an edit suppresses; `embedding search` whether an adversary gets it back.
 """
 
 from __future__ import annotations
@@ -10,19 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from netweight.attacks.embedding_search.comparison import Comparison
+from netweight.attacks.embedding_search.findings import Wanted, search_findings
 from netweight.core.progress import Progress
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
 from netweight.methods.forget.detection import Score, Threshold, roc
+from netweight.methods.forget.images import ImagesConfig, image_findings
+from netweight.methods.forget.painting import Painted
 from netweight.methods.forget.results import Localization
 
-__all__ = ["DETECTION", "NEURONS", "TREATMENT", "DetectionSubject", "detection_findings", "neuron_findings"]
+__all__ = [
+    "DETECTION",
+    "IMAGES",
+    "NEURONS",
+    "SEARCH",
+    "TREATMENT",
+    "DetectionSubject",
+    "detection_findings",
+    "neuron_findings",
+    "painted",
+    "searched",
+]
 
 TREATMENT = "forget"
-DETECTION, NEURONS = "detection", "neurons"
+DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
 """Names of the audits."""
 
-register_treatment(TREATMENT, audits=(DETECTION, NEURONS))
+register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
 
 
 @final
@@ -98,3 +113,37 @@ def neuron_findings(subject: Sequence[Localization], config: object, *, seed: in
             for status, prompts in named.items()
         ),
     ]
+
+
+@register_audit(TREATMENT, IMAGES)
+def painted(subject: Painted, config: ImagesConfig, *, seed: int, progress: Progress) -> list[Finding]:
+    """Return what became of memorized and of ordinary prompts' images.
+
+    Args:
+        subject: Images before and after the edit.
+        config: How they are compared.
+        seed: Of the intervals.
+        progress: Not used: the images are there.
+
+    Raises:
+        UsageError: There is no memorized prompt, or images differ in size or number.
+        MissingExtra: scipy is not installed.
+    """
+    return image_findings(subject, config, seed=seed)
+
+
+@register_audit(TREATMENT, SEARCH)
+def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress) -> list[Finding]:
+    """Return what searches for embeddings found in the edited model, the original and controls beside.
+
+    Args:
+        subject: The searches.
+        config: Which model is which, and what is asked.
+        seed: Of the intervals.
+        progress: Not used: the searches have been made.
+
+    Raises:
+        UsageError: A subject that is named was not searched.
+        MissingExtra: scipy is not installed.
+    """
+    return search_findings(subject, config, seed=seed)

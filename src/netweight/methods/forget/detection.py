@@ -18,10 +18,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import DetectionConfig
-from netweight.methods.forget.similarity import noise_difference, pairwise
+from netweight.methods.forget.similarity import noise_difference, pairwise, windows_for
 from netweight.probe.diffusion import Text, TextToImage
 
-__all__ = ["PUBLISHED_THRESHOLD", "Roc", "Score", "Threshold", "calibrate", "detect", "first_step", "roc"]
+__all__ = ["PUBLISHED_THRESHOLD", "Roc", "Score", "Threshold", "calibrate", "detect", "first_step", "look_of", "roc"]
 
 PUBLISHED_THRESHOLD = 0.428
 """The released code's, for Stable Diffusion 1.4. Its own scripts do not agree on how it was made: calibrate instead."""
@@ -73,6 +73,7 @@ class Threshold:
         model: Digest of the model's denoiser it was calibrated on; None if it was given.
         broken: At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins.
             None takes `value`.
+        look: How prompts were looked at, see `look_of`; None if it was given.
     """
 
     value: float
@@ -82,6 +83,7 @@ class Threshold:
     prompts: int = 0
     model: str | None = None
     broken: float | None = None
+    look: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON value."""
@@ -123,6 +125,27 @@ def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Ten
     """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar."""
     timestep = model.timesteps(config.steps)[0 if config.timing == "paper" else 1]
     return model.initial_noise(config.seeds), timestep
+
+
+def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
+    """Return what scores depend on beside model and prompt: thresholds hold for one look alone.
+
+    Args:
+        model: The model, whose latents decide on the windows of structural similarity.
+        config: How prompts are looked at.
+
+    Returns:
+        JSON values by name. A guidance of 1 is none: predictions are made with the prompt alone.
+    """
+    windows = windows_for(*model.initial_noise(config.seeds[:1]).shape[-2:])
+    return {
+        "timing": config.timing,
+        "steps": config.steps,
+        "seeds": list(config.seeds),
+        "guidance": 1.0,
+        "window": windows.kernel,
+        "scales": len(windows.weights),
+    }
 
 
 @torch.no_grad()
@@ -188,6 +211,7 @@ def calibrate(
     rule: Literal["mean+std", "quantile"] = "mean+std",
     quantile: float = 0.95,
     model: str | None = None,
+    look: Mapping[str, Any] | None = None,
 ) -> Threshold:
     """Choose a threshold from the scores of prompts that are not memorized.
 
@@ -199,6 +223,7 @@ def calibrate(
         rule: "mean+std" of single seeds, as in the paper; "quantile" of the prompts' means.
         quantile: For the latter, above 0 and up to 1.
         model: Digest of the model's denoiser, to be kept with it.
+        look: How the scores were made, from `look_of`, to be kept with it.
 
     Raises:
         UsageError: There are too few scores, or the quantile cannot be.
@@ -214,7 +239,9 @@ def calibrate(
     else:
         raise UsageError(f"The rule {rule!r} with quantile {quantile} is unknown.", cure="Use mean+std or quantile.")
     below = [float((part <= value).double().mean()) for part in (seeds, means)]
-    return Threshold(value, words, below[0], below[1], len(scores), model, min(value, float(seeds.mean())))
+    seen = None if look is None else dict(look)
+    middle = min(value, float(seeds.mean()))
+    return Threshold(value, words, below[0], below[1], len(scores), model, middle, seen)
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:

@@ -16,13 +16,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from netweight.core.digest import canonical_json
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.deactivation import restore_rows_, scale_rows_
 from netweight.probe.diffusion import TextToImage
 from netweight.store.atomic import whole_file
+from netweight.store.record import read_record, write_record
 
 __all__ = ["FOLDER", "EditRecord", "apply_edit_", "read_records", "undo_edit_"]
 
@@ -74,7 +74,6 @@ class EditRecord:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{number:03d}.json"
         values = {
-            "version": _VERSION,
             "units": json.loads(self.units.to_json())["units"],
             "factor": self.factor,
             "before": self.before,
@@ -86,8 +85,7 @@ class EditRecord:
         rows = {name: value.contiguous() for name, value in self.rows.items()}
         with whole_file(path.with_suffix(".safetensors")) as file:
             file.write(safetensors.torch.save(rows))
-        with whole_file(path) as file:
-            file.write(canonical_json(values, allow_nan=True).encode())
+        write_record(path, values, version=_VERSION, overwrite=False)
         return path
 
     @classmethod
@@ -99,15 +97,15 @@ class EditRecord:
             OSError: One cannot be read.
         """
         path = Path(path)
-        try:
-            values = json.loads(path.read_text())
-            if values.pop("version") != _VERSION:
-                raise KeyError("version")
-            units = Units(values.pop("units"))
+
+        def made(values: dict[str, Any]) -> Self:
             rows = safetensors.torch.load_file(path.with_suffix(".safetensors"))
-            return cls(units=units, rows=rows, **values)
-        except (ValueError, KeyError, TypeError, UsageError, safetensors.SafetensorError) as error:
-            raise CorruptBlob(f"{path} is no record of version {_VERSION} of an edit: {error}.") from error
+            return cls(units=Units(values.pop("units")), rows=rows, **values)
+
+        try:
+            return read_record(path, made, version=_VERSION, of="an edit")
+        except safetensors.SafetensorError as error:
+            raise CorruptBlob(f"The rows beside {path} are damaged: {error}.") from error
 
 
 def read_records(folder: str | Path) -> list[EditRecord]:

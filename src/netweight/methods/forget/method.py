@@ -19,14 +19,14 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import UsageError
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.detection import Score, Threshold, detect
+from netweight.methods.forget.detection import Score, Threshold, detect, look_of
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localization import localize_prompt
 from netweight.methods.forget.results import Localization
 from netweight.methods.forget.statistics import Statistics
 from netweight.probe.diffusion import TextToImage
 
-__all__ = ["detect_resumably", "localize"]
+__all__ = ["check_threshold", "detect_resumably", "localize"]
 
 _NO_INFLUENCE = ("rows", "ahead")  # settings that change how long a result takes, not what it is
 
@@ -57,7 +57,7 @@ def localize(
         it again.
 
     Raises:
-        UsageError: There is no prompt, or statistics or threshold are of another model.
+        UsageError: There is no prompt, statistics or threshold are of another model, or the threshold of another look.
         Unsupported: See `value_layers`.
     """
     if not prompts:
@@ -65,7 +65,7 @@ def localize(
     config = config or LocalizationConfig()
     identity = model.digest()
     statistics.check(value_layers(model.denoiser, scope=config.scope), identity)
-    check_threshold(threshold, identity)
+    check_threshold(threshold, identity, look_of(model, config.detection))
     about = {
         "model": identity,
         "statistics": _statistics_digest(statistics),
@@ -150,8 +150,13 @@ def detect_resumably(
     return scores
 
 
-def check_threshold(threshold: Threshold, identity: str) -> None:
-    """Refuse a threshold that was calibrated on another model.
+def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
+    """Refuse a threshold that was calibrated on another model, or by looking at prompts in another way.
+
+    Args:
+        threshold: The threshold; what it does not say of itself is not checked.
+        identity: Digest of the model.
+        look: How prompts are to be looked at, from `look_of`.
 
     Raises:
         UsageError: It was.
@@ -160,6 +165,13 @@ def check_threshold(threshold: Threshold, identity: str) -> None:
         raise UsageError(
             f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",
             cure="Calibrate it on this one: netweight forget detect --ordinary.",
+        )
+    others = {name: value for name, value in (threshold.look or {}).items() if look.get(name) != value}
+    if others:
+        told = ", ".join(f"{name} {value}, not {look.get(name)}" for name, value in others.items())
+        raise UsageError(
+            f"The threshold was calibrated in another way: {told}.",
+            cure="Give the same settings here, or calibrate it with these: netweight forget detect --ordinary.",
         )
 
 

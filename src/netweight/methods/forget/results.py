@@ -16,7 +16,14 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.layers import ValueLayer
 from netweight.store.atomic import whole_file
 
-__all__ = ["Localization", "read_neurons", "read_published", "write_published", "write_results"]
+__all__ = [
+    "Localization",
+    "read_localizations",
+    "read_neurons",
+    "read_published",
+    "write_published",
+    "write_results",
+]
 
 Status = Literal["resolved", "unresolved", "not memorized", "failed"]
 
@@ -125,15 +132,29 @@ def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Un
     Raises:
         UsageError: The file cannot be read or holds no neurons.
     """
-    path = Path(path)
+    found, model = _read(Path(path), layers)
+    return found if isinstance(found, Units) else _union(found), model
+
+
+def read_localizations(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
+    """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone.
+
+    Raises:
+        UsageError: The file cannot be read or holds no neurons.
+    """
+    found, _ = _read(Path(path), layers)
+    return [] if isinstance(found, Units) else found
+
+
+def _read(path: Path, layers: Mapping[str, ValueLayer]) -> tuple[Units | list[Localization], str | None]:
     if path.suffix == ".csv":
-        return _union(read_published(path, layers)), None
+        return read_published(path, layers), None
     try:
         text = path.read_text()
         content = json.loads(text)
         if "prompts" not in content:
             return Units.from_json(text), None
-        return _union([Localization.from_json(each) for each in content["prompts"]]), content["model"]
+        return [Localization.from_json(each) for each in content["prompts"]], content["model"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(
             f"The neurons in {path} cannot be read: {error}.", cure="Give a file of netweight forget localize."

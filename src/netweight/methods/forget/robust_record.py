@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from netweight.core.digest import canonical_json
-from netweight.errors import CorruptBlob
 from netweight.probe.diffusion import Text
-from netweight.store.atomic import whole_file
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+from netweight.store.record import read_record, write_record
 
 __all__ = ["HardenRecord", "HardenState", "RoundLog"]
 
@@ -66,10 +63,7 @@ class HardenRecord:
         Raises:
             OutputFailed: The place cannot be written.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path, overwrite=True) as file:
-            file.write(canonical_json({"version": _VERSION, **asdict(self)}, allow_nan=True).encode())
+        write_record(path, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -79,14 +73,11 @@ class HardenRecord:
             CorruptBlob: The file holds none of this version.
             OSError: It cannot be read.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-            if values.pop("version") != _VERSION:
-                raise KeyError("version")
-            rounds = tuple(RoundLog(**entry) for entry in values.pop("rounds"))
-            return cls(rounds=rounds, **values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptBlob(f"{path} holds no record of version {_VERSION} of a hardened model.") from error
+
+        def made(values: dict[str, Any]) -> Self:
+            return cls(rounds=tuple(RoundLog(**entry) for entry in values.pop("rounds")), **values)
+
+        return read_record(path, made, version=_VERSION, of="a hardened model")
 
 
 @final

@@ -132,7 +132,7 @@ class Statistics:
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise CorruptBlob(
                 f"{path} holds no statistics of version {_VERSION}: {error}.",
-                cure="Make it anew; a published .pt file is read by Statistics.read_published.",
+                cure="Make it with netweight forget statistics; the name of a published file must end in .pt.",
             ) from None
         return cls(means, deviations, about["prompts"], about["model"])
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-from netweight.core.digest import canonical_json
-from netweight.errors import CorruptBlob
 from netweight.methods.immunize.backward import TermLog
-from netweight.store.atomic import whole_file
+from netweight.store.record import read_record, write_record
 
 __all__ = ["Record", "StepLog"]
 
@@ -71,9 +68,7 @@ class Record:
         Raises:
             OutputFailed: The place cannot be written.
         """
-        values = {"version": _VERSION, **asdict(self)}
-        with whole_file(Path(path), overwrite=True) as file:
-            file.write(canonical_json(values, allow_nan=True).encode())
+        write_record(path, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -83,11 +78,8 @@ class Record:
             CorruptBlob: The file holds none of this version.
             OSError: It cannot be read.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-            if values.pop("version") != _VERSION:
-                raise KeyError("version")
-            steps = [StepLog.from_json(step) for step in values.pop("steps")]
-            return cls(steps=steps, **values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptBlob(f"{path} holds no record of version {_VERSION} of an immunized model.") from error
+
+        def made(values: dict[str, Any]) -> Self:
+            return cls(steps=[StepLog.from_json(step) for step in values.pop("steps")], **values)
+
+        return read_record(path, made, version=_VERSION, of="an immunized model")

@@ -68,7 +68,12 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, TypeError, ValueError, SyntaxError) as error:
-        raise UsageError(f"{name} is no picture that Pillow can read: {error}", cure="Remove or repair it.") from error
+        reason = str(error).rstrip(".")
+        if "BytesIO" in reason:  # Pillow names what it was given, not what it is
+            reason = "its bytes are of no known format"
+        raise UsageError(
+            f"{name} is no picture that Pillow can read: {reason}.", cure="Remove or repair it."
+        ) from error
 
 
 def _open(source: Any, name: str) -> Any:

@@ -1,0 +1,190 @@
+"""What painted images say of an edit: copies before and after, what they were diverted to, and the cost to others.
+
+Verdicts say "suppressed for this prompt" and never "erased": other embeddings may bring an image back, which is for the
+search of `attacks/embedding_search` to say.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from netweight.evidence.copy_metrics import (
+    COPY,
+    PromptCopies,
+    copies_of_prompt,
+    copy_findings,
+    similarity,
+    similarity_to_memorized,
+)
+from netweight.evidence.descriptors import CenteredPixels, Descriptor
+from netweight.evidence.finding import Finding
+from netweight.evidence.foreground import region_copies, region_findings
+from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.methods.forget.painting import Painted
+
+__all__ = ["Alignment", "ImagesConfig", "copies", "image_findings", "verdicts"]
+
+
+class Alignment(Protocol):
+    """How well images follow prompts, such as CLIP of `integrations/clip.py`.
+
+    Attributes:
+        name: What reports call it.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - said above
+
+    def alignment(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return how well each image follows its prompt, shape `(n,)`."""
+
+
+@final
+@dataclass(frozen=True)
+class ImagesConfig:
+    """How images are compared.
+
+    Attributes:
+        descriptor: What turns images into vectors; None takes centered pixels, for a template on the part that stays.
+        threshold: Similarity from which an image is a copy.
+        alignment: What tells how well images follow prompts; None leaves that out.
+    """
+
+    descriptor: Descriptor | None = None
+    threshold: float = COPY
+    alignment: Alignment | None = None
+
+    @property
+    def measure(self) -> str:
+        """What similarities are called."""
+        return (self.descriptor or CenteredPixels()).name
+
+
+def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig) -> list[PromptCopies]:
+    """Compare the images of every memorized prompt with its training image, all others, and the unedited generation.
+
+    Args:
+        painted: Whose memorized prompts and original images these are.
+        images: By prompt: `painted.edited`, for one.
+        config: How.
+    """
+    return [
+        copies_of_prompt(
+            each, images[each.prompt], painted.memorized, descriptor=config.descriptor,
+            unedited=painted.original[each.prompt],
+        )
+        for each in painted.memorized
+    ]  # fmt: skip
+
+
+def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list[Finding]:
+    """Return what an edit did to images: those of the original are the baseline of each finding.
+
+    Args:
+        painted: The images.
+        config: How they are compared.
+        seed: Of the bootstrap.
+
+    Returns:
+        How many prompts are suppressed; for verbatim and template images apart, similarities and copies seed by seed,
+        whole and by region; the same of controls; what became of ordinary prompts; alignment if it is measured.
+
+    Raises:
+        UsageError: There is no memorized prompt, or images differ in size or number.
+        MissingExtra: scipy, which the intervals need, is not installed.
+    """
+
+    def of(images: Mapping[str, Tensor]) -> list[Finding]:
+        rows = copies(painted, images, config)
+        regions = [region_copies(each, images[each.prompt]) for each in painted.memorized]
+        found = copy_findings(rows, measure=config.measure, threshold=config.threshold, seed=seed)
+        return [*found, *region_findings(regions, threshold=config.threshold)]
+
+    before = {finding.name: finding.value for finding in of(painted.original)}
+    told = verdicts(painted, config)
+    suppressed = sum(words.startswith("suppressed") for words in told.values())
+    findings = [Finding("prompts suppressed", suppressed, n=len(told), better="higher", detail={"each": told})]
+    findings += [replace(finding, baseline=before.get(finding.name)) for finding in of(painted.edited)]
+    for name, images in painted.controls.items():
+        beside = [finding for finding in of(images) if "training image" in finding.name]
+        findings += [replace(each, name=f"{each.name}, {name}", better=None) for each in beside]
+    if painted.ordinary:
+        findings += _ordinary(painted, config, seed)
+    if config.alignment is not None:
+        findings += _alignment(painted, config.alignment)
+    return findings
+
+
+def verdicts(painted: Painted, config: ImagesConfig) -> dict[str, str]:
+    """Say in plain words what the edit did to each memorized prompt: by prompt."""
+    before = copies(painted, painted.original, config)
+    after = copies(painted, painted.edited, config)
+    return {row.prompt: _words(row, old, config.threshold) for row, old in zip(after, before, strict=True)}
+
+
+def _words(after: PromptCopies, before: PromptCopies, threshold: float) -> str:
+    count, had, seeds = after.copies(threshold), before.copies(threshold), len(after.to_image)
+    others = sum(
+        value >= threshold and nearest != after.prompt
+        for value, nearest in zip(after.nearest, after.nearest_prompt, strict=True)
+    )
+    diverted = f"; {others} of {seeds} images copy another memorized one" if others else ""
+    if not had:
+        return f"not copied before the edit: {count} of {seeds} images copy it now{diverted}"
+    name = "not suppressed" if count else "suppressed for this prompt"
+    return f"{name}: {count} of {seeds} images copy it, {had} before{diverted}"
+
+
+def _ordinary(painted: Painted, config: ImagesConfig, seed: int) -> list[Finding]:
+    """What became of prompts that are not memorized."""
+    looking = config.descriptor or CenteredPixels()
+    same = {
+        prompt: statistics.median(
+            similarity(looking, painted.edited[prompt], painted.original[prompt]).diagonal().tolist()
+        )
+        for prompt in painted.ordinary
+    }
+    values = list(same.values())
+    ci95 = bootstrap(values, "median", seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
+    title = f"{config.measure}, ordinary prompts"
+    return [
+        Finding(
+            f"{title}, to the unedited generation", statistics.median(values), ci95=ci95, n=len(values),
+            better="higher", seeds=(seed,), detail={"each": same},
+        ),
+        replace(
+            _copied(f"{title}, images that copy any memorized image", painted, painted.edited, config),
+            baseline=_copied("", painted, painted.original, config).value,
+        ),
+    ]  # fmt: skip
+
+
+def _copied(title: str, painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig) -> Finding:
+    made = torch.cat([images[prompt] for prompt in painted.ordinary])
+    nearest = similarity_to_memorized(made, painted.memorized, descriptor=config.descriptor).amax(1)
+    share = proportion(int((nearest >= config.threshold).sum()), len(nearest))
+    return Finding(title or "copies", share.estimate, ci95=share.ci95, n=len(nearest), better="lower")
+
+
+def _alignment(painted: Painted, measure: Alignment) -> list[Finding]:
+    groups = {"memorized prompts": [each.prompt for each in painted.memorized], "ordinary prompts": painted.ordinary}
+    findings = []
+    for name, prompts in groups.items():
+        if not prompts:
+            continue
+        means = []
+        for images in (painted.edited, painted.original):
+            asked = [prompt for prompt in prompts for _ in images[prompt]]
+            means.append(float(measure.alignment(torch.cat([images[prompt] for prompt in prompts]), asked).mean()))
+        findings.append(
+            Finding(
+                f"{measure.name}, {name}, alignment", means[0], n=len(asked), better="higher", baseline=means[1],
+            )
+        )  # fmt: skip
+    return findings

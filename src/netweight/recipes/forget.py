@@ -1,0 +1,82 @@
+"""`forget` and the attack `embedding` in recipes: neurons switched off, images looked at, and a search for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Report, read_report
+from netweight.methods.forget.audit import DETECTION, NEURONS, SEARCH, TREATMENT
+from netweight.recipes.attacks import Attack, Target, register_attack
+from netweight.recipes.treatments import Treatment, register
+from netweight.zoo.embedding_attack import FolderSearch
+from netweight.zoo.forgotten_pipeline import FolderForgetting, forget_folder
+
+__all__ = ["EMBEDDING", "FORGET"]
+
+_SEED = 0
+"""Of the first image and of the random neurons that an edit is compared with."""
+
+
+def _forget(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:
+    forget_folder(source, destination, settings, progress=progress)
+
+
+def _examine(
+    audit: str, destination: Path, source: Path, settings: FolderForgetting, progress: Progress
+) -> tuple[Any, Any]:
+    """Gather what an audit looks at; painted images and their section of the report stay beside the folder."""
+    from netweight.zoo.forget_audit import localized, scored, shown
+
+    beside = _beside(destination)
+    if audit == DETECTION:
+        return scored(source, settings, folder=beside, progress=progress), None
+    if audit == NEURONS:
+        found = localized(destination)
+        if found is None:
+            raise UsageError(f"{destination} holds no record of what was localized.", cure="Make it again.")
+        return found, None
+    return shown(source, destination, settings, folder=beside, seed=_SEED, progress=progress)
+
+
+def _illustrate(destination: Path, number: int, report: Report) -> None:
+    """Show the images that the audit painted; its findings stand in the step's section."""
+    folder = _beside(destination)
+    if (folder / "report.json").is_file():
+        for section in read_report(folder).sections:
+            titled = {"title": f"{number}. {section.title}", "findings": (), "treatment": None, "missing_audits": ()}
+            report.include(section.model_copy(update=titled))
+
+
+def _beside(destination: Path) -> Path:
+    return destination.with_name(f"{destination.name}-images")
+
+
+def _search(target: Target, settings: FolderSearch, report: Report, progress: Progress) -> list[Finding]:
+    from netweight.attacks.embedding_search.comparison import compare
+    from netweight.attacks.embedding_search.showing import add_section
+    from netweight.zoo.embedding_attack import prepare
+
+    prepared = prepare(dataclasses.replace(settings, base=settings.base or target.before), target.model)
+    folder = target.output / "embedding"
+    found = compare(
+        prepared.subjects, prepared.targets, prepared.unrelated, prepared.settings, seeds=[target.seed],
+        similarity=prepared.similarity, measure=prepared.measure, folder=folder, progress=progress,
+    )  # fmt: skip
+    report.summary = f"{report.summary} Brought back means: {prepared.goal}.".strip()
+    return add_section(
+        report, found, prepared.targets, prepared.wanted, folder=folder, seed=target.seed, title=target.title
+    )
+
+
+FORGET = Treatment(
+    TREATMENT, FolderForgetting, home="netweight.methods.forget.audit", apply=_forget, examine=_examine,
+    by_attack={SEARCH: "embedding"}, illustrate=_illustrate,
+)  # fmt: skip
+register(FORGET)
+EMBEDDING = Attack("embedding", FolderSearch, _search)
+register_attack(EMBEDDING)

@@ -1,0 +1,168 @@
+"""Forgetting from end to end on the pipeline that comes with the package: recipe, audit and hardening, resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+pytest.importorskip("scipy", reason="scipy is in the evidence extra")
+
+from netweight.cli import netweight
+from netweight.evidence.image_files import write_png
+from netweight.evidence.report import read_report
+from netweight.zoo.captioned_shapes import ShapesWorld
+from netweight.zoo.small_diffusion import SHAPES_FOLDER
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+WORLD = ShapesWorld()
+LOOK = "look_seeds: 3, look_steps: 5, images: 2, guidance: 3, steps: 4"
+SEARCH = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
+
+
+def write_tables(folder):
+    lines = ["prompt,image,kind"]
+    for number, each in enumerate((WORLD.planted[0], WORLD.planted[3], WORLD.planted[6])):
+        write_png(folder / f"{number}.png", each.picture)
+        lines.append(f"{each.caption},{number}.png,{each.kind}")
+    (folder / "targets.csv").write_text("\n".join(lines) + "\n")
+    (folder / "ordinary.txt").write_text("\n".join(WORLD.ordinary_captions[:8]))
+
+
+def call(*arguments, code=(0,)):
+    answer = CliRunner().invoke(netweight, [*map(str, arguments), "--json"])
+    assert answer.exit_code in code, answer.output
+    return json.loads(answer.stdout)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The recipe, run in a folder of its own, and what it said."""
+    folder = tmp_path_factory.mktemp("forget")
+    write_tables(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        text = (RECIPES / "forget.yaml").read_text()
+        text = text.replace("images: 8", LOOK).replace("{steps: 200, restarts: 2}", SEARCH)
+        Path("recipe.yaml").write_text(text)
+        result = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
+        again = call("run", "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", "out")
+    return folder, result, again
+
+
+def test_one_recipe_forgets_looks_and_searches(done):
+    folder, result, again = done
+    forgotten, searched = result["steps"]
+    assert list(forgotten["findings"]) == ["detection", "neurons", "images"]
+    named = {finding["name"]: finding for finding in forgotten["findings"]["images"]}
+    assert named["prompts suppressed"]["n"] == 3
+    assert named["NCC, seeds that copy the training image, verbatim"]["baseline"] == 1
+    assert "NCC, seeds that copy the training image, template" in named
+    assert any("random neurons" in name for name in named)
+    first, images, second = read_report(folder / "out").sections
+    assert (first.missing_audits, first.audits) == ((), ("detection", "neurons", "images", "embedding search"))
+    assert (images.title, images.figures[0].kind) == ("1. Images before and after the edit", "png")
+    assert (images.missing_audits, images.findings) == ((), ())
+    assert (second.title, len(second.figures)) == ("2. attack: embedding", 3)
+    assert {"original", "edited"} <= {row[0] for row in second.tables[0].rows}
+    assert again["steps"][0]["remembered"]
+    assert again["steps"][0]["findings"] == forgotten["findings"]
+    assert again["steps"][1]["findings"] == searched["findings"]
+    record = json.loads((folder / forgotten["path"] / "forget" / "001.json").read_text())
+    assert len(record["thresholds"]["found"]) == 3
+    assert all(each["threshold"] > 0 for each in record["thresholds"]["found"])
+    assert record["prompts"]
+    assert not [path for path in (folder / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
+    folder, result, _ = done
+    monkeypatch.chdir(folder)
+    text = (RECIPES / "attack-embedding.yaml").read_text().replace("BASE", str(SHAPES_FOLDER))
+    Path("attack.yaml").write_text(text.replace("{steps: 200, restarts: 2}", SEARCH))
+    edited = result["steps"][0]["path"]
+    (alone,) = call("run", "attack.yaml", "--subject", edited, "--output", "alone")["steps"]
+    assert {finding["name"] for finding in alone["findings"]["embedding"]} >= {"planted images brought back, edited"}
+    Path("wrong.yaml").write_text(
+        text.replace("{steps: 200, restarts: 2}", "{stepz: 200}").replace("targets.csv", "nowhere.csv")
+    )
+    answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
+    assert answer.exit_code == 2
+    assert "targets: Path does not point to a file" in answer.stderr
+    Path("wrong.yaml").write_text(text.replace("{steps: 200, restarts: 2}", "{stepz: 200}"))
+    answer = CliRunner().invoke(netweight, ["run", "wrong.yaml", "--subject", edited])
+    assert "A search has no setting 'stepz'. Nearest: steps" in answer.stderr
+
+
+def audit(folder, edited, out, *more, code=(0,)):
+    return call(
+        "forget", "audit", edited, "--base", SHAPES_FOLDER, "--targets", folder / "targets.csv", "--ordinary",
+        folder / "ordinary.txt", "--out", out, "--per-prompt", 2, "--look-seeds", 2, "--guidance", 3,
+        "--generation-steps", 4, *more, code=code,
+    )  # fmt: skip
+
+
+def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_what_it_painted(done, tmp_path):
+    folder, result, _ = done
+    edited = folder / result["steps"][0]["path"]
+    found = audit(folder, edited, tmp_path, "--no-search")
+    assert set(found["suppressed"]) == {WORLD.planted[number].caption for number in (0, 3, 6)}
+    assert found["searched"] == {}
+    images, detection, neurons = read_report(tmp_path).sections
+    assert images.missing_audits == ("embedding search",)
+    assert (detection.title, neurons.title) == ("Detection", "Neurons")
+    painted = {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()}
+    assert len(painted) == 2 * (3 + 8) + 3  # two models, prompts and ordinary ones; and random neurons
+    search = ("--steps", 1, "--restarts", 1, "--draws", 1, "--images", 1, "--threshold", 0.99)
+    found = audit(folder, edited, tmp_path, *search)
+    assert "survived searches" in found["searched"]["edited"] or "brought back" in found["searched"]["edited"]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "painted").iterdir()} == painted
+    sections = read_report(tmp_path).sections
+    assert sections[0].missing_audits == ()
+    assert len(sections) == 4
+
+
+def test_hardening_writes_an_ordinary_folder_with_its_record(done, tmp_path):
+    folder, _, _ = done
+    hard = ("forget", "harden", SHAPES_FOLDER, tmp_path / "hard", "--targets", folder / "targets.csv", "--ordinary",
+            folder / "ordinary.txt", "--rounds", 1, "--steps", 1, "--batch", 2, "--search-steps", 1, "--restarts", 1,
+            "--generation-steps", 2)  # fmt: skip
+    found = call(*hard)
+    assert found["before"] != found["after"]
+    assert len(found["rounds"]) == 1
+    record = json.loads((tmp_path / "hard" / "forget" / "harden.json").read_text())
+    assert record["settings"]["search"]["error"] == "velocity"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hard"]
+    assert "exists already" in call(*hard, code=(2,))["error"]["message"]
+    (tmp_path / "few.txt").write_text("a red square\n")
+    few = [tmp_path / "few.txt" if part == folder / "ordinary.txt" else part for part in hard]
+    few[3] = tmp_path / "other"
+    assert "at least 4 are needed" in call(*few, code=(2,))["error"]["message"]
+
+
+def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
+    folder, result, _ = done
+    edited = folder / result["steps"][0]["path"]
+    table = folder / "wrong.csv"
+    table.write_text("prompt,image,kind\n,0.png,verbatim\nb,none.png,\nc,0.png,exact\n")
+    wrong = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
+    for part in ("has 3 rows", "line 2: no prompt", "line 3: there is no file", "line 4: kind is 'exact'"):
+        assert part in wrong
+    table.write_text("caption,image\na,0.png\n")
+    column = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]
+    assert "no column 'prompt'" in column["message"]
+    assert column["cure"] == "Rename one in the table; it has: caption, image."
+    (folder / "broken.png").write_bytes(b"no picture")
+    table.write_text("prompt,image\na,broken.png\n")
+    broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
+    assert broken.endswith("line 2 is no picture that Pillow can read: its bytes are of no known format.")
+    base = audit(folder, edited, tmp_path / "out", "--base", edited, code=(2,))["error"]["message"]
+    assert "was not made of this base" in base
+    both = tmp_path / "both.txt"
+    both.write_text("\n".join([WORLD.planted[0].caption, *WORLD.ordinary_captions[:5]]))
+    wrong = audit(folder, edited, tmp_path / "out", "--ordinary", both, code=(2,))["error"]["message"]
+    assert "among the ordinary and the memorized" in wrong
+    assert not (tmp_path / "out").exists()
