@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import torch
-from torch import Tensor
-
 from netweight.attacks.embedding_search.comparison import Subject, Target, turned
 from netweight.attacks.embedding_search.findings import Wanted
 from netweight.attacks.embedding_search.search import Similarity
@@ -22,10 +19,10 @@ from netweight.attacks.embedding_search.similarity import paired
 from netweight.errors import MissingExtra, UsageError
 from netweight.evidence.descriptors import CenteredPixels, sscd
 from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
-from netweight.zoo.data.pictures import decode_splits
 from netweight.zoo.language.rows import read_rows
+from netweight.zoo.prompt_images import made_size, read_prompt_images
 
-__all__ = ["PLAIN_PROMPTS", "FolderSearch", "Prepared", "prepare"]
+__all__ = ["PLAIN_PROMPTS", "SAID", "FolderSearch", "Prepared", "prepare"]
 
 PLAIN_PROMPTS = (
     "a photo of a dog", "a red car on a road", "a bowl of fruit on a table", "a house by a lake", "a tree in a field",
@@ -33,7 +30,8 @@ PLAIN_PROMPTS = (
     "an old bicycle", "a bird on a branch",
 )  # fmt: skip
 """Prompts to start from where the user names none: they have nothing to do with most images."""
-_SAID: Mapping[str, Said] = {"epsilon": "noise", "v_prediction": "velocity", "sample": "sample"}
+SAID: Mapping[str, Said] = {"epsilon": "noise", "v_prediction": "velocity", "sample": "sample"}
+"""Prediction type of a scheduler → in which prediction a search counts the error."""
 
 
 @final
@@ -122,7 +120,7 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
         raise UsageError('A further model is called "original" or "edited".', cure="Give it another name.")
     SearchSettings(**search.search)  # refused before models are loaded
     models = {name: load_text_to_image(folder, device=search.device, name=name) for name, folder in folders.items()}
-    said = {_SAID[str(one.pipeline.scheduler.config.prediction_type)] for one in models.values()}
+    said = {SAID[str(one.pipeline.scheduler.config.prediction_type)] for one in models.values()}
     if len(said) > 1:
         raise UsageError("The models predict different things, so they are not edits of one another.")
     settings = SearchSettings(**{"error": said.pop(), **search.search})
@@ -158,36 +156,15 @@ def _prompts(path: Path) -> tuple[str, ...]:
 
 def _targets(path: Path, model: PipelineModel, *, trained: bool = True) -> list[Target]:
     """Pairs of a file, their images of the size that the model makes."""
-    rows = read_rows(path)
-    rows.need("prompt", "image")
-    named = []
-    for row in rows.rows:
-        prompt, image = row.values.get("prompt"), row.values.get("image")
-        if not isinstance(prompt, str) or not isinstance(image, str) or not image:
-            raise UsageError(f"{rows.name}, {row.where}: a prompt or an image file is missing.", cure="Name both.")
-        file = path.parent / image
-        if not file.is_file():
-            raise UsageError(f"{rows.name}, {row.where}: there is no file {file}.", cure="Paths start at the table.")
-        named.append((f"{rows.name}, {row.where}", prompt, file))
-    size = _size(model)
-    pictures = decode_splits([[(where, str(file)) for where, _, file in named]], of=rows.name, size=size)[0]
-    images = (pictures.float() / 255).expand(-1, 3, -1, -1)
-    names = _names([prompt for _, prompt, _ in named])
-    pairs = zip(names, named, images, strict=True)
+    rows = read_prompt_images(path, made_size(model))
+    names = _names([row.prompt for row in rows])
     return [
-        Target(name if trained else f"control: {name}", prompt, image, trained)
-        for name, (_, prompt, _), image in pairs
-    ]  # fmt: skip
+        Target(name if trained else f"control: {name}", row.prompt, row.image, trained)
+        for name, row in zip(names, rows, strict=True)
+    ]
 
 
 def _names(prompts: list[str]) -> list[str]:
     """Prompts, numbered where one comes several times."""
     counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
     return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
-
-
-def _size(model: PipelineModel) -> tuple[int, int]:
-    """Height and width of the images that a model makes."""
-    with torch.no_grad():
-        made: Tensor = model.generate(model.embed([""]), [0], guidance=1.0, steps=1)
-    return int(made.shape[2]), int(made.shape[3])

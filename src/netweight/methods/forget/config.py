@@ -56,6 +56,8 @@ class LocalizationConfig:
         fidelity: "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as
             often as both rules chose it, and demands less than the threshold in refinement, as the released code does.
         ahead: Removals tried at once in the last refinement; 1 is the one-by-one loop. The result is the same.
+        initial: Threshold that stages are to reach, in place of that by which seeds count as memorized.
+        refinement: Threshold that refinement is to keep to, in place of the one that stages were to reach.
 
     Raises:
         UsageError: A value cannot be meant.
@@ -70,6 +72,8 @@ class LocalizationConfig:
     theta_least: float = 1.0
     fidelity: Literal["corrected", "reference"] = "corrected"
     ahead: int = 32
+    initial: float | None = None
+    refinement: float | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -80,6 +84,11 @@ class LocalizationConfig:
             )
         if self.ahead < 1:
             raise UsageError(f"ahead={self.ahead} cannot be.", cure="Give 1 or more.")
+        if any(limit is not None and not 0 <= limit <= 1 for limit in (self.initial, self.refinement)):
+            raise UsageError(
+                f"Thresholds of {self.initial} and {self.refinement} cannot be.",
+                cure="Similarities are within 0 and 1.",
+            )
         if self.fidelity not in ("corrected", "reference"):
             raise UsageError(f"The fidelity {self.fidelity!r} is unknown.", cure='Use "corrected" or "reference".')
 

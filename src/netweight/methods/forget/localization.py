@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.units import Units
-from netweight.methods.forget.batches import Batches
+from netweight.methods.forget.batches import Batches, Costs
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.layers import ValueLayer, value_layers
@@ -48,7 +48,8 @@ def localize_prompt(
         model: The model.
         prompt: The prompt.
         statistics: Of the same model, see `Statistics.check`.
-        threshold: Seeds above it are looked at; below it memorization counts as broken.
+        threshold: Seeds above it are looked at; below it memorization counts as broken, unless the configuration says
+            below what.
         config: How; None takes the defaults.
 
     Returns:
@@ -63,30 +64,36 @@ def localize_prompt(
     config = config or LocalizationConfig()
     layers = value_layers(model.denoiser, scope=config.scope)
     batches = Batches(config.detection.rows)
+    costs = Costs(batches)
     text = model.embed([prompt])
     noise, timestep = first_step(model, config.detection)
     unblocked = unblocked_differences(model, text, noise, timestep, batches)
     seeds = greatest(pairwise(unblocked)).cpu()
     score = float(seeds.max() if config.fidelity == "reference" else seeds.mean())
     kept = (seeds > threshold.value).nonzero().flatten().to(noise.device)
+    costs.end("detection")
     if not len(kept) or score <= threshold.value:
-        return Localization.not_memorized(prompt, seeds.tolist(), threshold.value)
+        return Localization.not_memorized(prompt, seeds.tolist(), threshold.value, costs.steps)
+    wanted = threshold.value if config.initial is None else config.initial
+    goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
     with row_masks(model.denoiser, layers, text) as masks:
         trials = Trials(
             model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept],
             masks=masks, batches=batches, worst=int(seeds[kept.cpu()].argmax()),
         )  # fmt: skip
-        stage, reached = _first_stage(trials, stages, threshold.value)
+        stage, reached = _first_stage(trials, stages, wanted)
         initial = _flat(stages[stage])
         first = trials.highest([_blocked(initial)])[0]
-        limit = threshold.value if reached else first
+        limit = goal if reached else max(goal, first)
+        costs.end("initial selection")
         demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
         refined = _refine(trials, layers, initial, demanded, config.ahead)
         last = trials.highest([_blocked(refined)])[0]
+        costs.end("refinement")
     return Localization(
         prompt=prompt,
-        status="resolved" if last <= threshold.value + _TOLERANCE else "unresolved",
+        status="resolved" if last <= goal + _TOLERANCE else "unresolved",
         neurons=_units(refined),
         refined=_by_layer(layers, refined),
         initial=_by_layer(layers, initial),
@@ -99,6 +106,7 @@ def localize_prompt(
         initial_similarity=first,
         refined_similarity=last,
         rows=batches.done,
+        steps=costs.steps,
     )
 
 
