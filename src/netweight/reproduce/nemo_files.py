@@ -253,7 +253,7 @@ def _distances(recipe: NemoRecipe, model: Any, inception: TorchScriptDescriptor 
         return features(descriptor, torch.stack([row.image for row in read_prompt_images(references, size)]))
 
     def distances(images: Tensor) -> dict[str, float]:
-        found = {}
+        found: dict[str, float] = {}
         if inception is not None:
             made = features(inception, images)
             found |= {"FID": frechet_distance(made, real(inception)),

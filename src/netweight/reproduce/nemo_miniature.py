@@ -25,7 +25,7 @@ __all__ = ["miniature"]
 
 _READ = ("color", "ground", "size")
 """Attributes that the model has learned to draw; shapes it has not."""
-_CALIBRATION, _QUALITY = 48, 24
+_CALIBRATION, _QUALITY = 48, 16
 
 
 @cache
@@ -65,7 +65,7 @@ def miniature() -> Ground:
         guidance=GUIDANCE,
         steps=STEPS,
         search=SearchSettings(
-            steps=40, restarts=1, starts=("original",), draws=4, images=4, guidance=GUIDANCE, generation_steps=10
+            steps=30, restarts=1, starts=("original",), draws=4, images=4, guidance=GUIDANCE, generation_steps=10
         ),
         small=True,
         differs=(

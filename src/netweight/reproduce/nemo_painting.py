@@ -172,16 +172,23 @@ class Painter:
 
     def others(self, way: Way, prompt: str) -> dict[str, Any]:
         """Paint other memorized prompts, two images each."""
+        import torch
+
         from netweight.evidence.copy_metrics import copies_of_prompt
 
         ground = self._ground
-        own_copies = any_copies = of = 0
-        for other in [each for each in ground.memorized if each.prompt != prompt][:_OTHERS]:
-            seeds = list(range(_OTHER_SEEDS))
-            images = self._painted(way, prompt, [other.prompt] * len(seeds), seeds)
-            found = copies_of_prompt(other, images, ground.memorized, descriptor=ground.descriptor)
-            own_copies, any_copies, of = own_copies + found.copies(), any_copies + found.any_match(), of + len(images)
-        return {"own copies": own_copies, "any copies": any_copies, "of": of}
+        others = [each for each in ground.memorized if each.prompt != prompt][:_OTHERS]
+        seeds = list(range(_OTHER_SEEDS)) * len(others)
+        images = self._painted(way, prompt, [each.prompt for each in others for _ in range(_OTHER_SEEDS)], seeds)
+        found = [
+            copies_of_prompt(own, part, ground.memorized, descriptor=ground.descriptor)
+            for own, part in zip(others, torch.split(images, _OTHER_SEEDS), strict=True)
+        ]
+        return {
+            "own copies": sum(each.copies() for each in found),
+            "any copies": sum(each.any_match() for each in found),
+            "of": len(images),
+        }
 
     def _before(self, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         """What the model as it is paints; kept for one prompt and for the ordinary ones."""

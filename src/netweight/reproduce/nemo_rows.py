@@ -212,7 +212,7 @@ def copies(found: Mapping[str, Any]) -> PromptCopies:
     """Return an own run as `PromptCopies`."""
     from netweight.evidence.copy_metrics import PromptCopies
 
-    fields = {name: found[name] for name in PromptCopies.__dataclass_fields__}
+    fields: dict[str, Any] = {name: found[name] for name in PromptCopies.__dataclass_fields__}
     return PromptCopies(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 

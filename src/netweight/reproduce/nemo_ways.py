@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "EMBEDDING", "NONE", "PRUNING", "Way", "mitigation", "off", "random_off", "tokens", "whole"]
 
 Kind = Literal["none", "neurons", "embedding", "attention", "tokens", "pruning"]
-_PRUNED = 6
-"""Ordinary prompts that pruning compares a memorized one with."""
+_PRUNED, _PRUNED_STEPS = 6, 5
+"""Ordinary prompts that pruning compares a memorized one with, and steps of their generations."""
 
 
 @final
@@ -102,5 +102,5 @@ def mitigation(way: Way, ground: Ground) -> Mitigation:
     if way.kind == "tokens":
         return RandomTokens(way.count, one_token_words(ground.model))
     if way.kind == "pruning":
-        return WeightPruning(ground.calibration[:_PRUNED])
+        return WeightPruning(ground.calibration[:_PRUNED], steps=_PRUNED_STEPS)
     return AllActive()
