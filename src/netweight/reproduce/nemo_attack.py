@@ -105,12 +105,14 @@ def attack_one(run: Attack, *, ground: Ground, tell: Callable[[int], None]) -> d
 
 
 def attack_findings(found: Mapping[Attack, Mapping[str, Any]], ground: Ground) -> list[Finding]:
-    """Return how many images came back under search, planted ones and never-trained ones apart."""
+    """Return how many images came back under search, planted and never-trained ones apart; none without a search."""
     from netweight.evidence.statistics import proportion
 
     findings = []
     for what in ("planted", "never trained"):
         runs = {run.prompt: value for run, value in found.items() if run.what == what}
+        if not runs:
+            continue
         back = sum(value["outcome"] == "found" for value in runs.values())
         share = proportion(back, len(runs))
         findings.append(

@@ -106,8 +106,8 @@ class Ground:
 
         Args:
             prompts: So many of the memorized prompts, the first and the last among them.
-            images: So many images per prompt, and seeds of detection; times 3, ordinary prompts that are painted; times
-                5, steps at most of a generation and of a search.
+            images: So many images per prompt, and seeds of detection; times 3, ordinary prompts that are painted, and
+                steps at most of a generation and of a search.
 
         Raises:
             UsageError: There are fewer prompts, or a number is below 2.
@@ -122,11 +122,12 @@ class Ground:
             if images < 2:
                 raise UsageError(f"{images} images per prompt are too few for a try.", cure="Give 2 or more.")
             detection = replace(self.detection, seeds=tuple(range(images)))
-            steps = min(self.steps, 5 * images)
-            search = replace(self.search, steps=5 * images, images=images, generation_steps=steps)
+            few = 3 * images
+            steps = min(self.steps, few)
+            search = replace(self.search, steps=few, images=images, generation_steps=steps)
             ground = replace(
-                ground, images=images, steps=steps, detection=detection, search=search, quality=self.quality[: 3 * images],
-                calibration=self.calibration[: 6 * images], held_out=self.held_out[: 3 * images],
+                ground, images=images, steps=steps, detection=detection, search=search, quality=self.quality[:few],
+                calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],
             )  # fmt: skip
         return ground
 

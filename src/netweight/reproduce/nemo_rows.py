@@ -212,8 +212,11 @@ def copies(found: Mapping[str, Any]) -> PromptCopies:
     """Return an own run as `PromptCopies`."""
     from netweight.evidence.copy_metrics import PromptCopies
 
-    fields: dict[str, Any] = {name: found[name] for name in PromptCopies.__dataclass_fields__}
-    return PromptCopies(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := found[name], list) else value
+        for name in PromptCopies.__dataclass_fields__
+    }
+    return PromptCopies(**fields)
 
 
 def middle(values: Sequence[float]) -> tuple[float | None, float | None]:
