@@ -202,7 +202,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 def test_the_papers_scale_takes_a_recipe(own_model, tmp_path):
     result = run_table(
-        "nemo-table1", scale="paper", out=tmp_path, options={"recipe": own_model / "recipe.yaml", "images": 2}
+        "nemo-table1", scale="paper", out=tmp_path, options={"recipe": own_model / "recipe.yaml", **TINY}
     )
     found = rows(result)
     assert any(name.startswith("NeMo's neurons off") for name in found)

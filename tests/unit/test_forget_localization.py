@@ -155,6 +155,13 @@ def test_thresholds_of_their_own_for_selection_and_refinement(usual, seed, numbe
         assert (found.status == "resolved") == (found.refined_similarity <= goal + TOLERANCE)
 
 
+def test_statistics_of_more_layers_than_are_searched_will_do(usual):
+    seed, prompt, found, config = planted(usual)
+    every = measure_statistics(Planted(seed), ORDINARY, scope="all")
+    assert len(every.means) > len(usual[seed].means)
+    assert localize_prompt(Planted(seed), prompt, every, Threshold(0.6, "given"), config) == found
+
+
 def test_what_each_step_took_adds_up(usual):
     _, _, found, _ = planted(usual)
     assert list(found.steps) == ["detection", "initial selection", "refinement"]

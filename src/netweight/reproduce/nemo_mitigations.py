@@ -59,6 +59,7 @@ def table1(
         findings=(
             *_outcomes(painted, whole_ground=prompts is None and images is None),
             *attack_findings(searches, ground),
+            *_copied(painted),
         ),
         figures=(image_figure(painted, shown, searches, found),),
         tables=(seeds_table(painted),),
@@ -200,6 +201,18 @@ def _outcomes(painted: Painted, *, whole_ground: bool) -> list[Finding]:
                 )
             )
     return findings
+
+
+def _copied(painted: Painted) -> list[Finding]:
+    """Medians and shares with intervals, without a mitigation and with NeMo's neurons off."""
+    from netweight.evidence.copy_metrics import copy_findings
+
+    found = []
+    for line in painted.lines:
+        if line.title in (_BEFORE, _NEMO):
+            rows = [copies(each) for each in painted.own(line).values()]
+            found += copy_findings(rows, measure=f"{line.title}: {painted.ground.measure}")
+    return found
 
 
 def _reading(ground: Ground) -> Sequence[str]:
