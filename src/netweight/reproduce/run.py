@@ -226,7 +226,7 @@ def _summary(result: Reproduction) -> str:
         return "No published numbers are at hand, so there is nothing to lay beside what was measured."
     if numbers.source == _THIRD_PARTY:
         return (
-            f"Statistics of a third-party re-run of “{numbers.paper}” (arXiv {numbers.arxiv}), beside what was measured "
+            f"Statistics of a third-party re-run of “{numbers.paper}” (arXiv {numbers.arxiv}), beside measured ones "
             f"at scale {result.scale}. The published numbers are a third party's, not the paper's."
         )
     return f"{numbers.table} of “{numbers.paper}” (arXiv {numbers.arxiv}) at scale {result.scale}."
