@@ -131,7 +131,7 @@ def test_edits_add_up_and_factors_are_told_apart(out):
     counts = [row["neurons off"] for name, row in rows(added).items() if name.startswith("NeMo")]
     assert counts == sorted(counts)
     assert counts[0] == 0
-    assert any(column.name == "kernel distance of NCC" for column in added.measured.columns)
+    assert any(column.name == "kernel distance of pixels" for column in added.measured.columns)
     scaled = rows(tried("nemo-fig7", out))
     assert scaled["factor 1, verbatim"]["NCC to the unedited generation, median"] == pytest.approx(1)
     assert scaled["factor 0, verbatim"]["neurons off or scaled, median"] > 0

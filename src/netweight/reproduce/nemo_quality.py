@@ -58,13 +58,13 @@ def figure6(
     unions = {count: union(looked[:count]) for count in counts}
     edits = {count: off(units) if count else NONE for count, units in unions.items()}
     drawn = {
-        count: random_off(ground, units, layer_matched=True, seed=_DRAW) if count else NONE
+        count: random_off(ground, units, layer_matched=False, seed=_DRAW) if count else NONE
         for count, units in unions.items()
     }
     ways = [way for way in (*edits.values(), *drawn.values()) if way is not None]
     runs = paint(ground, folder, [_ordinary(ground, way) for way in ways] + [_others(ground, way) for way in ways])
     rows = []
-    for title, each in (("NeMo's neurons", edits), ("random neurons, layer-matched", drawn)):
+    for title, each in (("NeMo's neurons", edits), ("random neurons, equal count", drawn)):
         for count, way in each.items():
             if way is not None:
                 values = (len(unions[count]), *_values(ground, runs, way))
@@ -165,7 +165,7 @@ def _drawn_quality(
     figures = []
     for place, column in enumerate(_quality_columns(ground, runs)):
         series = {}
-        for title, each in (("NeMo's neurons", edits), ("random, layer-matched", drawn)):
+        for title, each in (("NeMo's neurons", edits), ("random neurons", drawn)):
             points = [
                 (len(unions[count]), value)
                 for count, way in each.items()
