@@ -74,14 +74,16 @@ class OneByOne:
         score = max(self.seeds) if self.config.fidelity == "reference" else sum(self.seeds) / len(self.seeds)
         if not kept or score <= self.threshold:
             return None
+        wanted = self.aim if self.config.initial is None else self.config.initial
+        goal = wanted if self.config.refinement is None else self.config.refinement
         theta, top = self.config.theta, 0
         while True:
             blocked = self.choose(theta, top)
             reached = self.score(blocked, kept)
-            if reached <= self.aim or theta == self.config.theta_least:
+            if reached <= wanted or theta == self.config.theta_least:
                 break
             theta, top = theta - self.config.theta_step, top + 1
-        limit = max(reached, self.aim)
+        limit = max(reached, goal) if reached > wanted else goal
         strict = self.config.fidelity == "reference"
 
         def holds(trial):
@@ -154,6 +156,40 @@ def test_the_likeliest_seeds_alone_break_memorization_as_surely(usual, seed, num
     assert left == pytest.approx(found.refined_similarity, abs=1e-5)
     assert left <= max(found.initial_similarity, threshold) + 2 * TOLERANCE
     assert (found.status == "resolved") == (found.refined_similarity <= threshold + TOLERANCE)
+
+
+@given(
+    seed=st.integers(0, 5), number=st.integers(0, 10_000), threshold=st.floats(0.2, 0.6),
+    initial=st.none() | st.floats(0.2, 0.95), refinement=st.none() | st.floats(0.2, 0.95),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_thresholds_of_their_own_for_selection_and_refinement(usual, seed, number, threshold, initial, refinement):
+    config = LocalizationConfig(
+        DetectionConfig(seeds=SEEDS), theta=2.0, theta_step=0.5, initial=initial, refinement=refinement
+    )
+    model, prompt = Planted(seed), f"prompt {number}"
+    expected = OneByOne(model, prompt, usual[seed], threshold, config).run()
+    found = localize_prompt(model, prompt, usual[seed], Threshold(threshold, "given"), config)
+    assert (expected is None) == (found.status == "not memorized")
+    if expected is not None:
+        assert (found.initial, found.refined) == expected[:2]
+        goal = threshold if initial is None else initial
+        goal = goal if refinement is None else refinement
+        assert (found.status == "resolved") == (found.refined_similarity <= goal + TOLERANCE)
+
+
+def test_statistics_of_more_layers_than_are_searched_will_do(usual):
+    seed, prompt, found, config = planted(usual)
+    every = measure_statistics(Planted(seed), ORDINARY, scope="all")
+    assert len(every.means) > len(usual[seed].means)
+    assert localize_prompt(Planted(seed), prompt, every, Threshold(0.6, "given"), config) == found
+
+
+def test_what_each_step_took_adds_up(usual):
+    _, _, found, _ = planted(usual)
+    assert list(found.steps) == ["detection", "initial selection", "refinement"]
+    assert sum(step["rows"] for step in found.steps.values()) == found.rows
+    assert all(step["calls"] >= 1 and step["seconds"] >= 0 for step in found.steps.values())
 
 
 def planted(usual, threshold=0.6, fidelity="corrected"):

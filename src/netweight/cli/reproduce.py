@@ -37,6 +37,11 @@ __all__ = ["reproduce"]
 @click.option(
     "--judge", metavar="MODULE:FUNCTION", help="Your judge, texts to numbers, for the tables that can use one."
 )
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="What the paper's scale is measured on, for the tables whose recipe is in recipes/.",
+)
 @click.option("--only", metavar="PATTERN", help="Measure only these rows, for the tables that run row by row.")
 @click.option("--overwrite", is_flag=True, help="Measure again although a result is there.")
 @output_option
@@ -49,6 +54,7 @@ def reproduce(
     out: Path,
     model: str | None,
     judge: str | None,
+    recipe: Path | None,
     only: str | None,
     overwrite: bool,
     output: Output,
@@ -67,8 +73,9 @@ def reproduce(
         return
     command = f"netweight reproduce {table} --scale {scale}" + (f" --model {model}" if model else "")
     command += f" --judge {judge}" if judge else ""
+    command += f" --recipe {recipe}" if recipe else ""
     command += f" --only {shlex.quote(only)}" if only else ""
-    options = {"model": model, "judge": judge, "only": only}
+    options = {"model": model, "judge": judge, "recipe": recipe, "only": only}
     result = run_table(table, scale=scale, out=out, overwrite=overwrite, options=options, command=command)
     _show(result, output)
     output.result(result.to_json())
@@ -101,7 +108,7 @@ def _show(result: Reproduction, output: Output) -> None:
     numbers = result.published
     where = f"{numbers.table}, {numbers.title}" if numbers else "no published numbers"
     output.line(f"{result.id} ({result.scale}): {where}", bold=True)
-    headers = ["row", "column", "unit", "published", "measured", "difference"]
+    headers = ["row", "column", "unit", result.published_name, "measured", "difference"]
     output.table(headers, [
         (c.row, c.column, c.unit, *(format_number(value) for value in (c.published, c.measured, c.difference)))
         for c in result.comparisons

@@ -13,7 +13,7 @@ from netweight.core.digest import canonical_json
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError
 
-__all__ = ["Chosen", "E", "Entry", "choose", "explain", "unknown_keys"]
+__all__ = ["Chosen", "E", "Entry", "choose", "configured", "explain", "unknown_keys"]
 
 
 class Entry(Protocol):
@@ -32,6 +32,7 @@ class Entry(Protocol):
 
 
 E = TypeVar("E", bound=Entry)
+T = TypeVar("T")
 
 
 @final
@@ -78,7 +79,7 @@ def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: 
         near = ", ".join(nearest_names(str(verb), known, count=2))
         problems.append(f"{where}: there is no {kind} {verb!r}. Nearest: {near}.")
         return None
-    config = _configured(known[verb].config, {} if settings is None else settings, f"{where}.{verb}.", problems)
+    config = configured(known[verb].config, {} if settings is None else settings, f"{where}.{verb}.", problems)
     return None if config is None else Chosen(known[verb], config)
 
 
@@ -110,10 +111,17 @@ def unknown_keys(given: Any, known: list[str], where: str) -> list[str]:
     ]
 
 
-def _configured(kind: type[Any], settings: Any, where: str, problems: list[str]) -> Any:
-    """Check settings against their type; note every problem and return None if there is one."""
+def configured(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | None:
+    """Check settings against their type; note every problem and return None if there is one.
+
+    Args:
+        kind: A frozen dataclass.
+        settings: Its fields as YAML gives them.
+        where: Their place in the recipe, ending with a dot.
+        problems: Receives one line for everything that is wrong.
+    """
     found = unknown_keys(settings, [field.name for field in dataclasses.fields(cast("Any", kind))], where)
-    config = None
+    config: T | None = None
     try:
         config = pydantic.TypeAdapter(kind).validate_python(settings)
     except pydantic.ValidationError as error:

@@ -16,7 +16,7 @@ from netweight.recipes.attacks import Attack, known_attacks
 from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
 from netweight.recipes.treatments import Treatment, known_treatments
 
-__all__ = ["Recipe", "read_recipe"]
+__all__ = ["Recipe", "read_mapping", "read_recipe"]
 
 
 @final
@@ -64,7 +64,16 @@ class _Fields(pydantic.BaseModel):
     seed: int = 0
 
 
-def _load(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, needs: str) -> dict[str, Any]:
+    """Read a YAML file that is a mapping, no key given twice.
+
+    Args:
+        path: The file.
+        needs: What is to be in it, for messages.
+
+    Raises:
+        UsageError: It cannot be read, or is something else.
+    """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
@@ -72,9 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
     if not isinstance(content, dict):
-        raise UsageError(
-            f"The recipe {path} is empty or no mapping.", cure="It needs subject, output, and treatments or attacks."
-        )
+        raise UsageError(f"The recipe {path} is empty or no mapping.", cure=f"It needs {needs}.")
     return content
 
 
@@ -89,7 +96,7 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     Raises:
         UsageError: The file cannot be read, or something in it is wrong; the message lists every problem.
     """
-    content = _load(Path(path))
+    content = read_mapping(Path(path), "subject, output, and treatments or attacks")
     content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
     problems = unknown_keys(content, list(_Fields.model_fields), "")
     if "treatments" not in content and "attacks" not in content:

@@ -9,7 +9,8 @@ from typing import Any
 
 from netweight.evidence.figures import Figure
 from netweight.reproduce.hyperfl_attacks import DATA, IG, ROG, TAILORED, Line, attacked, measured
-from netweight.reproduce.inversion_run import AttackRun, picture
+from netweight.reproduce.inversion_run import AttackRun
+from netweight.reproduce.kept_pictures import picture
 from netweight.reproduce.registry import Measured, Scale, table
 
 __all__ = ["figure5", "figure6", "figure7"]

@@ -6,7 +6,6 @@ server knows model, settings and initial state, and the label, as in the paper. 
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.reproduce.federated_run import images_of
+from netweight.reproduce.kept_pictures import as_text
 from netweight.reproduce.resumed import LEDGER, finished, run_each
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from netweight.methods.federate.threat import Observation
     from netweight.zoo.data import Images
 
-__all__ = ["CLIENTS", "AttackRun", "attack_all", "picture"]
+__all__ = ["CLIENTS", "AttackRun", "attack_all"]
 
 CLIENTS = 20
 """Clients of the attacked federation, each with one image; so many images can be attacked."""
@@ -106,27 +106,9 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
         "objective": found.objective,
         "attack": found.attack,
         "steps": found.steps,
-        "made": _text(made),
-        "truth": _text(truth),
+        "made": as_text(made),
+        "truth": as_text(truth),
     }
-
-
-def picture(text: str, like: tuple[int, int, int]) -> Tensor:
-    """Return a picture of a run, within 0 and 1, shape `(h, w, c)`.
-
-    Args:
-        text: The value "made" or "truth" of a run.
-        like: Channels, height and width.
-    """
-    import torch
-
-    pixels = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-    return pixels.view(like).permute(1, 2, 0) / 255
-
-
-def _text(image: Tensor) -> str:
-    """Return an image of 256 shades as text."""
-    return base64.b64encode((image * 255).round().byte().numpy().tobytes()).decode()
 
 
 def _victim(run: AttackRun, images: Images) -> Run:

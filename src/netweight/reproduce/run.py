@@ -28,6 +28,7 @@ __all__ = ["Comparison", "Reproduction", "compare", "run_table"]
 
 FORMAT = 1
 """Version of result.json."""
+_THIRD_PARTY = "third-party re-run"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class Reproduction:
     measured: Measured
     comparisons: tuple[Comparison, ...]
 
+    @property
+    def published_name(self) -> str:
+        """What the published numbers are called: a third party's are never called the paper's."""
+        third = self.published is not None and self.published.source == _THIRD_PARTY
+        return _THIRD_PARTY if third else "published"
+
     def to_json(self) -> dict[str, Any]:
         """Return what `netweight reproduce --json` prints."""
         return {
@@ -83,6 +90,7 @@ class Reproduction:
             "folder": str(self.folder),
             "reused": self.reused,
             "published": self.published is not None,
+            "source": None if self.published is None else self.published.source,
             "rows": [encode_json(asdict(comparison)) for comparison in self.comparisons],
             "differs": list(self.measured.differs),
             "notes": list(self.measured.notes),
@@ -215,10 +223,13 @@ def write_report(result: Reproduction, *, command: str | None = None) -> Path:
 def _summary(result: Reproduction) -> str:
     numbers = result.published
     if numbers is None:
-        return "The paper prints this without numbers, so there is nothing to lay beside what was measured."
-    third = numbers.source == "third-party re-run"
-    kind = " The published numbers are a third party's, not the paper's." if third else ""
-    return f"{numbers.table} of “{numbers.paper}” (arXiv {numbers.arxiv}) at scale {result.scale}.{kind}"
+        return "No published numbers are at hand, so there is nothing to lay beside what was measured."
+    if numbers.source == _THIRD_PARTY:
+        return (
+            f"Statistics of a third-party re-run of “{numbers.paper}” (arXiv {numbers.arxiv}), beside measured ones "
+            f"at scale {result.scale}. The published numbers are a third party's, not the paper's."
+        )
+    return f"{numbers.table} of “{numbers.paper}” (arXiv {numbers.arxiv}) at scale {result.scale}."
 
 
 def _comparison_table(result: Reproduction) -> Table:
@@ -226,7 +237,7 @@ def _comparison_table(result: Reproduction) -> Table:
     cells: dict[str, list[Any]] = {
         "unit": [c.unit for c in result.comparisons],
         "better": [c.better for c in result.comparisons],
-        "published": [c.published for c in result.comparisons],
+        result.published_name: [c.published for c in result.comparisons],
         "measured": [c.measured for c in result.comparisons],
         "difference": [c.difference for c in result.comparisons],
     }
@@ -236,7 +247,7 @@ def _comparison_table(result: Reproduction) -> Table:
     columns: list[list[Any]] = [first, [c.column for c in result.comparisons], *shown.values()]
     rows = list(zip(*columns, strict=True))
     notes = [*result.measured.notes, *(f"Differs from the paper: {sentence}" for sentence in result.measured.differs)]
-    title = "Published beside measured" if result.published else "Measured"
+    title = f"{result.published_name.capitalize()} beside measured" if result.published else "Measured"
     return Table(title, [ReportColumn(name) for name in ("row", "column", *shown)], rows, notes)
 
 

@@ -1,7 +1,11 @@
-"""Rows through a network in batches that fit: a batch that memory has no room for is halved, and the work goes on."""
+"""Rows through a network in batches that fit: a batch that memory has no room for is halved, and the work goes on.
+
+`Costs` says what parts of such work took.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from netweight.errors import UsageError
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "Costs"]
 
 
 @final
@@ -23,6 +27,7 @@ class Batches:
     Attributes:
         rows: As given, or less after memory ran out.
         done: Rows computed so far.
+        calls: Calls that computed them; one that memory had no room for does not count.
 
     Raises:
         UsageError: `rows` is below 1.
@@ -33,6 +38,7 @@ class Batches:
             raise UsageError(f"Batches of {rows} rows cannot be.", cure="Give at least 1.")
         self.rows = rows
         self.done = 0
+        self.calls = 0
 
     def run(self, function: Callable[[slice], Tensor], count: int) -> Tensor:
         """Compute rows 0 to `count` and join them.
@@ -59,9 +65,40 @@ class Batches:
                 results_lost = False
                 start = part.stop
                 self.done += part.stop - part.start
+                self.calls += 1
             if results_lost and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # after the except block, so that the failed batch is no longer held
         return torch.cat(results)
+
+
+@final
+class Costs:
+    """What the steps of some work cost; the first begins where this is made.
+
+    Args:
+        batches: What the work's rows go through.
+
+    Attributes:
+        steps: By the step's name: "seconds", "processor seconds" of all threads, "rows" and "calls".
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._since = self._now()
+        self.steps: dict[str, dict[str, float]] = {}
+
+    def end(self, step: str) -> None:
+        """End a step; the next one begins."""
+        before, self._since = self._since, self._now()
+        self.steps[step] = {name: value - before[name] for name, value in self._since.items()}
+
+    def _now(self) -> dict[str, float]:
+        return {
+            "seconds": time.perf_counter(),
+            "processor seconds": time.process_time(),
+            "rows": self._batches.done,
+            "calls": self._batches.calls,
+        }
 
 
 def _is_out_of_memory(error: Exception) -> bool:

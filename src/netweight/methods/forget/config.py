@@ -59,6 +59,8 @@ class LocalizationConfig:
         every_seed: Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop
             finds. False looks at the two that are likeliest to forbid it, and at all after a run of removals: less
             work, memorization is as surely broken, but other neurons may be found to be spared.
+        initial: Similarity that stages are to fall to, in place of the threshold's.
+        refinement: Threshold that refinement is to keep to, in place of the one that stages were to reach.
 
     Raises:
         UsageError: A value cannot be meant.
@@ -74,6 +76,8 @@ class LocalizationConfig:
     fidelity: Literal["corrected", "reference"] = "corrected"
     ahead: int = 32
     every_seed: bool = True
+    initial: float | None = None
+    refinement: float | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -84,6 +88,11 @@ class LocalizationConfig:
             )
         if self.ahead < 1:
             raise UsageError(f"ahead={self.ahead} cannot be.", cure="Give 1 or more.")
+        if any(limit is not None and not 0 <= limit <= 1 for limit in (self.initial, self.refinement)):
+            raise UsageError(
+                f"Thresholds of {self.initial} and {self.refinement} cannot be.",
+                cure="Similarities are within 0 and 1.",
+            )
         if self.fidelity not in ("corrected", "reference"):
             raise UsageError(f"The fidelity {self.fidelity!r} is unknown.", cure='Use "corrected" or "reference".')
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.units import Units
-from netweight.methods.forget.batches import Batches
+from netweight.methods.forget.batches import Batches, Costs
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.greedy import Neuron, blocked_by_layer, greedy
@@ -46,7 +46,7 @@ def localize_prompt(
         prompt: The prompt.
         statistics: Of the same model, see `Statistics.check`.
         threshold: Seeds above its `value` are looked at; at or below `broken` memorization counts as broken, with
-            `fidelity="reference"` at its `value`, as in the released code.
+            `fidelity="reference"` at its `value`, as in the released code, unless the configuration says below what.
         config: How; None takes the defaults.
 
     Returns:
@@ -62,29 +62,35 @@ def localize_prompt(
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
     layers = value_layers(model.denoiser, scope=config.scope)
     batches = Batches(config.detection.rows)
+    costs = Costs(batches)
     text = model.embed([prompt])
     noise, timestep = first_step(model, config.detection)
     unblocked = unblocked_differences(model, text, noise, timestep, batches)
     seeds = greatest(pairwise(unblocked)).cpu()
     score = float(seeds.max() if config.fidelity == "reference" else seeds.mean())
     kept = (seeds > threshold.value).nonzero().flatten().to(noise.device)
+    costs.end("detection")
     if not len(kept) or score <= threshold.value:
-        return Localization.not_memorized(prompt, seeds.tolist(), threshold.value)
+        return Localization.not_memorized(prompt, seeds.tolist(), threshold.value, costs.steps)
+    wanted = aim if config.initial is None else config.initial
+    goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
     with row_masks(model.denoiser, layers, text) as masks:
         trials = Trials(
             model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept], masks=masks, batches=batches
         )
-        stage, reached = _first_stage(trials, stages, aim, int(seeds[kept.cpu()].argmax()))
+        stage, reached = _first_stage(trials, stages, wanted, int(seeds[kept.cpu()].argmax()))
         initial = _flat(stages[stage])
         first = max(trials.of([blocked_by_layer(initial)])[0])
-        limit = aim if reached else first
+        limit = goal if reached else max(goal, first)
+        costs.end("initial selection")
         demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
         refined = _refine(trials, layers, initial, demanded, config)
         last = max(trials.of([blocked_by_layer(refined)])[0])
+        costs.end("refinement")
     return Localization(
         prompt=prompt,
-        status="resolved" if last <= aim + _TOLERANCE else "unresolved",
+        status="resolved" if last <= goal + _TOLERANCE else "unresolved",
         neurons=_units(refined),
         refined=_by_layer(layers, refined),
         initial=_by_layer(layers, initial),
@@ -93,11 +99,12 @@ def localize_prompt(
         seeds=tuple(seeds.tolist()),
         kept=len(kept),
         threshold=threshold.value,
-        broken=aim,
+        broken=goal,
         refinement_threshold=limit,
         initial_similarity=first,
         refined_similarity=last,
         rows=batches.done,
+        steps=costs.steps,
     )
 
 

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -55,6 +55,8 @@ class Localization:
         rows: Rows that went through the denoiser.
         error: What went wrong.
         broken: What similarities had to fall to.
+        steps: For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and
+            "processor seconds" that it took, "rows" and "calls" of the denoiser. Not looked at in comparisons.
     """
 
     prompt: str
@@ -73,11 +75,21 @@ class Localization:
     rows: int = 0
     error: str | None = None
     broken: float | None = None
+    steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def not_memorized(cls, prompt: str, seeds: Sequence[float], threshold: float) -> Self:
+    def not_memorized(
+        cls,
+        prompt: str,
+        seeds: Sequence[float],
+        threshold: float,
+        steps: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Self:
         """Say that a prompt has no neurons."""
-        return cls(prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds))
+        return cls(
+            prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds),
+            steps=steps or {},
+        )  # fmt: skip
 
     @classmethod
     def failed(cls, prompt: str, error: str) -> Self:

@@ -48,13 +48,13 @@ class Statistics:
         """Return how many deviations activations lie from their means; 0 for a neuron that never varies and does not.
 
         Args:
-            activations: For each layer, shape `(..., width)`.
+            activations: For each layer, or for some of them, shape `(..., width)`.
         """
         tiny = torch.finfo(torch.float64).tiny
         return {
-            name: (activations[name].double() - mean.to(activations[name].device)).abs()
-            / self.deviations[name].to(activations[name].device).clamp_min(tiny)
-            for name, mean in self.means.items()
+            name: (values.double() - self.means[name].to(values.device)).abs()
+            / self.deviations[name].to(values.device).clamp_min(tiny)
+            for name, values in activations.items()
         }
 
     def merged(self, other: Statistics) -> Statistics:

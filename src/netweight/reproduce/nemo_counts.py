@@ -1,0 +1,189 @@
+"""How many neurons NeMo finds, by prompt and layer, beside the third-party re-run, which is not the paper."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from netweight.evidence.report import Table
+from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes
+from netweight.reproduce.nemo_painting import kinds_of
+from netweight.reproduce.nemo_rows import KINDS, middle, percent
+from netweight.reproduce.published import Published, published
+from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+
+if TYPE_CHECKING:
+    from netweight.evidence.figures import Figure
+    from netweight.methods.forget.results import Localization
+
+__all__ = ["NOT_THE_PAPER", "beside", "by_kind", "figure5", "rerun_layers", "rerun_neurons"]
+
+Groups = Mapping[str, Sequence["Localization"]]
+NOT_THE_PAPER = (
+    "What is published here is a third party's unfinished re-run with Stable Diffusion 1.4, not the paper's numbers, "
+    "which are not at hand."
+)
+
+
+@table("nemo-fig5", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
+def figure5(
+    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
+) -> Measured:
+    """Draw how many neurons memorized prompts need, and in which layers.
+
+    Args:
+        scale: "small" for the miniature, "paper" for what a recipe names.
+        out: Runs are kept in a folder beside it that all of NeMo's tables share.
+        recipe: See `recipes/nemo-tables.yaml`.
+        prompts: Only so many memorized prompts, for a try.
+        images: Only so many seeds, for a try.
+
+    Raises:
+        UsageError: The recipe is missing or wrong.
+    """
+    ground, found, groups = _found(scale, out, recipe, prompts, images)
+    neurons, layers = published("nemo-rerun-neurons"), published("nemo-rerun-layers")
+    assert neurons is not None
+    assert layers is not None
+    return Measured(
+        columns=neurons.columns,
+        rows=tuple(_counts(name, group) for name, group in groups.items()),
+        differs=ground.differs,
+        figures=_figures(ground, groups),
+        tables=(beside(neurons), beside(layers), _by_prompt(found)),
+        notes=(NOT_THE_PAPER, *status_notes(found)),
+        inputs={"model": ground.model.digest()},
+    )
+
+
+@table("nemo-rerun-neurons", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
+def rerun_neurons(
+    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
+) -> Measured:
+    """Count neurons by prompt as the statistics of the third-party re-run are.
+
+    Args:
+        scale: As of figure 5.
+        out: As of figure 5.
+        recipe: As of figure 5.
+        prompts: As of figure 5.
+        images: As of figure 5.
+
+    Raises:
+        UsageError: The recipe is missing or wrong.
+    """
+    ground, found, groups = _found(scale, out, recipe, prompts, images)
+    numbers = published("nemo-rerun-neurons")
+    assert numbers is not None
+    return Measured(
+        columns=numbers.columns,
+        rows=tuple(_counts(name, group) for name, group in groups.items()),
+        differs=ground.differs,
+        notes=(NOT_THE_PAPER, *status_notes(found)),
+        inputs={"model": ground.model.digest()},
+    )
+
+
+@table("nemo-rerun-layers", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
+def rerun_layers(
+    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
+) -> Measured:
+    """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside.
+
+    Args:
+        scale: As of figure 5.
+        out: As of figure 5.
+        recipe: As of figure 5.
+        prompts: As of figure 5.
+        images: As of figure 5.
+
+    Raises:
+        UsageError: The recipe is missing or wrong.
+    """
+    from netweight.methods.forget.layers import value_layers
+
+    ground, found, groups = _found(scale, out, recipe, prompts, images)
+    numbers = published("nemo-rerun-layers")
+    assert numbers is not None
+    rows = []
+    for place, (name, layer) in enumerate(value_layers(ground.model.denoiser).items()):
+        means = [_mean_of_layer(groups.get(kind, ()), name) for kind in KINDS]
+        rows.append(Row(f"layer {place}", (layer.width, *means)))
+    return Measured(
+        columns=(*numbers.columns, Column("refined neurons per template prompt, mean", "neurons")),
+        rows=tuple(rows),
+        differs=(*ground.differs, "Layers are numbered alike and are not the same: a model has as many as it has."),
+        notes=(NOT_THE_PAPER, *status_notes(found)),
+        inputs={"model": ground.model.digest()},
+    )
+
+
+def by_kind(ground: Ground, folder: Path, found: Mapping[str, Localization]) -> dict[str, list[Localization]]:
+    """Return localizations by kind of memorization, without those that failed."""
+    kinds = kinds_of(ground, folder)
+    groups = {
+        kind: [each for prompt, each in found.items() if kinds[prompt] == kind and each.status != "failed"]
+        for kind in KINDS
+    }
+    return {kind: group for kind, group in groups.items() if group}
+
+
+def beside(numbers: Published) -> Table:
+    """Return published numbers of a third party as a table of their own, called what they are."""
+    columns = ("row", *(f"{column.name} ({column.unit})" for column in numbers.columns))
+    rows = [(row.name, *row.values) for row in numbers.rows]
+    return Table(f"Third-party re-run, not the paper's: {numbers.title}", columns, rows, numbers.notes)
+
+
+def _found(
+    scale: Scale, out: Path, recipe: Path | None, prompts: int | None, images: int | None
+) -> tuple[Ground, dict[str, Localization], dict[str, list[Localization]]]:
+    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+    found = neurons_of(ground, folder)
+    return ground, found, by_kind(ground, folder, found)
+
+
+def _counts(name: str, group: Sequence[Localization]) -> Row:
+    """One row of the re-run's statistics; see the notes of its file."""
+    looked = list(searched({each.prompt: each for each in group}).values())
+    initial = [sum(len(set(part)) for part in each.initial.values()) for each in looked]
+    refined = [len(each.neurons) for each in looked]
+    floor = sum(
+        each.initial_similarity is not None and each.broken is not None and each.initial_similarity > each.broken
+        for each in looked
+    )
+    missed = len(group) - len(looked)
+    return Row(name, (
+        len(group),
+        statistics.median([*initial, *[0] * missed]),
+        statistics.median(initial) if initial else None,
+        *middle(refined),
+        statistics.mean(refined) if refined else None,
+        max(refined, default=None),
+        refined.count(1),
+        missed,
+        sum(each.status == "unresolved" for each in looked),
+        percent(floor, len(group)),
+    ))  # fmt: skip
+
+
+def _mean_of_layer(group: Sequence[Localization], layer: str) -> float | None:
+    looked = list(searched({each.prompt: each for each in group}).values())
+    return statistics.mean(len(set(each.refined.get(layer, ()))) for each in looked) if looked else None
+
+
+def _figures(ground: Ground, groups: Groups) -> tuple[Figure, ...]:
+    from netweight.methods.forget.layers import value_layers
+    from netweight.methods.forget.neuron_figures import counts_figure, layers_figure
+
+    drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(ground.model.denoiser))))
+    return tuple(figure for figure in drawn if figure is not None)
+
+
+def _by_prompt(found: Mapping[str, Localization]) -> Table:
+    from netweight.methods.forget.neuron_figures import prompts_table
+
+    return prompts_table(list(found.values()))
