@@ -212,6 +212,15 @@ def test_divergence_of_what_is_kept_stops():
         immunize(decoder(), some_pairs(8), settings=dataclasses.replace(SHORT, lr=30.0, epochs=20))
 
 
+def test_a_model_that_begins_far_above_guessing_is_trained():
+    model = decoder()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(400)  # sure of other answers, as one that was never taught to refuse
+    record = immunize(model, some_pairs(8), settings=dataclasses.replace(SHORT, lr=1e-5, epochs=4))
+    assert len(record.steps) > 5
+    assert record.steps[0].terms["retain"].value > 2 * math.log(37)
+
+
 def test_bad_rows_are_refused_before_any_work():
     model = decoder()
     before = weights(model)

@@ -178,6 +178,7 @@ def _train(
         try:
             immunize(model, pairs, kept, defense=defense, settings=settings, folder=place, pad_id=ground.pad_id)
         except TrainingStopped as error:
+            place.mkdir(parents=True, exist_ok=True)  # training that stops at once has made none
             with whole_file(stopped) as stream:
                 stream.write(error.reason.encode())
             raise

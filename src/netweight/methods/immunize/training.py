@@ -85,8 +85,8 @@ def immunize(
             folder holds another training, or the processes were not given the same.
         Unsupported: The model lacks a part that the defense needs, or is spread over processes in another way.
         NameNotFound: There is no such defense.
-        TrainingStopped: NaN, infinity, or a loss on what is to be kept that stays far above that of guessing. With a
-            folder the model then holds the last good checkpoint, else the weights before the step that failed.
+        TrainingStopped: NaN, infinity, or a loss on what is to be kept that stays far above guessing and its start.
+            With a folder the model then holds the last good checkpoint, else the weights before the step that failed.
     """
     if isinstance(defense, str):
         entry = named_defense(defense)
@@ -262,12 +262,15 @@ class _Training:
                 return f"the term {name!r} is {term.value}"
         if not math.isfinite(norm):
             return f"the gradient of {self.weights.not_finite(self.ranks) or 'several weights together'} is not finite"
-        kept = [terms[name].value for name in _KEPT if name in terms]
-        self._bad = self._bad + 1 if any(value > self._limit for value in kept) else 0
+        # A model that was never taught to refuse begins far above guessing: that is no divergence.
+        first = self.steps[0].terms if self.steps else terms
+        limits = {name: max(self._limit, 2 * first[name].value) for name in _KEPT if name in terms}
+        over = [name for name, limit in limits.items() if terms[name].value > limit]
+        self._bad = self._bad + 1 if over else 0
         if self._bad >= _PATIENCE:
-            return (
-                f"the loss on what is to be kept was above {self._limit:.1f}, twice that of guessing, {_PATIENCE} times"
-            )
+            limit = limits[over[0]]
+            what = "twice that of guessing" if limit == self._limit else "twice that of the first step"
+            return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
         return None
 
     def _drawn(self, count: int, size: int, step: int, stream: str) -> list[int]:
