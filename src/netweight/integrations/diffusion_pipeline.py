@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import json
 from collections.abc import Sequence
@@ -260,7 +261,11 @@ def load_text_to_image(
     try:
         with silent_bars("transformers", "diffusers"):
             pipeline = diffusers.DiffusionPipeline.from_pretrained(  # type: ignore[no-untyped-call]
-                folder, local_files_only=True, use_safetensors=True, dtype=dtype or _stored_dtype(folder)
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=dtype or _stored_dtype(folder),
+                low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # which diffusers would say aloud
             )
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(
