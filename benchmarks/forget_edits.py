@@ -151,7 +151,8 @@ def main():
             "ordinary, random, layer-matched": bench.ordinary(others[0]) if others else None,
         }  # fmt: skip
         print(name, len(units), unions[name]["ordinary"], unions[name]["ordinary, random, layer-matched"], flush=True)
-    result = summary(rows, {kind: auc(rows, scores, held_out, kind) for kind in ("verbatim", "template")})
+    areas = {kind: auc(rows, scores, held_out, kind) for kind in ("verbatim", "template")}
+    result = summary(rows, areas, options.draws)
     print(json.dumps(result, indent=1))
     if options.output:
         values = {
@@ -185,24 +186,31 @@ def line(prompt, row):
     )
 
 
-def summary(rows, areas):
+def left_by_random(part):
+    """How many pictures random neurons leave as they are."""
+    matched = [row["random, layer-matched"] for row in part]
+    return {
+        "left by layer-matched random neurons, at least 0.9": sum(
+            each is not None and each["median"] >= 0.9 for each in matched
+        ),
+        "layer-matched not possible": sum(each is None for each in matched),
+        "left by as many random neurons, at least 0.9": sum(
+            row["random"] is not None and row["random"]["median"] >= 0.9 for row in part
+        ),
+    }
+
+
+def summary(rows, areas, draws):
     """The targets, over verbatim pictures, with templates beside."""
     found = {"AUC against held-out captions": areas}
     for kind in ("verbatim", "template"):
         part = [row for row in rows.values() if row["kind"] == kind]
-        matched = [row["random, layer-matched"] for row in part]
         lost = [row["ordinary"]["points lost"] for row in part if row["ordinary"]]
         seeds = sum(len(row["own"]["to image"]) for row in part)
         found[kind] = {
             "pictures": len(part),
             "broken, median NCC at most 0.3": sum(row["own"]["median"] <= 0.3 for row in part),
-            "left by layer-matched random neurons, at least 0.9": sum(
-                each is not None and each["median"] >= 0.9 for each in matched
-            ),
-            "layer-matched not possible": sum(each is None for each in matched),
-            "left by as many random neurons, at least 0.9": sum(
-                row["random"] is not None and row["random"]["median"] >= 0.9 for row in part
-            ),
+            **(left_by_random(part) if draws else {}),
             f"seeds that copy the own picture ({COPY})": [sum(row["own"]["copies"] for row in part), seeds],
             "seeds that copy any planted picture": [sum(row["own"]["copies of any"] for row in part), seeds],
             "points lost by ordinary captions, median of edits": {
