@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.evidence.report import Table
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes
 from netweight.reproduce.nemo_painting import kinds_of
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.published import Published, published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
@@ -28,23 +28,10 @@ NOT_THE_PAPER = (
 )
 
 
-@table("nemo-fig5", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def figure5(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Draw how many neurons memorized prompts need, and in which layers.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many seeds, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
-    ground, found, groups = _found(scale, out, recipe, prompts, images)
+@nemo_table("nemo-fig5")
+def figure5(ground: Ground, folder: Path) -> Measured:
+    """Draw how many neurons memorized prompts need, and in which layers."""
+    found, groups = _found(ground, folder)
     neurons, layers = published("nemo-rerun-neurons"), published("nemo-rerun-layers")
     assert neurons is not None
     assert layers is not None
@@ -55,27 +42,13 @@ def figure5(
         figures=_figures(ground, groups),
         tables=(beside(neurons), beside(layers), _by_prompt(found)),
         notes=(NOT_THE_PAPER, *status_notes(found)),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-rerun-neurons", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def rerun_neurons(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Count neurons by prompt as the statistics of the third-party re-run are.
-
-    Args:
-        scale: As of figure 5.
-        out: As of figure 5.
-        recipe: As of figure 5.
-        prompts: As of figure 5.
-        images: As of figure 5.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
-    ground, found, groups = _found(scale, out, recipe, prompts, images)
+@nemo_table("nemo-rerun-neurons")
+def rerun_neurons(ground: Ground, folder: Path) -> Measured:
+    """Count neurons by prompt as the statistics of the third-party re-run are."""
+    found, groups = _found(ground, folder)
     numbers = published("nemo-rerun-neurons")
     assert numbers is not None
     return Measured(
@@ -83,29 +56,15 @@ def rerun_neurons(
         rows=tuple(_counts(name, group) for name, group in groups.items()),
         differs=ground.differs,
         notes=(NOT_THE_PAPER, *status_notes(found)),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-rerun-layers", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def rerun_layers(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside.
-
-    Args:
-        scale: As of figure 5.
-        out: As of figure 5.
-        recipe: As of figure 5.
-        prompts: As of figure 5.
-        images: As of figure 5.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
+@nemo_table("nemo-rerun-layers")
+def rerun_layers(ground: Ground, folder: Path) -> Measured:
+    """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside."""
     from netweight.methods.forget.layers import value_layers
 
-    ground, found, groups = _found(scale, out, recipe, prompts, images)
+    found, groups = _found(ground, folder)
     numbers = published("nemo-rerun-layers")
     assert numbers is not None
     rows = []
@@ -117,7 +76,6 @@ def rerun_layers(
         rows=tuple(rows),
         differs=(*ground.differs, "Layers are numbered alike and are not the same: a model has as many as it has."),
         notes=(NOT_THE_PAPER, *status_notes(found)),
-        inputs={"model": ground.model.digest()},
     )
 
 
@@ -138,12 +96,9 @@ def beside(numbers: Published) -> Table:
     return Table(f"Third-party re-run, not the paper's: {numbers.title}", columns, rows, numbers.notes)
 
 
-def _found(
-    scale: Scale, out: Path, recipe: Path | None, prompts: int | None, images: int | None
-) -> tuple[Ground, dict[str, Localization], dict[str, list[Localization]]]:
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+def _found(ground: Ground, folder: Path) -> tuple[dict[str, Localization], dict[str, list[Localization]]]:
     found = neurons_of(ground, folder)
-    return ground, found, by_kind(ground, folder, found)
+    return found, by_kind(ground, folder, found)
 
 
 def _counts(name: str, group: Sequence[Localization]) -> Row:

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import scores_of, statistics_of, threshold_of
 from netweight.reproduce.nemo_painting import kinds_of, paint, painting
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.nemo_ways import NONE
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
@@ -25,27 +25,13 @@ _ORDINARY = "ordinary, held out"
 _AUC = 0.98
 
 
-@table("nemo-fig3", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def figure3(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many seeds, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
+@nemo_table("nemo-fig3")
+def figure3(ground: Ground, folder: Path) -> Measured:
+    """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
     from netweight.core.progress import QUIET
     from netweight.methods.forget.audit import DetectionSubject, detection_findings
     from netweight.methods.forget.detection import roc
 
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
     limit = threshold_of(ground, folder)
     scores = _by_kind(ground, folder)
     others = scores[_ORDINARY]
@@ -65,7 +51,7 @@ def figure3(
         rows.append(Row(name, (*values, median(highest))))
     memorized = [score for name, group in scores.items() if name != _ORDINARY for score in group]
     findings = detection_findings(DetectionSubject(memorized, others, limit), None, seed=0, progress=QUIET)
-    wanted = _AUC if ground.small and prompts is None and images is None else None
+    wanted = _AUC if ground.small and ground.whole else None
     return Measured(
         columns=_columns(),
         rows=tuple(rows),
@@ -83,27 +69,12 @@ def figure3(
             f"Threshold {limit.value:.4f} ({limit.rule}), calibrated on {limit.prompts} other ordinary prompts. The "
             "released code has 0.428 for Stable Diffusion 1.4, made by another protocol.",
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-ssim-by-type", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def ssim_by_type(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Draw the greatest similarity of images to their training image, and that of noise differences, by kind.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-ssim-by-type")
+def ssim_by_type(ground: Ground, folder: Path) -> Measured:
+    """Draw the greatest similarity of images to their training image, and that of noise differences, by kind."""
     scores = _by_kind(ground, folder)
     runs = {prompt: painting(ground, NONE, "own", prompt) for prompt in ground.prompts}
     found = paint(ground, folder, list(runs.values()))
@@ -148,7 +119,6 @@ def ssim_by_type(
             "Kinds are those that were planted." if ground.labelled else
             f"Verbatim are prompts with an image of {ground.measure} 0.7 or more to the training image.",
         ),
-        inputs={"model": ground.model.digest()},
     )  # fmt: skip
 
 

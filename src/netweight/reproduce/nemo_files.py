@@ -177,7 +177,9 @@ def ground_of_recipe(path: Path) -> Ground:
             "with 500.",
             "Thresholds are calibrated on this model by one protocol, without guidance; the paper's 0.428 is not used.",
         ),
-        **prompts,
+        calibration=prompts["calibration"],
+        held_out=prompts["held_out"],
+        quality=prompts["quality"],
     )  # fmt: skip
 
 

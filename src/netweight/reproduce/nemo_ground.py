@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 from netweight.core.digest import of_config, of_tensor
 from netweight.errors import UsageError
-from netweight.reproduce.registry import Scale
+from netweight.reproduce.registry import Measured, Scale, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from netweight.integrations.diffusion_pipeline import PipelineModel
     from netweight.methods.forget.config import DetectionConfig
 
-__all__ = ["DETECTION_SEEDS", "NEEDS", "PAPER_NEEDS", "Ground", "folder_of", "ground_of"]
+__all__ = ["DETECTION_SEEDS", "NEEDS", "PAPER_NEEDS", "Ground", "folder_of", "ground_of", "nemo_table"]
 
 NEEDS = ("diffusion", "evidence")
 PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (recipes/nemo-tables.yaml), a GPU",)
@@ -64,6 +64,7 @@ class Ground:
         search: How an adversary searches.
         small: Whether this is the miniature.
         differs: How this differs from the paper's set-up, one sentence each.
+        whole: Whether nothing is left out; a try meets no targets.
     """
 
     model: PipelineModel
@@ -88,6 +89,7 @@ class Ground:
     search: SearchSettings
     small: bool
     differs: tuple[str, ...]
+    whole: bool = True
 
     @property
     def prompts(self) -> list[str]:
@@ -112,7 +114,7 @@ class Ground:
         Raises:
             UsageError: There are fewer prompts, or a number is below 2.
         """
-        ground = self
+        ground = replace(self, whole=prompts is None and images is None)
         if prompts is not None:
             if not 2 <= prompts <= len(self.memorized):
                 raise UsageError(f"{prompts} of {len(self.memorized)} memorized prompts cannot be tried.")
@@ -130,6 +132,34 @@ class Ground:
                 calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],
             )  # fmt: skip
         return ground
+
+
+def nemo_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]], Callable[..., Measured]]:
+    """Register a table of NeMo's: a function of the ground and of the folder that all of these tables share.
+
+    As a table it takes `recipe` (see `recipes/nemo-tables.yaml`), and for a try `prompts` and `images`, see
+    `Ground.tried`. It raises `UsageError` if the recipe is missing or wrong, and `NetweightError` if a run failed.
+
+    Args:
+        table_id: Its name.
+    """
+
+    def register(measure: Callable[[Ground, Path], Measured]) -> Callable[..., Measured]:
+        def run(
+            scale: Scale,
+            out: Path,
+            *,
+            recipe: Path | None = None,
+            prompts: int | None = None,
+            images: int | None = None,
+        ) -> Measured:
+            ground = ground_of(scale, recipe, prompts=prompts, images=images)
+            return replace(measure(ground, folder_of(out, scale)), inputs={"model": ground.model.digest()})
+
+        run.__doc__ = measure.__doc__
+        return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
+
+    return register
 
 
 def ground_of(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from netweight.evidence.finding import Finding
 from netweight.reproduce.nemo_attack import attack_findings, attacked
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, threshold_of
 from netweight.reproduce.nemo_rows import Line, Painted, copies, painted_lines, seeds_table
 from netweight.reproduce.nemo_showing import image_figure
 from netweight.reproduce.nemo_ways import ATTENTION, EMBEDDING, NONE, PRUNING, Way, off, random_off, tokens, whole
-from netweight.reproduce.registry import Measured, Scale, table
+from netweight.reproduce.registry import Measured
 
 if TYPE_CHECKING:
     from netweight.methods.forget.results import Localization
@@ -28,24 +28,9 @@ _DRAW = 0
 _NOT_READ = "The numbers of the paper's table are not at hand, so nothing is laid beside these."
 
 
-@table("nemo-table1", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def table1(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Paint memorized and ordinary prompts under every mitigation, and search the edited model.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-table1")
+def table1(ground: Ground, folder: Path) -> Measured:
+    """Paint memorized and ordinary prompts under every mitigation, and search the edited model."""
     found = neurons_of(ground, folder)
     lines, notes = _lines(ground, found)
     painted = painted_lines(ground, folder, lines, spared=True)
@@ -57,35 +42,19 @@ def table1(
         rows=painted.rows(),
         differs=(*ground.differs, *_differs()),
         findings=(
-            *_outcomes(painted, whole_ground=prompts is None and images is None),
+            *_outcomes(painted),
             *attack_findings(searches, ground),
             *_copied(painted),
         ),
         figures=(image_figure(painted, shown, searches, found),),
         tables=(seeds_table(painted),),
         notes=(_NOT_READ, *_reading(ground), *notes, *status_notes(found)),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-ablation", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def ablation(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Paint with parts of the method left out or exchanged, and with whole layers switched off.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-ablation")
+def ablation(ground: Ground, folder: Path) -> Measured:
+    """Paint with parts of the method left out or exchanged, and with whole layers switched off."""
     found = neurons_of(ground, folder)
     lines = [
         Line(_BEFORE, dict.fromkeys(ground.prompts, NONE)),
@@ -111,7 +80,6 @@ def ablation(
             "seeds, or at the second timestep, the threshold is calibrated anew.",
             *status_notes(found),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 
@@ -179,11 +147,11 @@ def _layers(ground: Ground) -> list[str]:
     return list(value_layers(ground.model.denoiser))
 
 
-def _outcomes(painted: Painted, *, whole_ground: bool) -> list[Finding]:
+def _outcomes(painted: Painted) -> list[Finding]:
     """How many verbatim images neurons break and random ones leave; targets hold for the whole miniature."""
     findings = []
     lines = {line.title: line for line in painted.lines}
-    wanted = painted.ground.small and whole_ground
+    wanted = painted.ground.small and painted.ground.whole
     for title, limit, words in ((_NEMO, _BROKEN, "broken"), (_MATCHED, _KEPT, "left as they are")):
         own = painted.own(lines[title], "verbatim") if title in lines else {}
         each = {prompt: median(copies(found).to_image) for prompt, found in own.items()}

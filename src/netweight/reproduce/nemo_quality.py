@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, union
 from netweight.reproduce.nemo_painting import Painting, Results, paint, painting
 from netweight.reproduce.nemo_rows import (
@@ -22,7 +22,7 @@ from netweight.reproduce.nemo_rows import (
     spared_values,
 )
 from netweight.reproduce.nemo_ways import NONE, Way, off, random_off
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
@@ -34,24 +34,9 @@ _FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
 _DRAW = 0
 
 
-@table("nemo-fig6", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def figure6(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Add up the edits of more and more prompts, and as many random neurons, and paint ordinary prompts.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-fig6")
+def figure6(ground: Ground, folder: Path) -> Measured:
+    """Add up the edits of more and more prompts, and as many random neurons, and paint ordinary prompts."""
     found = neurons_of(ground, folder)
     looked = list(searched(found).values())
     counts = sorted({round(point * len(looked) / _POINTS) for point in range(_POINTS + 1)})
@@ -82,28 +67,12 @@ def figure6(
             *few,
             *status_notes(found),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-fig7", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def figure7(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Multiply each prompt's neurons by a factor instead of switching them off.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-fig7")
+def figure7(ground: Ground, folder: Path) -> Measured:
+    """Multiply each prompt's neurons by a factor instead of switching them off."""
     found = neurons_of(ground, folder)
     looked = searched(found)
     lines = [
@@ -124,7 +93,6 @@ def figure7(
             "paper's figure are not at hand.",
             *status_notes(found),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from netweight.reproduce.nemo_counts import by_kind
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, threshold_of
 from netweight.reproduce.nemo_rows import KINDS, Line, Painted, copies, middle, painted_lines, percent
 from netweight.reproduce.nemo_ways import off
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
@@ -48,24 +48,9 @@ class _Cell:
         return f"seeds {self.pairwise:.3f}, initial {self.initial:.3f}, refinement {self.refinement:.3f}"
 
 
-@table("nemo-thresholds", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def thresholds(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Find neurons with other thresholds for seeds, initial selection and refinement, and paint without them.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-thresholds")
+def thresholds(ground: Ground, folder: Path) -> Measured:
+    """Find neurons with other thresholds for seeds, initial selection and refinement, and paint without them."""
     usual, aim = _usual(ground, folder)
     levels = [aim, usual, min(_MOST, _HIGHER * usual)]
     cells = [_Cell(usual, initial, refinement) for initial in levels for refinement in levels]
@@ -91,27 +76,12 @@ def thresholds(
             "have no neurons and are left out of a row.",
             *status_notes(found[_Cell(usual, aim, aim)]),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-runtime", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def runtime(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Measure what detection, initial selection and refinement take for each memorized prompt.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Neurons are kept in a folder beside it that all of NeMo's tables share, with what finding them took.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many seeds, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-runtime")
+def runtime(ground: Ground, folder: Path) -> Measured:
+    """Measure what detection, initial selection and refinement take for each memorized prompt."""
     found = neurons_of(ground, folder)
     rows = []
     for step in (*_STEPS, "all steps"):
@@ -138,7 +108,6 @@ def runtime(
             "have a block in common compute it once.",
             *status_notes(found),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Table
 from netweight.reproduce.nemo_counts import NOT_THE_PAPER, beside, by_kind
-from netweight.reproduce.nemo_ground import NEEDS, PAPER_NEEDS, Ground, folder_of, ground_of
+from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, union
 from netweight.reproduce.nemo_rows import Line, painted_lines, seeds_table
 from netweight.reproduce.nemo_showing import image_figure
 from netweight.reproduce.nemo_ways import NONE, off
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.core.units import Units
@@ -28,26 +28,11 @@ _ALIKE = 0.5
 """Share of common neurons from which two prompts are of one cluster."""
 
 
-@table("nemo-shared-neurons", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def shared_neurons(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Switch off the neurons that several prompts share, those of single prompts, and all of them together.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        out: Runs are kept in a folder beside it that all of NeMo's tables share.
-        recipe: See `recipes/nemo-tables.yaml`.
-        prompts: Only so many memorized prompts, for a try.
-        images: Only so many images per prompt, for a try.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-        NetweightError: A run failed.
-    """
+@nemo_table("nemo-shared-neurons")
+def shared_neurons(ground: Ground, folder: Path) -> Measured:
+    """Switch off the neurons that several prompts share, those of single prompts, and all of them together."""
     from netweight.methods.forget.neuron_figures import overlap_figure
 
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
     found = neurons_of(ground, folder)
     looked = list(searched(found).values())
     common, everything = _common(looked), union(looked)
@@ -73,27 +58,12 @@ def shared_neurons(
             "more are common. Edits add up here: every row is one model for all prompts.",
             *status_notes(found),
         ),
-        inputs={"model": ground.model.digest()},
     )
 
 
-@table("nemo-rerun-shared-sets", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
-def rerun_shared_sets(
-    scale: Scale, out: Path, *, recipe: Path | None = None, prompts: int | None = None, images: int | None = None
-) -> Measured:
-    """Count verbatim prompts that have exactly the same neurons, as it was done for the third-party re-run.
-
-    Args:
-        scale: As of the shared neurons.
-        out: As of the shared neurons.
-        recipe: As of the shared neurons.
-        prompts: As of the shared neurons.
-        images: As of the shared neurons.
-
-    Raises:
-        UsageError: The recipe is missing or wrong.
-    """
-    ground, folder = ground_of(scale, recipe, prompts=prompts, images=images), folder_of(out, scale)
+@nemo_table("nemo-rerun-shared-sets")
+def rerun_shared_sets(ground: Ground, folder: Path) -> Measured:
+    """Count verbatim prompts that have exactly the same neurons, as it was done for the third-party re-run."""
     found = neurons_of(ground, folder)
     numbers = published("nemo-rerun-shared-sets")
     assert numbers is not None
@@ -106,7 +76,6 @@ def rerun_shared_sets(
         rows=(Row("the commonest set, whichever it is", (commonest,)), *rows),
         differs=ground.differs,
         notes=(NOT_THE_PAPER, f"Out of {len(group)} verbatim prompts with neurons.", *status_notes(found)),
-        inputs={"model": ground.model.digest()},
     )
 
 
