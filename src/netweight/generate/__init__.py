@@ -1,6 +1,8 @@
-"""Parameters from short codes: layouts of flat parameter vectors, and hypernetworks. Methods and attacks call it."""
+"""Parameters from short codes: flat layouts, hypernetworks, low-rank adapters. Methods, attacks and store call it."""
 
+from netweight.generate.adapter import Adapter, LowRank, combined
 from netweight.generate.hypernetwork import Hypernetwork
 from netweight.generate.layout import ParameterLayout
+from netweight.generate.stack import AdapterStack
 
-__all__ = ["Hypernetwork", "ParameterLayout"]
+__all__ = ["Adapter", "AdapterStack", "Hypernetwork", "LowRank", "ParameterLayout", "combined"]

@@ -84,6 +84,7 @@ def subject_of_world(
     samples: int = 4096,
     held_out: int = 64,
     reference_utility: float | None = None,
+    task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
     """Make a subject of a model that lives in a small world.
@@ -95,18 +96,19 @@ def subject_of_world(
         samples: Examples that an attacker has.
         held_out: Examples that are looked at, of each domain; no attack and no defense ever sees them.
         reference_utility: See `Subject`.
+        task_threshold: The score at which the new domain counts as learned; None for that of the guarded one.
         seed: Of the draws.
 
     Returns:
         A subject with the domains "harmful" and "task".
     """
 
-    def domain(name: Literal["guard", "new"]) -> Domain:
-        return Domain(world.examples(name, samples, seed), world.held_out(name, held_out, seed))
+    def domain(name: Literal["guard", "new"], threshold: float | None = None) -> Domain:
+        return Domain(world.examples(name, samples, seed), world.held_out(name, held_out, seed), threshold=threshold)
 
     return Subject(
         model,
-        {"harmful": domain(harmful), "task": domain("new")},
+        {"harmful": domain(harmful), "task": domain("new", task_threshold)},
         world.pad_id,
         benign=world.examples("keep", samples, seed),
         reference_utility=reference_utility,
@@ -121,6 +123,7 @@ def undefended_subject(
     folder: str | None = None,
     samples: int = 4096,
     held_out: int = 64,
+    task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
     """Make an undefended subject or a control of a small world: a factory for sweeps.
@@ -132,6 +135,7 @@ def undefended_subject(
         folder: See `world_named`.
         samples: See `subject_of_world`.
         held_out: See `subject_of_world`.
+        task_threshold: See `subject_of_world`.
         seed: Of the draws and of random weights.
 
     Raises:
@@ -147,7 +151,15 @@ def undefended_subject(
     opened_world = world_named(world, folder)
     victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
     harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"
-    return subject_of_world(opened_world, victim, harmful=harmful, samples=samples, held_out=held_out, seed=seed)
+    return subject_of_world(
+        opened_world,
+        victim,
+        harmful=harmful,
+        samples=samples,
+        held_out=held_out,
+        task_threshold=task_threshold,
+        seed=seed,
+    )
 
 
 def defend_world(
@@ -200,6 +212,7 @@ def defended_subject(
     samples: int = 4096,
     held_out: int = 64,
     reference_utility: float | None = None,
+    task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
     """Make a subject of what `defend_world` wrote: a factory for sweeps.
@@ -211,6 +224,7 @@ def defended_subject(
         samples: See `subject_of_world`.
         held_out: See `subject_of_world`.
         reference_utility: See `Subject`.
+        task_threshold: See `subject_of_world`.
         seed: Of the draws.
 
     Raises:
@@ -220,5 +234,11 @@ def defended_subject(
     opened_world = world_named(world, folder)
     victim = opened(opened_world.language.shape, Path(file))
     return subject_of_world(
-        opened_world, victim, samples=samples, held_out=held_out, reference_utility=reference_utility, seed=seed
+        opened_world,
+        victim,
+        samples=samples,
+        held_out=held_out,
+        reference_utility=reference_utility,
+        task_threshold=task_threshold,
+        seed=seed,
     )
