@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.errors import CorruptBlob, UsageError
+from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.generate.adapter import Adapter, LowRank
 from netweight.store.adapter_layouts import diffusers, kohya, peft
 from netweight.store.adapter_layouts.components import COMPONENTS, in_component, split_component
@@ -56,15 +56,14 @@ def plan_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> P
     known = KohyaNames(modules)
     if path.is_file():
         refuse_pickle(path)
-        beside = path.with_name(peft.CONFIG)
-        return _plan_peft(path, beside) if path.name == peft.WEIGHTS else _plan_file(path, known, path)
+        return _plan_peft(path) if path.name == peft.WEIGHTS else _plan_file(path, known, path)
     if not path.is_dir():
         raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
     if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
-        return _plan_peft(path / peft.WEIGHTS, path / peft.CONFIG)
+        return _plan_peft(_peft_weights(path))
     parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
     if parts:
-        return _joined(path, [_plan_peft(folder / peft.WEIGHTS, folder / peft.CONFIG) for folder in parts])
+        return _joined(path, [_plan_peft(_peft_weights(folder)) for folder in parts])
     return _plan_file(_only_file(path), known, path)
 
 
@@ -177,13 +176,23 @@ def _with_alphas(file: Path, store: Store, located: Mapping[str, Mapping[Role, s
     return assemble(file, store, located, scale_of)
 
 
-def _plan_peft(file: Path, config: Path) -> Plan:
-    """Plan a folder of peft."""
-    if not file.is_file():
-        for pickle in (file.with_suffix(ending) for ending in PICKLES):
-            if pickle.is_file():
-                refuse_pickle(pickle)
-        raise UsageError(f"{file.parent} holds no {file.name}.", cure="Fetch the adapter's weights, too.")
+def _peft_weights(folder: Path) -> Path:
+    """The weights in a folder of peft."""
+    if (folder / peft.WEIGHTS).is_file():
+        return folder / peft.WEIGHTS
+    if (folder / peft.COMPRESSED_WEIGHTS).is_file():
+        raise Unsupported(
+            f"{folder} is an adapter compressed by netweight.", cure="Run: netweight decompress FOLDER NEW_FOLDER"
+        )
+    for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
+        if pickle.is_file():
+            refuse_pickle(pickle)
+    raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+
+
+def _plan_peft(file: Path) -> Plan:
+    """Plan peft's weights, with the settings beside them."""
+    config = file.with_name(peft.CONFIG)
     if not config.is_file():
         raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
     settings = peft.LoraSettings.read(config)

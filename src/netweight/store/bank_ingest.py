@@ -97,7 +97,7 @@ def _find(source: Path) -> tuple[dict[str, Path], dict[str, NetweightError]]:
     bad: dict[str, NetweightError] = {}
     for path in sorted(_adapters_below(source)):
         name = path.relative_to(source).as_posix()
-        name = name.removesuffix(path.suffix) if path.is_file() else name
+        name = name.removesuffix(".safetensors") if path.is_file() else name
         if name in found:
             bad[path.relative_to(source).as_posix()] = UsageError(
                 f"{path} would have the same name as {found[name]}.", cure="Rename one."

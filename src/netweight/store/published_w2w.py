@@ -254,7 +254,7 @@ def _load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         cure = _OTHERWISE if path.name == DIMENSIONS else "Only tensors and plain containers of them are read."
         raise UnsafeInput(f"{path} holds objects that only running its code could make.", cure=cure) from error
-    except (RuntimeError, ValueError, EOFError, KeyError) as error:
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
         raise CorruptBlob(
             f"{path} cannot be read ({str(error).splitlines()[0]}).", cure="Fetch the file again."
         ) from error

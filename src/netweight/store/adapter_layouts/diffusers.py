@@ -64,6 +64,10 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
         written = fields.get("side") or fields.get("way") or fields.get("kohya")
         module = _current(fields["module"]) if fields["joined"] else fields["module"]
         found[name] = (module, _ROLES[written] if written else "alpha")
+    owners = {module for module, role in found.values() if role != "alpha"}
+    for name, (module, role) in found.items():
+        if role == "alpha" and module not in owners:
+            found[name] = (_current(module), role)
     full = in_component({module for module, _ in found.values()})
     located: dict[str, dict[Role, str]] = {}
     for name, (module, role) in found.items():

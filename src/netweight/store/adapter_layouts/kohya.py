@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.store.adapter_layouts.components import split_component
 from netweight.store.adapter_layouts.kohya_names import PREFIXES, KohyaNames, kohya_name
 from netweight.store.adapter_layouts.parts import Role, alpha_of
 
@@ -82,13 +83,14 @@ def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[in
     """
     import torch
 
+    components = split_component(factors)
     several = any(module.startswith(("text_encoder_2.", "text_encoder_3.")) for module in factors)
     alphas = {module: alpha_of(change.scale, change.rank) for module, change in factors.items()}
     alpha = Counter(value for value in alphas.values() if value).most_common(1)
     common = alpha[0][0] if alpha else 1.0
     tensors: dict[str, Tensor] = {}
     for module, change in factors.items():
-        name = kohya_name(module, several_encoders=several)
+        name = kohya_name(*components[module], several_encoders=several)
         if f"{name}.alpha" in tensors:
             raise UsageError(
                 f"Two modules are called {name!r} in kohya's layout; one is {module!r}.", cure="Choose another layout."

@@ -148,21 +148,21 @@ class KohyaNames:
         return NameNotFound(f"No module of the model is called {name!r} by kohya.", cure=f"The nearest are {near}.")
 
 
-def kohya_name(module: str, *, several_encoders: bool) -> str:
+def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
     """Return kohya's name of a module.
 
     Args:
-        module: With its component.
+        component: Of the pipeline; "" if there is none.
+        rest: The module's name within it.
         several_encoders: Whether the adapter is of a pipeline with more than one text encoder.
 
     Raises:
         UsageError: The component is not one that kohya knows.
     """
-    component, _, rest = module.partition(".")
     prefixes = [start for start, known in PREFIXES.items() if known == component]
-    if not prefixes or not rest:
+    if not prefixes:
         raise UsageError(
-            f"Module {module!r} belongs to no component that kohya's layout knows.",
+            f"Module {rest!r} of component {component!r} has no name in kohya's layout.",
             cure=f"Names begin with {', '.join(dict.fromkeys(PREFIXES.values()))}; or choose layout='peft'.",
         )
     if component.startswith("text_encoder") and rest.startswith("encoder.layers."):

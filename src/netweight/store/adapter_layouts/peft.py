@@ -19,10 +19,11 @@ from typing import Any, Self, final
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.adapter_layouts.parts import Role, alpha_of
 
-__all__ = ["CONFIG", "PREFIX", "WEIGHTS", "LoraSettings", "locate", "settings_for"]
+__all__ = ["COMPRESSED_WEIGHTS", "CONFIG", "PREFIX", "WEIGHTS", "LoraSettings", "locate", "settings_for"]
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+COMPRESSED_WEIGHTS = "adapter_model.net.safetensors"  # as `netweight compress` names it
 PREFIX = "base_model.model."
 
 _TENSOR = re.compile(r"(?P<module>.+?)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
