@@ -9,6 +9,7 @@ from netweight import read_adapter, write_adapter
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
+from netweight.store.published_w2w import stable_diffusion_dimensions  # noqa: E402
 from netweight.zoo.small_diffusion import shapes_pipeline  # noqa: E402
 
 UNET = [
@@ -173,3 +174,18 @@ def test_what_diffusers_saves_is_read(tmp_path):
     merged = shapes_pipeline()
     merge(merged.unet, adapter, "unet.")
     assert (picture(merged) - expected).abs().max() < 2e-4
+
+
+def test_the_published_order_is_that_of_stable_diffusions_unet():
+    """On a U-Net of the same blocks and a tenth of the width."""
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(
+            block_out_channels=(32, 64, 128, 128), cross_attention_dim=24, attention_head_dim=8
+        )
+    wide = {32: 320, 64: 640, 128: 1280, 24: 768}
+    expected = {}
+    for name, module in unet.named_modules():
+        if name.endswith((".to_q", ".to_v")):
+            expected[f"base_model.model.{name}.lora_A.weight"] = (2, wide[module.in_features])
+            expected[f"base_model.model.{name}.lora_B.weight"] = (wide[module.out_features], 2)
+    assert stable_diffusion_dimensions(rank=2) == expected

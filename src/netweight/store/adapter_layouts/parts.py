@@ -135,9 +135,7 @@ def load_part(store: Store, part: Part) -> LowRank:
 
 
 def alpha_of(scale: float, rank: int) -> float:
-    """Return the alpha for which alpha / rank is a scale, to the last bit where there is one."""
+    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it."""
     near = scale * rank
-    for alpha in (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
-        if alpha / rank == scale:
-            return alpha
-    return near
+    candidates = (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf))
+    return min(candidates, key=lambda alpha: abs(alpha / rank - scale))
