@@ -1,9 +1,12 @@
 """Banks of adapters: what goes in comes out, by rows; what is bad is named; nothing is lost to a kill."""
 
+import functools
 import json
 import math
 import os
+import pickle
 import re
+import signal
 import sys
 
 import pytest
@@ -23,6 +26,7 @@ from netweight.errors import (
 )
 from netweight.generate.adapter import Adapter, LowRank
 from netweight.generate.stack import AdapterStack
+from netweight.store import bank_ingest
 from netweight.store.bank_writing import BankWriter
 
 KERNELS = {PROJ_IN: (2, 2)}
@@ -105,20 +109,38 @@ def test_the_digest_is_of_the_content(folder, tmp_path):
 
 
 def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
-    with BankWriter(tmp_path / "bank") as writer:
-        for number in range(20):
-            writer.add(str(number), mixed(number))
-    bank = AdapterBank.open(tmp_path / "bank")
-    read = []
-    monkeypatch.setattr(netweight.store.Store, "get_slice", lambda self, name, rows: (
-        read.append((name, rows.stop - rows.start)), get_slice(self, name, rows))[1], raising=True)  # fmt: skip
-    bank.stack(4, 6)
+    for compress in (False, True):
+        with BankWriter(tmp_path / f"bank{compress}", compress=compress) as writer:
+            for number in range(20):
+                writer.add(str(number), mixed(number))
     ranks = sum(1 + number % 3 for number in (4, 5))
+    bank, read, taken = AdapterBank.open(tmp_path / "bankTrue"), [], netweight.store.Store.get_slice
+
+    def counted(self, name, rows):
+        read.append((name, rows.stop - rows.start))
+        return taken(self, name, rows)
+
+    monkeypatch.setattr(netweight.store.Store, "get_slice", counted)
+    bank.stack(4, 6)
     assert (f"{TO_Q}.down", ranks) in read
     assert len(read) == 2 * len(SHAPES)
 
-
-get_slice = netweight.store.Store.get_slice
+    # Without compression, a shard whose other rows are overwritten gives the same.
+    shard = next((tmp_path / "bankFalse").glob("shard-*"))
+    with netweight.open_store(shard) as store:
+        file = store.files[0]
+        span = next(span for span in file.header.spans if span.name == f"{TO_Q}.down")
+    before = sum(1 + number % 3 for number in range(4))
+    start = file.header.data_start + span.start + before * 5 * 4
+    content = shard.read_bytes()
+    end = file.header.data_start + span.stop
+    kept = content[start : start + ranks * 5 * 4]
+    shard.write_bytes(
+        content[: file.header.data_start + span.start] + b"\xff" * (before * 5 * 4) + kept
+        + b"\xff" * (end - start - len(kept)) + content[end:]
+    )  # fmt: skip
+    stack = AdapterBank.open(tmp_path / "bankFalse").stack(4, 6)
+    assert all(same(stack.adapter(number), mixed(4 + number)) for number in range(2))
 
 
 def test_a_bank_grows(folder, tmp_path):
@@ -336,6 +358,36 @@ def test_damage_is_found(folder, tmp_path, compress):
             AdapterBank.open(tmp_path / "bank")
 
 
+def test_what_an_interrupted_call_left_of_another_source_is_not_mixed_in(folder, tmp_path):
+    with pytest.raises(KeyboardInterrupt), BankWriter(tmp_path / "bank") as writer:
+        add_and_interrupt(writer)
+    with pytest.raises(UsageError, match=r"interrupted call left 'foreign' in .*netweight-part"):
+        AdapterBank.ingest(folder, tmp_path / "bank")
+
+
+def add_and_interrupt(writer):
+    writer.add("foreign", mixed(0))
+    raise KeyboardInterrupt
+
+
+def test_names_of_the_model_are_taken_and_checked(tmp_path):
+    older = random_adapter(0, shapes={"text_encoder.text_model.encoder.layers.0.mlp.fc1": (3, 4)}, ranks=(2,))
+    for name, layout in (("a", "diffusers"), ("b", "kohya")):
+        write_adapter(older, tmp_path / "loras" / f"{name}.safetensors", layout=layout) if layout == "kohya" else (
+            write_adapter(older.scaled(2.0), tmp_path / "loras" / name, layout=layout))  # fmt: skip
+    model = ["text_encoder.encoder.layers.0.mlp.fc1", "unet.conv_in"]
+    bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank", modules=model)
+    assert bank.modules == ("text_encoder.encoder.layers.0.mlp.fc1",)
+    with pytest.raises(NameNotFound, match=r"the model has no module .*of another model"):
+        AdapterBank.ingest(tmp_path / "loras" / "a", tmp_path / "other", modules=["unet.conv_in"])
+
+
+def test_a_bank_goes_to_other_processes(folder, tmp_path):
+    bank = AdapterBank.ingest(folder, tmp_path / "bank")
+    bank.stack(0, 1)
+    assert same(pickle.loads(pickle.dumps(bank)).adapter(3), bank.adapter(3))
+
+
 def test_two_writers_do_not_meet(tmp_path):
     with BankWriter(tmp_path / "bank") as writer:
         writer.add("a", mixed(0))
@@ -345,47 +397,44 @@ def test_two_writers_do_not_meet(tmp_path):
 
 
 def test_what_was_added_before_an_error_is_taken_up_by_the_next_writer(tmp_path):
-    def interrupted():
-        with BankWriter(tmp_path / "bank") as writer:
-            writer.add("a", mixed(0))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with pytest.raises(KeyboardInterrupt), BankWriter(tmp_path / "bank") as writer:
+        add_and_interrupt(writer)
     assert not (tmp_path / "bank").exists()
     with BankWriter(tmp_path / "bank") as writer:
-        assert writer.names == ["a"]
-        assert "a" in writer
+        assert writer.names == ["foreign"]
+        assert "foreign" in writer
         writer.add("b", mixed(1))
     assert [path.name for path in tmp_path.iterdir()] == ["bank"]
-    assert same(AdapterBank.open(tmp_path / "bank").adapter("a"), mixed(0))
+    assert same(AdapterBank.open(tmp_path / "bank").adapter("foreign"), mixed(0))
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from netweight.store import atomic, bank_ingest, bank_writing
+def killed_ingest(folder, target, moment):
+    """Ingest in a fork that is killed before or after its so manieth step on the file system; whether it was killed."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or status == 0
+        return os.WIFSIGNALED(status)
+    left = [moment]
 
-moments = int(sys.argv[3])
+    def counting(function):
+        def counted(*arguments, **options):
+            for step in (lambda: function(*arguments, **options), lambda: None):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step()
 
-def counting(function):
-    def counted(*arguments, **options):
-        global moments
-        for _ in range(2):
-            moments -= 1
-            if moments == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*arguments, **options) if _ == 0 else result
-        return result
-    return counted
+        return counted
 
-for name in ("replace", "fsync", "rename", "mkdir", "unlink"):
-    setattr(os, name, counting(getattr(os, name)))
-writer = bank_writing.BankWriter
-bank_ingest.BankWriter = lambda *arguments, **options: writer(*arguments, **options, shard_bytes=600)
-bank_ingest.ingest(Path(sys.argv[1]), Path(sys.argv[2]), compress=False, skip_bad=False,
-                   progress=__import__("netweight").core.progress.Progress("off"))
-"""
+    try:
+        for name in ("replace", "fsync", "rename", "mkdir", "unlink"):
+            setattr(os, name, counting(getattr(os, name)))
+        bank_ingest.BankWriter = functools.partial(BankWriter, shard_bytes=600)
+        AdapterBank.ingest(folder, target)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills and forks are POSIX")
@@ -394,15 +443,9 @@ def test_a_killed_ingest_goes_on(folder, tmp_path):
     kept = []
     for moment in range(2, 80, 6):
         target = tmp_path / f"bank{moment}"
-        child = os.fork()
-        if child == 0:
-            sys.argv = ["", str(folder), str(target), str(moment)]
-            try:
-                exec(compile(KILLED, "killed", "exec"), {"__name__": "killed"})
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
+        killed = killed_ingest(folder, target, moment)
         part = tmp_path / f".bank{moment}.netweight-part" / "bank.json"
+        assert killed or target.exists()
         if target.exists():
             kept.append("whole")
             assert AdapterBank.open(target).digest == expected

@@ -235,3 +235,15 @@ def test_names_that_do_not_fit(tmp_path):
     with pytest.raises(UsageError, match="holds no published matrix"):
         import_published(tmp_path, tmp_path / "bank")
     assert read_dimensions(tmp_path / "files" / "weight_dimensions.pt") == DIMENSIONS
+
+
+def test_another_matrix_is_not_taken_for_the_rest_of_the_first(tmp_path):
+    path, matrix = published(tmp_path)
+    import_published(path, tmp_path / "bank")
+    import_published(path, tmp_path / "bank")  # nothing is left to do
+    assert len(AdapterBank.open(tmp_path / "bank")) == 50
+    torch.save(matrix[:20].clone(), path)
+    with pytest.raises(UsageError, match="'model-000000' that is not of"):
+        import_published(path, tmp_path / "bank")
+    import_published(path, tmp_path / "bank", names=[f"dog-{row}" for row in range(20)])
+    assert len(AdapterBank.open(tmp_path / "bank")) == 70

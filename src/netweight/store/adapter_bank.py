@@ -7,9 +7,9 @@ adapters (`bank_ingest.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from netweight.core.digest import of_config, of_file
 from netweight.core.names import nearest_names
@@ -68,6 +68,7 @@ class AdapterBank:
         source: str | Path,
         destination: str | Path,
         *,
+        modules: Iterable[str] | None = None,
         compress: bool = False,
         skip_bad: bool = False,
         progress: Progress = QUIET,
@@ -83,6 +84,7 @@ class AdapterBank:
                 adapter; or the published files of weights2weights (`all_weights.pt` with `weight_dimensions.pt` and
                 `adapter_config.json`).
             destination: The bank's folder.
+            modules: Names of the model's modules, as for `read_adapter`: then adapters of other models are bad.
             compress: Whether to keep new shards compressed, bit for bit.
             skip_bad: Whether to leave out adapters that cannot be used; they are listed in `skipped`.
             progress: Where the work is shown.
@@ -104,8 +106,19 @@ class AdapterBank:
         if find_published(Path(source)) is not None:
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)
         else:
-            ingest(Path(source), Path(destination), compress=compress, skip_bad=skip_bad, progress=progress)
+            ingest(
+                Path(source),
+                Path(destination),
+                modules=modules,
+                compress=compress,
+                skip_bad=skip_bad,
+                progress=progress,
+            )
         return cls.open(destination)
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        """Another process opens the bank anew."""
+        return AdapterBank.open, (self.path,)
 
     def __len__(self) -> int:
         """Number of adapters."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from netweight.generate.adapter import Adapter, LowRank
 from netweight.store.adapter_layouts import diffusers, kohya, peft
 from netweight.store.adapter_layouts.components import COMPONENTS, in_component, split_component
 from netweight.store.adapter_layouts.kohya_names import KohyaNames
+from netweight.store.adapter_layouts.model_names import ModelNames
 from netweight.store.adapter_layouts.parts import Layout, Part, Plan, Role, assemble, load_part
 from netweight.store.adapter_layouts.refusals import PICKLES, refuse_kinds, refuse_pickle
 from netweight.store.atomic import refuse_existing, whole_file
@@ -34,8 +36,8 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
     Args:
         path: A `.safetensors` file in diffusers' or kohya's layout; or a folder with one; or a folder of peft
             (`adapter_model.safetensors` and `adapter_config.json`), or with one such folder per component.
-        modules: Names of the model's modules, with components; needed only for names in kohya's layout that are of no
-            known structure.
+        modules: Names of the model's modules, with components: then an adapter of others is refused, names in kohya's
+            layout may have any structure, and text encoders are called as in the model, with or without `text_model`.
 
     Returns:
         The adapter: factors as stored, with their exact scale. Names of modules begin with the pipeline's component
@@ -43,17 +45,26 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
 
     Raises:
         UsageError: There is no adapter, its rank is 0, or it holds NaN or infinity.
+        NameNotFound: The model has no such module.
         Unsupported: It is no LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
         UnsafeInput: It is a pickle.
         CorruptBlob: A file is damaged or incomplete.
     """
-    return load_plan(plan_adapter(path, modules=modules))
+    return load_plan(plan_adapter(path, None if modules is None else ModelNames(modules)))
 
 
-def plan_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> Plan:
-    """Find out what an adapter's files hold from their headers; arguments and errors as for `read_adapter`."""
-    path = Path(path)
-    known = KohyaNames(modules)
+def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
+    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`.
+
+    Args:
+        path: As for `read_adapter`.
+        model: The model's names, for names that do not tell enough; all must be among them.
+    """
+    plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
+    return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
+
+
+def _plan(path: Path, known: KohyaNames) -> Plan:
     if path.is_file():
         refuse_pickle(path)
         return _plan_peft(path) if path.name == peft.WEIGHTS else _plan_file(path, known, path)

@@ -26,11 +26,12 @@ from netweight.generate.stack import AdapterStack
 from netweight.store.atomic import whole_file
 from netweight.store.header import build_header
 from netweight.store.reading import Store, open_store
+from netweight.store.row_reading import FLOATS, read_rows
 from netweight.store.writing import StoreWriter
 
 __all__ = ["Rows", "ShardReader", "joined", "rows_of", "write_shard"]
 
-_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+_NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int64: "I64"}
 
 
 @final
@@ -165,7 +166,7 @@ class ShardReader:
         held = set(self._store.names())
         if held != {f"{name}.{part}" for name in modules for part in ("down", "up")} | {"scale", "rank"}:
             raise CorruptBlob(f"{path} holds other tensors than its bank's modules.", cure="Copy it again.")
-        self._scale, self.rank = self._store.get("scale", check=True), self._store.get("rank", check=True)
+        self._scale, self.rank = read_rows(self._store, "scale"), read_rows(self._store, "rank")
         ends = self.rank.cumsum(0)
         self._starts = torch.cat([torch.zeros_like(ends[:1]), ends])
 
@@ -174,8 +175,8 @@ class ShardReader:
         down, up = {}, {}
         for column, name in enumerate(self._modules):
             piece = slice(int(self._starts[start, column]), int(self._starts[stop, column]))
-            down[name] = self._store.get_slice(f"{name}.down", piece)
-            up[name] = self._store.get_slice(f"{name}.up", piece)
+            down[name] = read_rows(self._store, f"{name}.down", piece)
+            up[name] = read_rows(self._store, f"{name}.up", piece)
         return Rows(down, up, self._scale[start:stop], self.rank[start:stop])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from netweight.core.progress import Progress
@@ -13,6 +13,7 @@ from netweight.generate.stack import AdapterStack
 from netweight.store.adapter_files import load_plan, plan_adapter
 from netweight.store.adapter_layouts import diffusers, peft
 from netweight.store.adapter_layouts.components import COMPONENTS
+from netweight.store.adapter_layouts.model_names import ModelNames
 from netweight.store.adapter_layouts.parts import Plan
 from netweight.store.adapter_layouts.refusals import PICKLES
 from netweight.store.adapter_shard import rows_of
@@ -25,17 +26,26 @@ __all__ = ["ingest"]
 _SHOWN = 20  # problems named in one message
 
 
-def ingest(source: Path, destination: Path, *, compress: bool, skip_bad: bool, progress: Progress) -> None:
+def ingest(
+    source: Path,
+    destination: Path,
+    *,
+    modules: Iterable[str] | None,
+    compress: bool,
+    skip_bad: bool,
+    progress: Progress,
+) -> None:
     """Collect adapters into a bank; see `AdapterBank.ingest`."""
-    there = _there(destination)
     found, bad = _find(source)
+    there = _there(destination, found)
+    model = None if modules is None else ModelNames(modules)
     old = dict(zip(there.names, (stamp for shard in there.shards for stamp in shard.stamps), strict=True))
     stamps = {name: _stamp(path) for name, path in found.items()}
     new = {name: path for name, path in found.items() if old.get(name) != stamps[name]}
     plans: dict[str, Plan] = {}
     for name, path in progress.track(new.items(), "Checking adapters", len(new), unit="adapters"):
         try:
-            plans[name] = plan_adapter(path)
+            plans[name] = plan_adapter(path, model)
         except NetweightError as error:
             bad[name] = error
     expected = there if there.modules else _usual(list(plans.values()))
@@ -77,14 +87,21 @@ def _add(writer: BankWriter, holders: dict[str, str], name: str, plan: Plan, sta
     holders[content] = name
 
 
-def _there(destination: Path) -> BankRecord:
+def _there(destination: Path, found: Mapping[str, Path]) -> BankRecord:
     """What the bank holds already, or what an interrupted call left beside its place."""
-    if not (destination / RECORD).is_file():
-        refuse_existing(destination, overwrite=None)
-    for folder in (destination, part_of(destination)):
-        if (folder / RECORD).is_file():
-            return read_bank_record(folder)
-    return BankRecord({})
+    if (destination / RECORD).is_file():
+        return read_bank_record(destination)
+    refuse_existing(destination, overwrite=None)
+    part = part_of(destination)
+    if not (part / RECORD).is_file():
+        return BankRecord({})
+    record = read_bank_record(part)
+    if others := [name for name in record.names if name not in found]:
+        raise UsageError(
+            f"An interrupted call left {others[0]!r} in {part}, which this source does not hold.",
+            cure=f"Repeat that call, or remove {part}.",
+        )
+    return record
 
 
 def _find(source: Path) -> tuple[dict[str, Path], dict[str, NetweightError]]:

@@ -144,13 +144,20 @@ def import_published(
     if len(called) != len(matrix):
         raise UsageError(f"{path} has {len(matrix)} rows, and there are {len(called)} names.")
     block = max(1, _BLOCK_BYTES // (matrix.shape[1] * matrix.element_size()))
+    stamp = f"{path.stat().st_size}-{path.stat().st_mtime_ns}"
     with (
         BankWriter(destination, compress=compress, base=layout.base) as writer,
         progress.task("Adding adapters", len(matrix), unit="adapters") as task,
     ):
+        other = next((name for name in called if name in writer and writer.stamp(name) != stamp), None)
+        if other is not None:
+            raise UsageError(
+                f"{destination} has an adapter {other!r} that is not of {path}.",
+                cure="Choose other names or a new bank.",
+            )
         for start in range(0, len(matrix), block):
             rows = [row for row in range(start, min(start + block, len(matrix))) if called[row] not in writer]
-            _add(writer, layout, matrix, rows, called, path, skip_bad)
+            _add(writer, layout, matrix, rows, called, path, stamp, skip_bad)
             task.update(min(block, len(matrix) - start))
 
 
@@ -190,7 +197,14 @@ class _Layout:
 
 
 def _add(
-    writer: BankWriter, layout: _Layout, matrix: Tensor, rows: list[int], called: Sequence[str], path: Path, skip: bool
+    writer: BankWriter,
+    layout: _Layout,
+    matrix: Tensor,
+    rows: list[int],
+    called: Sequence[str],
+    path: Path,
+    stamp: str,
+    skip_bad: bool,
 ) -> None:
     """Add some rows of the matrix."""
     if not rows:
@@ -199,7 +213,7 @@ def _add(
     good = block.isfinite().all(1)
     if not good.all():
         bad = [row for row, fine in zip(rows, good.tolist(), strict=True) if not fine]
-        if not skip:
+        if not skip_bad:
             raise UsageError(
                 f"{path}: row {bad[0]} ({called[bad[0]]}) holds NaN or infinity.",
                 cure="Fetch the file again, or pass skip_bad (--skip-bad) to leave the row out.",
@@ -209,7 +223,7 @@ def _add(
         rows, block = [row for row in rows if row not in bad], block[good]
     if rows:
         shapes = {name: module.shape for name, module in layout.modules.items()}
-        writer.add_rows([called[row] for row in rows], layout.rows(block), shapes)
+        writer.add_rows([called[row] for row in rows], layout.rows(block), shapes, stamps=[stamp] * len(rows))
 
 
 def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]], settings: peft.LoraSettings) -> _Layout:

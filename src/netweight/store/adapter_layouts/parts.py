@@ -128,8 +128,9 @@ def load_part(store: Store, part: Part) -> LowRank:
     import torch
 
     from netweight.generate.adapter import LowRank
+    from netweight.store.row_reading import read_rows
 
-    down, up = store.get(part.down, check=True).flatten(1), store.get(part.up, check=True).flatten(1)
+    down, up = read_rows(store, part.down).flatten(1), read_rows(store, part.up).flatten(1)
     dtype = torch.promote_types(down.dtype, up.dtype)
     return LowRank(down.to(dtype), up.to(dtype), part.scale)
 

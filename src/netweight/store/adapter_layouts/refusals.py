@@ -33,6 +33,7 @@ _KINDS = (
     ),
     (r"\.bias$", "a bias that was trained along", 'Train with bias="none".'),
 )
+_ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in _KINDS))
 
 
 def refuse_kinds(path: Path, names: Iterable[str]) -> None:
@@ -45,7 +46,7 @@ def refuse_kinds(path: Path, names: Iterable[str]) -> None:
     Raises:
         Unsupported: A tensor belongs to another kind; it is named.
     """
-    names = list(names)
+    names = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in _KINDS:
         found = [name for name in names if re.search(pattern, name)]
         if found:
