@@ -1,0 +1,190 @@
+"""A collection of adapters as one space: its points are adapters, its axes principal components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self, final
+
+from torch import Tensor
+
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import UsageError
+from netweight.generate.adapter import Adapter
+from netweight.generate.dual_fit import fit_gram
+from netweight.generate.stack import AdapterStack
+from netweight.methods.space.bank import Bank, check_modules
+from netweight.methods.space.combinations import Combinations
+from netweight.methods.space.config import FitConfig, Representation
+from netweight.methods.space.gram import gram_of
+
+__all__ = ["Basis", "WeightSpace"]
+
+
+class Basis(Protocol):
+    """Mean and components of a space, in one of the representations."""
+
+    def project(self, stack: AdapterStack) -> Tensor:
+        """Scores of m adapters, shape `(m, k)`."""
+        ...
+
+    def changes(self, scores: Tensor) -> dict[str, Tensor]:
+        """Changes at points."""
+        ...
+
+    def adapter(self, scores: Tensor) -> Adapter:
+        """A point as an adapter."""
+        ...
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WeightSpace:
+    """A space of adapters.
+
+    Attributes:
+        names: Of the n adapters that it was fitted to, and of those appended.
+        scores: Shape `(n, k)`, fp32: their coordinates.
+        deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
+        shapes: Module name → rows and columns of its change.
+        basis: Mean and components.
+        config: How it was fitted.
+        bank_digest: Of the bank that it was fitted to.
+    """
+
+    names: Sequence[str]
+    scores: Tensor
+    deviations: Tensor
+    shapes: Mapping[str, tuple[int, int]]
+    basis: Basis
+    config: FitConfig
+    bank_digest: str
+
+    @classmethod
+    def fit(
+        cls,
+        bank: Bank,
+        *,
+        components: int | None = None,
+        representation: Representation = "delta",
+        progress: Progress = QUIET,
+        **settings: Any,
+    ) -> Self:
+        """Find the principal components of a bank's adapters.
+
+        Args:
+            bank: At least 2 adapters.
+            components: How many; None for as many as there are, at most 1,000.
+            representation: See `FitConfig`.
+            progress: Where to show it.
+            settings: Further fields of `FitConfig`.
+
+        Raises:
+            UsageError: The bank holds fewer than 2 adapters, NaN, or has fewer components than asked for.
+
+        Source: arXiv 2406.09413, section 3; the inner product of changes in place of raw factors.
+        """
+        config = FitConfig(components, representation, **settings)
+        if len(bank) < 2 or (components is not None and components >= len(bank)):
+            raise UsageError(
+                f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
+                cure="Ask for fewer, or add adapters." if len(bank) > 1 else "Add adapters: hundreds to be of use.",
+            )
+        gram, precision = gram_of(bank, progress=progress)
+        norms = gram.diagonal().clone()
+        found = fit_gram(gram, components, precision=precision)
+        basis = Combinations(bank, found.weights, found.offsets, norms)
+        deviations = found.variances.sqrt().float()
+        return cls(tuple(bank.names), found.scores.float(), deviations, dict(bank.shapes), basis, config, bank.digest)
+
+    @property
+    def components(self) -> int:
+        """Number of components, k."""
+        return self.scores.shape[1]
+
+    @property
+    def mean_adapter(self) -> Adapter:
+        """The mean of the adapters, exactly."""
+        return self.basis.adapter(self.scores.new_zeros(self.components))
+
+    def project(self, adapter: Adapter) -> Tensor:
+        """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
+
+        Raises:
+            NameNotFound: It has other modules than the space.
+            UsageError: It has other shapes.
+        """
+        stack = AdapterStack.of([adapter])
+        check_modules(stack.shapes, self.shapes, what="The adapter")
+        return self.basis.project(stack)[0]
+
+    def changes(self, scores: Tensor) -> dict[str, Tensor]:
+        """Return what a point changes in a model; differentiable in the scores.
+
+        Args:
+            scores: Shape `(k,)`, or `(b, k)` for b points; on any device, where the changes are made.
+
+        Returns:
+            Module name → ΔW, shape `(rows, columns)` or `(b, rows, columns)`, fp32 (fp64 for fp64 scores).
+
+        Raises:
+            UsageError: The scores have another length.
+        """
+        self._check(scores, (1, 2))
+        return self.basis.changes(scores)
+
+    def adapter(self, scores: Tensor) -> Adapter:
+        """Return a point as an adapter, exactly: mean + Σ scores_j component_j.
+
+        Args:
+            scores: Shape `(k,)`.
+
+        Returns:
+            In "delta" its rank is the sum of the ranks in the bank, or the module's smaller side; `truncated` makes it
+            smaller and says what that costs. In the other representations it has the adapters' own rank.
+
+        Raises:
+            UsageError: The scores have another length.
+        """
+        self._check(scores, (1,))
+        return self.basis.adapter(scores.detach().cpu())
+
+    def _check(self, scores: Tensor, dimensions: tuple[int, ...]) -> None:
+        if scores.ndim not in dimensions or scores.shape[-1] != self.components:
+            raise UsageError(
+                f"Scores of shape {tuple(scores.shape)} are no points of a space of {self.components} components.",
+                cure=f"Give one row of {self.components} numbers per point.",
+            )
+
+    def save(self, folder: str | Path, *, standalone: bool = False) -> None:
+        """Write the space as a folder of ordinary safetensors and JSON, which must not exist.
+
+        Args:
+            folder: The folder.
+            standalone: Also write the factors of the adapters that components are combinations of, so that the space
+                opens without its bank; "delta" only, the others need none.
+
+        Raises:
+            OutputExists: The folder exists already.
+            OutputFailed: The place cannot be written.
+        """
+        from netweight.methods.space.saved import write_space
+
+        write_space(self, Path(folder), standalone=standalone)
+
+    @classmethod
+    def open(cls, folder: str | Path, bank: Bank | None = None) -> Self:
+        """Open a saved space.
+
+        Args:
+            folder: The folder.
+            bank: The bank that it was fitted to, or that bank grown; "delta" needs it, unless saved standalone.
+
+        Raises:
+            UsageError: The bank is missing, or another.
+            CorruptBlob: The folder is damaged.
+        """
+        from netweight.methods.space.saved import read_space
+
+        return read_space(cls, Path(folder), bank)
