@@ -30,6 +30,21 @@ def random_adapters(count, *, seed=0, ranks=(1, 2, 3), dtype=torch.float64, shap
     return made
 
 
+def sharing_adapters(count, *, seed=0, rank=2, shapes=SHAPES, same_scale=False):
+    """Adapters whose down factors have the same rows, each turned in its own way; fp32, of one rank."""
+    draw = torch.Generator().manual_seed(seed)
+    shared = {name: torch.randn(rank, columns, generator=draw) for name, (_, columns) in shapes.items()}
+    made = []
+    for number in range(count):
+        factors = {}
+        for name, (rows, _) in shapes.items():
+            turn = torch.randn(rank, rank, generator=draw) + 3 * torch.eye(rank)
+            up = torch.randn(rows, rank, generator=draw) + 1
+            factors[name] = LowRank(turn @ shared[name], up, 1.0 if same_scale else 0.5 + number % 3)
+        made.append(Adapter(factors))
+    return made
+
+
 def bank_of(adapters):
     return StackBank([f"person-{number}" for number in range(len(adapters))], AdapterStack.of(adapters))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
+from netweight.generate.halves import Halves
 from netweight.generate.matrix import Columns, Rows
 
 __all__ = ["MOST_DUAL", "Basis", "BasisFit", "Solver", "fit_matrix", "orthonormality"]
@@ -65,12 +66,14 @@ class BasisFit:
         scores: Shape `(n, k)`, fp32, of the rows that this worker read.
         solver: "dual", which is exact, or "streaming".
         passes: Streaming: the variance that the components had captured after each pass over the rows, a share of all.
+        halves: Dual, where asked for: how well the fits of two halves of the rows agree.
     """
 
     basis: Basis
     scores: Tensor
     solver: Literal["dual", "streaming"]
     passes: tuple[float, ...] = ()
+    halves: Halves | None = None
 
     @property
     def captured(self) -> float:
@@ -100,6 +103,7 @@ def fit_matrix(
     *,
     standardize: bool = False,
     solver: Solver = "auto",
+    halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
     """Find the principal components of a matrix's rows.
@@ -110,6 +114,7 @@ def fit_matrix(
         standardize: Whether to divide every column by its standard deviation (n − 1 in the denominator) first.
         solver: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
             takes the first up to 10,000 rows.
+        halves: Whether to fit two halves of the rows, too; "dual" only.
         progress: Where to show it.
 
     Raises:
@@ -125,8 +130,8 @@ def fit_matrix(
         from netweight.generate.matrix_gram import fit_by_columns, fit_by_rows
 
         if isinstance(matrix, Columns):
-            return fit_by_columns(matrix, components, standardize=standardize, progress=progress)
-        return fit_by_rows(matrix, components, standardize=standardize, progress=progress)
+            return fit_by_columns(matrix, components, standardize=standardize, halves=halves, progress=progress)
+        return fit_by_rows(matrix, components, standardize=standardize, halves=halves, progress=progress)
     from netweight.generate.streaming_fit import fit_streaming
 
     return fit_streaming(matrix, components, standardize=standardize, progress=progress)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.generate.basis import Basis, BasisFit
-from netweight.generate.dual_fit import DualFit, fit_gram
+from netweight.generate.dual_fit import fit_gram
+from netweight.generate.halves import halves_of
 from netweight.generate.matrix import Columns, Rows, blocks
 from netweight.generate.moments import Moments, check_finite
 
@@ -24,7 +25,12 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 def fit_by_columns(
-    matrix: Columns, components: int | None = None, *, standardize: bool = False, progress: Progress = QUIET
+    matrix: Columns,
+    components: int | None = None,
+    *,
+    standardize: bool = False,
+    halves: bool = False,
+    progress: Progress = QUIET,
 ) -> BasisFit:
     """Fit a matrix that can be read by columns, in two passes: one for the Gram matrix, one for the components.
 
@@ -32,6 +38,7 @@ def fit_by_columns(
         matrix: n rows of d numbers; memory holds an n × n matrix in fp64 twice at most, and the components.
         components: How many; None for as many as there are, at most 1,000.
         standardize: Whether to divide columns by their standard deviation.
+        halves: Whether to fit two halves of the rows, too.
         progress: Where to show it.
 
     Raises:
@@ -53,6 +60,7 @@ def fit_by_columns(
             task.update(stop - start)
             del block
     _mirror(gram)
+    compared = halves_of(gram, components, precision=_EPS) if halves else None
     found = fit_gram(gram, components, precision=_EPS)
     del gram
     scores, variances, total = found.scores.float(), found.variances, found.total
@@ -68,11 +76,18 @@ def fit_by_columns(
             torch.mm(weights, block, out=made[:, start:stop])
             task.update(stop - start)
             del block
-    return BasisFit(Basis(mean, deviation if standardize else None, made, variances, total), scores, "dual")
+    return BasisFit(
+        Basis(mean, deviation if standardize else None, made, variances, total), scores, "dual", halves=compared
+    )
 
 
 def fit_by_rows(
-    matrix: Rows, components: int | None = None, *, standardize: bool = False, progress: Progress = QUIET
+    matrix: Rows,
+    components: int | None = None,
+    *,
+    standardize: bool = False,
+    halves: bool = False,
+    progress: Progress = QUIET,
 ) -> BasisFit:
     """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one.
 
@@ -102,12 +117,13 @@ def fit_by_rows(
                     if first < start:
                         gram[first:last, start:stop] = gram[start:stop, first:last].T
                     task.update((stop - start) * (last - first) * (1 if first == start else 2))
-    found: DualFit = fit_gram(gram, components, precision=_EPS)
+    compared = halves_of(gram, components, precision=_EPS) if halves else None
+    found = fit_gram(gram, components, precision=_EPS)
     made = torch.zeros(found.weights.shape[1], length)
     for start, stop in blocks(matrix):
         made.addmm_(found.weights[start:stop].float().T, prepared(start, stop))
     basis = Basis(mean, deviation if standardize else None, made, found.variances, found.total)
-    return BasisFit(basis, found.scores.float(), "dual")
+    return BasisFit(basis, found.scores.float(), "dual", halves=compared)
 
 
 def _ranges(matrix: Columns) -> Iterator[tuple[int, int]]:

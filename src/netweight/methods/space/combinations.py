@@ -1,4 +1,4 @@
-"""Components as combinations of a bank's adapters: what is fitted from inner products. A point is one, too.
+"""Components as combinations of a bank's adapters: what is fitted from inner products, or a sketch; points are, too.
 
 ΔW of a point is Σ_i w_i ΔW_i with w = 1/n + weights @ scores, so that it is computed from the bank's factors, and is
 exact as an adapter: factors side by side.
@@ -6,7 +6,6 @@ exact as an adapter: factors side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -14,9 +13,11 @@ import torch
 from torch import Tensor
 
 from netweight.generate.adapter import Adapter, LowRank
+from netweight.generate.basis import Basis
 from netweight.generate.stack import AdapterStack
 from netweight.methods.space.bank import Bank, stacks_of
 from netweight.methods.space.inner_product import inner_products
+from netweight.methods.space.sketch import Sketch
 
 __all__ = ["Combinations"]
 
@@ -42,23 +43,25 @@ class Combinations:
     Attributes:
         bank: The adapters, or more than those: the first n count.
         weights: Shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i.
-        offsets: Shape `(k,)`, fp64: the scores that `measure` gives the mean.
+        offsets: Shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch.
         norms: Shape `(n,)`, fp64: ⟨ΔW_i, ΔW_i⟩, to know the bank again.
-        measure: Inner products of adapters with the components; by default from those with all adapters of the bank.
+        sketch: Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured
+            by it, else by their inner products with all adapters of the bank.
     """
 
     bank: Bank
     weights: Tensor
     offsets: Tensor
     norms: Tensor
-    measure: Callable[[AdapterStack], Tensor] | None = None
+    sketch: tuple[Basis, Sketch] | None = None
     _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
     _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
 
     def project(self, stack: AdapterStack) -> Tensor:
         """Return the scores of m adapters, shape `(m, k)`, fp32; what lies outside of the space is left out."""
-        if self.measure is not None:
-            return (self.measure(stack) - self.offsets).float()
+        if self.sketch is not None:
+            basis, sketch = self.sketch
+            return basis.project(sketch.rows(stack))
         found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
         for start, some in stacks_of(self.bank, len(self.weights), description="Projecting"):
             found += inner_products(stack, some) @ self.weights[start : start + len(some)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from netweight.errors import UsageError
+from netweight.generate.basis import Solver
 
 __all__ = ["FitConfig", "Representation"]
 
@@ -25,7 +26,13 @@ class FitConfig:
             the adapters' own rank. "factors" is the reference's; it means something only for adapters that began from
             the same seed.
         standardize: Whether every number is divided by its standard deviation first; "factors" only, as the reference.
-        halves: Whether to fit two halves of the adapters as well, to see what of the components comes back.
+        solver: "dual" is exact, from all inner products; "streaming" passes over the bank instead, in "delta" through
+            a sketch of the changes; "auto" takes the first up to 10,000 adapters.
+        halves: "dual" only: whether to fit two halves of the adapters as well, to see what of components comes back.
+        sketch: Side of the sketch of a module's change.
+        passes: "streaming" only: passes of iteration at most.
+        tolerance: "streaming" only: a pass that adds less than this share to the captured variance is the last.
+        seed: Of halves, of sketches, and of the rows that streaming starts from.
 
     Raises:
         UsageError: A value cannot be meant.
@@ -34,7 +41,12 @@ class FitConfig:
     components: int | None = None
     representation: Representation = "delta"
     standardize: bool = True
+    solver: Solver = "auto"
     halves: bool = True
+    sketch: int = 32
+    passes: int = 6
+    tolerance: float = 1e-3
+    seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -43,3 +55,11 @@ class FitConfig:
         if self.representation not in get_args(Representation):
             known = ", ".join(map(repr, get_args(Representation)))
             raise UsageError(f"The representation {self.representation!r} is unknown.", cure=f"Use one of {known}.")
+        if self.solver not in get_args(Solver):
+            known = ", ".join(map(repr, get_args(Solver)))
+            raise UsageError(f"The solver {self.solver!r} is unknown.", cure=f"Use one of {known}.")
+        if self.sketch < 1 or self.passes < 1 or not self.tolerance >= 0:
+            raise UsageError(
+                f"A sketch of {self.sketch}, {self.passes} passes and tolerance {self.tolerance} cannot be.",
+                cure="Give at least 1, 1 and 0.",
+            )

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
+from netweight.generate.kept_sums import read_tensors, write_tensors
+from netweight.generate.shard_sum import Alone, ShardSum
+from netweight.generate.stack import AdapterStack
 from netweight.methods.space.bank import Bank, stack_of
-from netweight.methods.space.inner_product import inner_products, precision_of
+from netweight.methods.space.inner_product import inner_products, norms_of, precision_of
 
 __all__ = ["gram_of"]
 
 _BYTES = 1 << 28  # of adapters that are read at a time, twice
+_ALONE = Alone()
 
 
-def gram_of(bank: Bank, *, progress: Progress = QUIET) -> tuple[Tensor, float]:
+def gram_of(
+    bank: Bank, *, folder: Path | None = None, workers: ShardSum = _ALONE, progress: Progress = QUIET
+) -> tuple[Tensor, float]:
     """Return the inner products of all pairs of adapters, and the relative rounding error of the products.
 
     Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.
 
     Args:
         bank: n adapters.
+        folder: Where to keep block rows. Those of a bank that has grown since are used again: its names must begin
+            with the same ones, and norms are compared.
+        workers: Who shares the work: of w workers, each takes every w-th block row.
         progress: Where to show it.
 
     Returns:
@@ -28,20 +40,41 @@ def gram_of(bank: Bank, *, progress: Progress = QUIET) -> tuple[Tensor, float]:
 
     Raises:
         UsageError: An adapter holds NaN or infinity.
+        CorruptBlob: A file in the folder is damaged.
     """
-    count, dtype, block = len(bank), torch.float32, _block(bank)
-    gram = torch.empty(count, count, dtype=torch.float64)
+    count, block = len(bank), _block(bank)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    precision = torch.zeros((), dtype=torch.float64)
     with progress.task("Inner products", count * (count + 1) // 2, unit="pairs") as task:
-        for start in range(0, count, block):
+        for number, start in enumerate(range(0, count, block)):
+            if number % workers.count != workers.number:
+                continue
             later = stack_of(bank, start, min(start + block, count))
-            dtype = torch.promote_types(dtype, precision_of(later))
-            for first in range(0, start + 1, block):
-                earlier = later if first == start else stack_of(bank, first, first + block)
-                found = inner_products(later, earlier)
-                gram[start : start + len(later), first : first + len(earlier)] = found
-                gram[first : first + len(earlier), start : start + len(later)] = found.T
-                task.update(found.numel() if first != start else len(later) * (len(later) + 1) // 2)
-    return gram, torch.finfo(dtype).eps
+            rows = _block_row(bank, later, start, folder)
+            gram[start : start + len(later), : start + len(later)] = rows
+            gram[:start, start : start + len(later)] = rows[:, :start].T
+            precision += torch.finfo(precision_of(later)).eps * len(later) / count
+            task.update(len(later) * start + len(later) * (len(later) + 1) // 2)
+    workers.add([gram, precision])
+    return gram, float(precision)
+
+
+def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None) -> Tensor:
+    """Inner products of a block with itself and everything before it, shape `(m, start + m)`."""
+    stop, norms = start + len(later), norms_of(later)
+    names = of_config(list(bank.names[:stop]))
+    file = None if folder is None else folder / f"gram-{start}-{stop}.safetensors"
+    if file is not None and file.exists():
+        kept, about = read_tensors(file)
+        if about == {"names": names} and torch.allclose(kept["norms"], norms, rtol=1e-9, atol=0):
+            return kept["products"]
+    step, parts = _block(bank), []
+    for first in range(0, start, step):
+        parts.append(inner_products(later, stack_of(bank, first, first + step)))
+    products = torch.cat([*parts, inner_products(later, later)], dim=1)
+    if file is not None:
+        write_tensors(file, {"products": products, "norms": norms}, {"names": names})
+    return products
 
 
 def _block(bank: Bank) -> int:

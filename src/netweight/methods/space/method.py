@@ -5,37 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, final
+from typing import Any, Self, final
 
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.generate.adapter import Adapter
-from netweight.generate.dual_fit import fit_gram
+from netweight.generate.shard_sum import Alone, ShardSum
 from netweight.generate.stack import AdapterStack
+from netweight.methods.space.accuracy import Accuracy
 from netweight.methods.space.bank import Bank, check_modules
-from netweight.methods.space.combinations import Combinations
 from netweight.methods.space.config import FitConfig, Representation
-from netweight.methods.space.gram import gram_of
+from netweight.methods.space.fitting import Basis, Work, fit_bank
 
-__all__ = ["Basis", "WeightSpace"]
+__all__ = ["WeightSpace"]
 
-
-class Basis(Protocol):
-    """Mean and components of a space, in one of the representations."""
-
-    def project(self, stack: AdapterStack) -> Tensor:
-        """Scores of m adapters, shape `(m, k)`."""
-        ...
-
-    def changes(self, scores: Tensor) -> dict[str, Tensor]:
-        """Changes at points."""
-        ...
-
-    def adapter(self, scores: Tensor) -> Adapter:
-        """A point as an adapter."""
-        ...
+_ALONE = Alone()
 
 
 @final
@@ -44,21 +30,25 @@ class WeightSpace:
     """A space of adapters.
 
     Attributes:
-        names: Of the n adapters that it was fitted to, and of those appended.
+        names: Of the n adapters that it was fitted to, and then of those appended.
+        fitted: How many it was fitted to.
         scores: Shape `(n, k)`, fp32: their coordinates.
         deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
         shapes: Module name → rows and columns of its change.
         basis: Mean and components.
         config: How it was fitted.
+        accuracy: What is known of how good the fit is.
         bank_digest: Of the bank that it was fitted to.
     """
 
     names: Sequence[str]
+    fitted: int
     scores: Tensor
     deviations: Tensor
     shapes: Mapping[str, tuple[int, int]]
     basis: Basis
     config: FitConfig
+    accuracy: Accuracy
     bank_digest: str
 
     @classmethod
@@ -68,6 +58,8 @@ class WeightSpace:
         *,
         components: int | None = None,
         representation: Representation = "delta",
+        folder: str | Path | None = None,
+        workers: ShardSum = _ALONE,
         progress: Progress = QUIET,
         **settings: Any,
     ) -> Self:
@@ -77,11 +69,16 @@ class WeightSpace:
             bank: At least 2 adapters.
             components: How many; None for as many as there are, at most 1,000.
             representation: See `FitConfig`.
+            folder: Where to keep what was done, so that the same call goes on after a kill, and so that a bank that
+                has grown is fitted again without the inner products that are known.
+            workers: Who shares the work: `ProcessGroup()` under torch.distributed, in all processes of which this is
+                called; each reads its part of the bank, and all end with the same space.
             progress: Where to show it.
             settings: Further fields of `FitConfig`.
 
         Raises:
-            UsageError: The bank holds fewer than 2 adapters, NaN, or has fewer components than asked for.
+            UsageError: The bank holds fewer than 2 adapters, NaN, or has fewer components than asked for; or its
+                adapters do not fit the representation: they do not share their down factors, or ranks differ.
 
         Source: arXiv 2406.09413, section 3; the inner product of changes in place of raw factors.
         """
@@ -91,12 +88,12 @@ class WeightSpace:
                 f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
                 cure="Ask for fewer, or add adapters." if len(bank) > 1 else "Add adapters: hundreds to be of use.",
             )
-        gram, precision = gram_of(bank, progress=progress)
-        norms = gram.diagonal().clone()
-        found = fit_gram(gram, components, precision=precision)
-        basis = Combinations(bank, found.weights, found.offsets, norms)
+        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, progress))
         deviations = found.variances.sqrt().float()
-        return cls(tuple(bank.names), found.scores.float(), deviations, dict(bank.shapes), basis, config, bank.digest)
+        return cls(
+            tuple(bank.names), len(bank), found.scores, deviations, dict(bank.shapes), found.basis, config,
+            found.accuracy, bank.digest,
+        )  # fmt: skip
 
     @property
     def components(self) -> int:
