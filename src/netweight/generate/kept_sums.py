@@ -21,7 +21,7 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.generate.subspace_iteration import Iteration, Plan, Sums
 from netweight.store.atomic import naming_failures, part_of, sync
 
-__all__ = ["KeptSums", "read_tensors", "write_tensors"]
+__all__ = ["KeptSums", "read_iteration", "read_tensors", "write_tensors"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -48,6 +48,16 @@ def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
             return {name: file.get_tensor(name) for name in file.keys()}, about
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise CorruptBlob(f"{path} is no part of a fit: {error}.", cure="Delete its folder to begin anew.") from error
+
+
+def read_iteration(path: Path) -> Iteration:
+    """Read where a fit stands.
+
+    Raises:
+        CorruptBlob: The file is damaged.
+    """
+    fixed, about = read_tensors(path)
+    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
 
 
 @final
@@ -80,13 +90,12 @@ class KeptSums:
         """
         if not self._iteration.exists():
             return None, None, 0
-        fixed, about = read_tensors(self._iteration)
-        if about["digest"] != self._digest:
+        if read_tensors(self._iteration)[1]["digest"] != self._digest:
             raise UsageError(
                 f"{self._iteration.parent} holds another fit: of other rows, or with other settings.",
                 cure="Choose another folder, or delete it to begin anew.",
             )
-        iteration = Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
+        iteration = read_iteration(self._iteration)
         if self._sums.exists():
             sums, about = read_tensors(self._sums)
             if about == {"digest": self._digest, "stage": iteration.stage, "row": about.get("row")}:

@@ -77,6 +77,8 @@ def fit_streaming(
     standing = _agreed(plan, iteration, rows, workers)
     if iteration is None or iteration.stage != standing.stage:
         sums, row = None, 0
+        if kept is not None:
+            kept.keep_iteration(standing)
     while True:
         iteration = standing
         found = empty(plan, iteration, rows.shape[0]) if sums is None else sums
