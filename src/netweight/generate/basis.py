@@ -48,6 +48,11 @@ class Basis:
         centered = rows.to(self.components) - self.mean
         return (centered if self.deviation is None else centered / self.deviation) @ self.components.T
 
+    def squares(self, rows: Tensor) -> Tensor:
+        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`."""
+        centered = rows.to(self.components) - self.mean
+        return (centered if self.deviation is None else centered / self.deviation).square().sum(dim=-1)
+
     def point(self, scores: Tensor) -> Tensor:
         """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
         moved = scores @ self.components.to(scores)

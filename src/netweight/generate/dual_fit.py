@@ -31,6 +31,7 @@ class DualFit:
         total: The variance along all directions, in the same units.
         offsets: Shape `(k,)`, fp64: ⟨mean, component j⟩. A thing whose inner products with the n are g has the scores
             `g @ weights − offsets`.
+        mean_square: ⟨mean, mean⟩.
     """
 
     weights: Tensor
@@ -38,6 +39,7 @@ class DualFit:
     variances: Tensor
     total: float
     offsets: Tensor
+    mean_square: float
 
 
 def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -> DualFit:
@@ -83,7 +85,7 @@ def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -
     signs = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
     vectors = vectors * signs
     weights = (vectors - vectors.mean(dim=0)) / values.sqrt()
-    return DualFit(weights, vectors * values.sqrt(), values / (count - 1), total, means @ weights)
+    return DualFit(weights, vectors * values.sqrt(), values / (count - 1), total, means @ weights, float(means.mean()))
 
 
 def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,7 @@ from netweight.generate.stack import AdapterStack
 
 __all__ = ["Bank", "StackBank", "check_modules", "stack_of", "stacks_of"]
 
-BLOCK = 256
-"""Adapters that are read at a time."""
+_BLOCK = 256  # adapters that are read at a time
 
 
 class Bank(Protocol):
@@ -109,12 +108,12 @@ def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
 
 
 def stacks_of(
-    bank: Bank, count: int, *, description: str, progress: Progress = QUIET, block: int = BLOCK
+    bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
 ) -> Iterator[tuple[int, AdapterStack]]:
-    """Read the first `count` adapters in blocks, each with the number of its first."""
-    with progress.task(description, count, unit="adapters") as task:
-        for start in range(0, count, block):
-            stack = stack_of(bank, start, min(start + block, count))
+    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
+    with progress.task(description, count - first, unit="adapters") as task:
+        for start in range(first, count, _BLOCK):
+            stack = stack_of(bank, start, min(start + _BLOCK, count))
             yield start, stack
             task.update(len(stack))
 

@@ -16,7 +16,7 @@ from netweight.generate.adapter import Adapter, LowRank
 from netweight.generate.basis import Basis
 from netweight.generate.stack import AdapterStack
 from netweight.methods.space.bank import Bank, stacks_of
-from netweight.methods.space.inner_product import inner_products
+from netweight.methods.space.inner_product import inner_products, norms_of
 from netweight.methods.space.sketch import Sketch
 
 __all__ = ["Combinations"]
@@ -44,7 +44,7 @@ class Combinations:
         bank: The adapters, or more than those: the first n count.
         weights: Shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i.
         offsets: Shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch.
-        norms: Shape `(n,)`, fp64: ⟨ΔW_i, ΔW_i⟩, to know the bank again.
+        mean_square: ⟨mean, mean⟩; unused with a sketch.
         sketch: Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured
             by it, else by their inner products with all adapters of the bank.
     """
@@ -52,20 +52,24 @@ class Combinations:
     bank: Bank
     weights: Tensor
     offsets: Tensor
-    norms: Tensor
+    mean_square: float
     sketch: tuple[Basis, Sketch] | None = None
     _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
     _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
 
-    def project(self, stack: AdapterStack) -> Tensor:
-        """Return the scores of m adapters, shape `(m, k)`, fp32; what lies outside of the space is left out."""
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Return m adapters' scores, and their squared distances from the mean; see `fitting.Basis`."""
         if self.sketch is not None:
             basis, sketch = self.sketch
-            return basis.project(sketch.rows(stack))
+            return basis.project(rows := sketch.rows(stack)), basis.squares(rows)
         found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
+        with_mean = torch.zeros(len(stack), dtype=torch.float64)
         for start, some in stacks_of(self.bank, len(self.weights), description="Projecting"):
-            found += inner_products(stack, some) @ self.weights[start : start + len(some)]
-        return (found - self.offsets).float()
+            products = inner_products(stack, some)
+            found += products @ self.weights[start : start + len(some)]
+            with_mean += products.sum(dim=1) / len(self.weights)
+        squares = norms_of(stack) - 2 * with_mean + self.mean_square
+        return (found - self.offsets).float(), squares.clamp_min(0).float()
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Return the changes at points; see `WeightSpace.changes`."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
 
-import torch
 from torch import Tensor
 
 from netweight.core.progress import Progress
@@ -18,11 +17,10 @@ from netweight.generate.shard_sum import ShardSum
 from netweight.generate.stack import AdapterStack
 from netweight.generate.streaming_fit import fit_streaming
 from netweight.methods.space.accuracy import Accuracy
-from netweight.methods.space.bank import Bank, stacks_of
+from netweight.methods.space.bank import Bank
 from netweight.methods.space.combinations import Combinations
 from netweight.methods.space.config import FitConfig
 from netweight.methods.space.gram import gram_of
-from netweight.methods.space.inner_product import norms_of
 from netweight.methods.space.sketch import Sketch, SketchRows, sketch_error
 from netweight.methods.space.vector_basis import VectorBasis
 from netweight.methods.space.vectors import AdapterRows, Layout
@@ -33,8 +31,11 @@ __all__ = ["Basis", "Fitted", "Work", "fit_bank"]
 class Basis(Protocol):
     """Mean and components of a space, in one of the representations."""
 
-    def project(self, stack: AdapterStack) -> Tensor:
-        """Scores of m adapters, shape `(m, k)`."""
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32.
+
+        What lies outside of the space is in the distances alone.
+        """
         ...
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
@@ -90,7 +91,6 @@ def _is_dual(bank: Bank, config: FitConfig) -> bool:
 
 def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     gram, precision = gram_of(bank, folder=work.folder, workers=work.workers, progress=work.progress)
-    norms = gram.diagonal().clone()
     halves = None
     if config.halves:
         halves = halves_of(gram, config.components, precision=precision, seed=config.seed)
@@ -99,7 +99,7 @@ def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     error = directions.T @ directions
     error.diagonal().sub_(1)
     accuracy = Accuracy("dual", float(found.variances.sum()) / found.total, float(error.abs().max()), halves=halves)
-    basis = Combinations(bank, found.weights, found.offsets, norms)
+    basis = Combinations(bank, found.weights, found.offsets, found.mean_square)
     return Fitted(basis, found.scores.float(), found.variances, accuracy)
 
 
@@ -109,8 +109,7 @@ def _fit_sketch(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     fit = _streamed(SketchRows(bank, sketch, start, stop), bank, config, work)
     scores = _gathered(fit.scores, start, len(bank), work.workers)
     weights = scores.double() / (fit.basis.variances * (len(bank) - 1))
-    norms = torch.cat([norms_of(some) for _, some in stacks_of(bank, len(bank), description="Norms")])
-    basis = Combinations(bank, weights, weights.new_zeros(weights.shape[1]), norms, (fit.basis, sketch))
+    basis = Combinations(bank, weights, weights.new_zeros(weights.shape[1]), 0.0, (fit.basis, sketch))
     accuracy = Accuracy(
         "streaming", fit.captured, None, fit.passes, sketch=sketch_error(bank, sketch, weights.shape[1])
     )  # fmt: skip

@@ -12,10 +12,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.generate.kept_sums import read_tensors, write_tensors
 from netweight.generate.shard_sum import Alone, ShardSum
 from netweight.generate.stack import AdapterStack
-from netweight.methods.space.bank import Bank, stack_of
-from netweight.methods.space.inner_product import inner_products, norms_of, precision_of
+from netweight.methods.space.bank import Bank, stack_of, stacks_of
+from netweight.methods.space.inner_product import fingerprints_of, inner_products, precision_of
 
-__all__ = ["gram_of"]
+__all__ = ["fingerprints", "gram_of", "same_fingerprints"]
 
 _BYTES = 1 << 28  # of adapters that are read at a time, twice
 _ALONE = Alone()
@@ -31,7 +31,7 @@ def gram_of(
     Args:
         bank: n adapters.
         folder: Where to keep block rows. Those of a bank that has grown since are used again: its names must begin
-            with the same ones, and norms are compared.
+            with the same ones, and adapters are compared by fingerprint.
         workers: Who shares the work: of w workers, each takes every w-th block row.
         progress: Where to show it.
 
@@ -45,12 +45,13 @@ def gram_of(
     count, block = len(bank), _block(bank)
     gram = torch.zeros(count, count, dtype=torch.float64)
     precision = torch.zeros((), dtype=torch.float64)
+    known = None if folder is None else fingerprints(bank)
     with progress.task("Inner products", count * (count + 1) // 2, unit="pairs") as task:
         for number, start in enumerate(range(0, count, block)):
             if number % workers.count != workers.number:
                 continue
             later = stack_of(bank, start, min(start + block, count))
-            rows = _block_row(bank, later, start, folder)
+            rows = _block_row(bank, later, start, folder, known)
             gram[start : start + len(later), : start + len(later)] = rows
             gram[:start, start : start + len(later)] = rows[:, :start].T
             precision += torch.finfo(precision_of(later)).eps * len(later) / count
@@ -59,22 +60,36 @@ def gram_of(
     return gram, float(precision)
 
 
-def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None) -> Tensor:
-    """Inner products of a block with itself and everything before it, shape `(m, start + m)`."""
-    stop, norms = start + len(later), norms_of(later)
-    names = of_config(list(bank.names[:stop]))
-    file = None if folder is None else folder / f"gram-{start}-{stop}.safetensors"
-    if file is not None and file.exists():
-        kept, about = read_tensors(file)
-        if about == {"names": names} and torch.allclose(kept["norms"], norms, rtol=1e-9, atol=0):
+def fingerprints(bank: Bank, count: int | None = None) -> Tensor:
+    """Fingerprints of a bank's first adapters, of all by default."""
+    stacks = stacks_of(bank, len(bank) if count is None else count, description="Fingerprints")
+    return torch.cat([fingerprints_of(stack) for _, stack in stacks])
+
+
+def same_fingerprints(found: Tensor, known: Tensor) -> bool:
+    """Whether they are of the same adapters."""
+    return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
+
+
+def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None, fingerprints: Tensor | None) -> Tensor:
+    """Inner products of a block with itself and everything before it, shape `(m, start + m)`; kept in the folder."""
+    stop = start + len(later)
+    if folder is None or fingerprints is None:
+        return _products(bank, later, start)
+    file, about = folder / f"gram-{start}-{stop}.safetensors", {"names": of_config(list(bank.names[:stop]))}
+    if file.exists():
+        kept, said = read_tensors(file)
+        if said == about and same_fingerprints(fingerprints[:stop], kept["fingerprints"]):
             return kept["products"]
-    step, parts = _block(bank), []
-    for first in range(0, start, step):
-        parts.append(inner_products(later, stack_of(bank, first, first + step)))
-    products = torch.cat([*parts, inner_products(later, later)], dim=1)
-    if file is not None:
-        write_tensors(file, {"products": products, "norms": norms}, {"names": names})
+    products = _products(bank, later, start)
+    write_tensors(file, {"products": products, "fingerprints": fingerprints[:stop]}, about)
     return products
+
+
+def _products(bank: Bank, later: AdapterStack, start: int) -> Tensor:
+    step = _block(bank)
+    earlier = [inner_products(later, stack_of(bank, first, first + step)) for first in range(0, start, step)]
+    return torch.cat([*earlier, inner_products(later, later)], dim=1)
 
 
 def _block(bank: Bank) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.generate.stack import AdapterStack
 
-__all__ = ["inner_products", "norms_of", "precision_of"]
+__all__ = ["fingerprints_of", "inner_products", "norms_of", "precision_of"]
 
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
 
@@ -54,6 +55,19 @@ def norms_of(stack: AdapterStack) -> Tensor:
     for name in stack.modules:
         ups, downs = _factors(stack, name, precision_of(stack))
         total += stack.scale[name] ** 2 * ((ups @ ups.mT) * (downs @ downs.mT)).sum(dim=(1, 2))
+    return total
+
+
+def fingerprints_of(stack: AdapterStack) -> Tensor:
+    """Return a number per adapter, shape `(n,)`, fp64, to know it again by: its inner product with a random adapter.
+
+    It depends on the change alone, and another change has another one.
+    """
+    total = torch.zeros(len(stack), dtype=torch.float64)
+    for name, (rows, columns) in stack.shapes.items():
+        draw = torch_generator(0, "fingerprint", name)
+        left, right = (torch.randn(length, generator=draw, dtype=torch.float64) for length in (rows, columns))
+        total += stack.scale[name] * ((left @ stack.up[name].double()) * (stack.down[name].double() @ right)).sum(dim=1)
     return total
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
+import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
@@ -15,11 +16,12 @@ from netweight.generate.adapter import Adapter
 from netweight.generate.shard_sum import Alone, ShardSum
 from netweight.generate.stack import AdapterStack
 from netweight.methods.space.accuracy import Accuracy
-from netweight.methods.space.bank import Bank, check_modules
+from netweight.methods.space.bank import Bank, check_modules, stacks_of
 from netweight.methods.space.config import FitConfig, Representation
 from netweight.methods.space.fitting import Basis, Work, fit_bank
+from netweight.methods.space.gram import fingerprints, same_fingerprints
 
-__all__ = ["WeightSpace"]
+__all__ = ["Appended", "WeightSpace"]
 
 _ALONE = Alone()
 
@@ -34,6 +36,7 @@ class WeightSpace:
         fitted: How many it was fitted to.
         scores: Shape `(n, k)`, fp32: their coordinates.
         deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
+        fingerprints: Shape `(n,)`, fp64: a number per adapter, to know it again by.
         shapes: Module name → rows and columns of its change.
         basis: Mean and components.
         config: How it was fitted.
@@ -45,6 +48,7 @@ class WeightSpace:
     fitted: int
     scores: Tensor
     deviations: Tensor
+    fingerprints: Tensor
     shapes: Mapping[str, tuple[int, int]]
     basis: Basis
     config: FitConfig
@@ -91,8 +95,8 @@ class WeightSpace:
         found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, progress))
         deviations = found.variances.sqrt().float()
         return cls(
-            tuple(bank.names), len(bank), found.scores, deviations, dict(bank.shapes), found.basis, config,
-            found.accuracy, bank.digest,
+            tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
+            config, found.accuracy, bank.digest,
         )  # fmt: skip
 
     @property
@@ -114,7 +118,7 @@ class WeightSpace:
         """
         stack = AdapterStack.of([adapter])
         check_modules(stack.shapes, self.shapes, what="The adapter")
-        return self.basis.project(stack)[0]
+        return self.basis.project(stack)[0][0]
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Return what a point changes in a model; differentiable in the scores.
@@ -146,6 +150,39 @@ class WeightSpace:
         """
         self._check(scores, (1,))
         return self.basis.adapter(scores.detach().cpu())
+
+    def append(self, bank: Bank, *, progress: Progress = QUIET) -> Appended:
+        """Give scores to the adapters that a bank has got since, without fitting again.
+
+        Args:
+            bank: It begins with the adapters of this space, in their order.
+            progress: Where to show it.
+
+        Returns:
+            The space with their names and scores, and how well it describes them.
+
+        Raises:
+            UsageError: The bank begins with others, changes other modules, or has none that are new.
+        """
+        known = len(self.names)
+        check_modules(bank.shapes, self.shapes, what="The bank")
+        if (
+            len(bank) <= known
+            or list(bank.names[:known]) != list(self.names)
+            or not same_fingerprints((marks := fingerprints(bank))[:known], self.fingerprints)
+        ):
+            raise UsageError(
+                f"The bank is not that of the space with more adapters: the space has {known}, the bank {len(bank)}.",
+                cure="Append to the bank that the space was fitted to, or fit a new one.",
+            )
+        found = [
+            self.basis.project(stack)
+            for _, stack in stacks_of(bank, len(bank), description="New adapters", progress=progress, first=known)
+        ]
+        scores, squares = (torch.cat(parts) for parts in zip(*found, strict=True))
+        scores = torch.cat([self.scores, scores])
+        space = replace(self, names=tuple(bank.names), scores=scores, fingerprints=marks)
+        return Appended(space, len(bank) - known, float(scores[known:].square().sum() / squares.sum()))
 
     def _check(self, scores: Tensor, dimensions: tuple[int, ...]) -> None:
         if scores.ndim not in dimensions or scores.shape[-1] != self.components:
@@ -185,3 +222,35 @@ class WeightSpace:
         from netweight.methods.space.saved import read_space
 
         return read_space(cls, Path(folder), bank)
+
+
+@final
+@dataclass(frozen=True)
+class Appended:
+    """A space with more adapters.
+
+    Attributes:
+        space: The space: components as they were, names and scores with the new ones.
+        added: Number of new adapters.
+        captured: Share of their squared distance from the mean that lies along the components.
+    """
+
+    space: WeightSpace
+    added: int
+    captured: float
+
+    @property
+    def expected(self) -> float:
+        """The same share of adapters that a fit had not seen, where two halves were fitted; else of those it had."""
+        halves = self.space.accuracy.halves
+        return self.space.accuracy.captured if halves is None else halves.held_out
+
+    @property
+    def refit(self) -> str | None:
+        """Why a new fit is advised; None if it is not."""
+        since = len(self.space.names) - self.space.fitted
+        if self.captured < 0.9 * self.expected:
+            return f"The components capture {self.captured:.0%} of the new adapters, {self.expected:.0%} of known ones."
+        if 4 * since > self.space.fitted:
+            return f"{since} adapters have been added to the {self.space.fitted} that the space was fitted to."
+        return None

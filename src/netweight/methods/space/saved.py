@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from netweight.core.digest import of_file
@@ -20,11 +19,11 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.generate.basis import Basis as RowBasis
 from netweight.generate.stack import AdapterStack
 from netweight.methods.space.accuracy import Accuracy
-from netweight.methods.space.bank import Bank, StackBank, stack_of, stacks_of
+from netweight.methods.space.bank import Bank, StackBank, stack_of
 from netweight.methods.space.combinations import Combinations
 from netweight.methods.space.config import FitConfig
 from netweight.methods.space.fitting import Basis
-from netweight.methods.space.inner_product import norms_of
+from netweight.methods.space.gram import fingerprints, same_fingerprints
 from netweight.methods.space.sketch import Sketch
 from netweight.methods.space.vector_basis import VectorBasis
 from netweight.methods.space.vectors import Layout
@@ -40,6 +39,7 @@ RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
 _VERSION = 1
 _PARTS = ("down", "up", "scale", "ranks")
+_OF_SPACE = ("scores", "deviations", "fingerprints")
 _Numbers = Mapping[str, Tensor]
 
 
@@ -48,7 +48,7 @@ def write_space(space: WeightSpace, folder: Path, *, standalone: bool) -> None:
     numbers, basis = _of_basis(space.basis)
     with whole_folder(folder) as part:
         part.mkdir()
-        numbers = {"scores": space.scores, "deviations": space.deviations, **numbers}
+        numbers |= {name: getattr(space, name) for name in _OF_SPACE}
         digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
         if standalone and isinstance(space.basis, Combinations):
             digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
@@ -79,7 +79,8 @@ def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> Weigh
     else:
         basis = _combinations(folder, values, numbers, bank)
     return cls(
-        tuple(values["names"]), values["fitted"], numbers["scores"], numbers["deviations"], shapes, basis,
+        tuple(values["names"]), values["fitted"], numbers["scores"], numbers["deviations"], numbers["fingerprints"],
+        shapes, basis,
         FitConfig(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
     )  # fmt: skip
 
@@ -87,11 +88,17 @@ def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> Weigh
 def _of_basis(basis: Basis) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A basis as tensors and JSON values."""
     if isinstance(basis, Combinations):
-        numbers = {"weights": basis.weights, "offsets": basis.offsets, "norms": basis.norms}
+        numbers = {"weights": basis.weights, "offsets": basis.offsets}
+        products = {"mean_square": basis.mean_square}
         if basis.sketch is None:
-            return numbers, {}
+            return numbers, products
         rows, sketch = basis.sketch
-        return {**numbers, **_of_rows(rows)}, {"total": rows.total, "side": sketch.side, "seed": sketch.seed}
+        return {**numbers, **_of_rows(rows)}, {
+            **products,
+            "total": rows.total,
+            "side": sketch.side,
+            "seed": sketch.seed,
+        }
     assert isinstance(basis, VectorBasis)
     layout = basis.layout
     downs = {f"shared|{name}": down for name, down in layout.downs.items()}
@@ -120,7 +127,7 @@ def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], num
 def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Numbers, bank: Bank | None) -> Combinations:
     fitted = values["names"][: values["fitted"]]
     if bank is not None:
-        _check_bank(bank, values["bank"], fitted, numbers["norms"])
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
     elif _ADAPTERS in values["digests"]:
         bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
     else:
@@ -129,22 +136,21 @@ def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Numbers, ba
             cure="Open it with that bank, or save the space standalone.",
         )
     sketch = None
-    if values["basis"]:
+    if "side" in values["basis"]:
         maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
         sketch = _row_basis(numbers, values["basis"]), maps
-    return Combinations(bank, numbers["weights"], numbers["offsets"], numbers["norms"], sketch)
+    return Combinations(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
 
 
-def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], norms: Tensor) -> None:
+def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
     """Refuse a bank that is neither the one of the fit nor that one grown.
 
-    A grown bank has another digest; its first adapters are compared by name and norm.
+    A grown bank has another digest; its first adapters are compared by name and fingerprint.
     """
     if bank.digest == digest:
         return
     if list(bank.names[: len(fitted)]) == list(fitted):
-        found = torch.cat([norms_of(stack) for _, stack in stacks_of(bank, len(fitted), description="Checking")])
-        if torch.allclose(found, norms, rtol=1e-5, atol=0):
+        if same_fingerprints(fingerprints(bank, len(fitted)), known):
             return
     raise UsageError(
         f"This is another bank than the space was fitted to: its digest is {bank.digest}, not {digest}, and its first "

@@ -29,9 +29,10 @@ class VectorBasis:
     layout: Layout
     basis: Basis
 
-    def project(self, stack: AdapterStack) -> Tensor:
-        """Return the scores of m adapters, shape `(m, k)`, fp32; what lies outside of the space is left out."""
-        return self.basis.project(self.layout.rows(stack, [f"number {number}" for number in range(len(stack))]))
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Return m adapters' scores, and their squared distances from the mean; see `fitting.Basis`."""
+        rows = self.layout.rows(stack, [f"number {number}" for number in range(len(stack))])
+        return self.basis.project(rows), self.basis.squares(rows)
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Return the changes at points; see `WeightSpace.changes`."""
