@@ -6,4 +6,14 @@ from netweight.generate.layout import ParameterLayout
 from netweight.generate.lowrank import applied, linear_layers, merge_
 from netweight.generate.stack import AdapterStack
 
-__all__ = ["Adapter", "AdapterStack", "Hypernetwork", "LowRank", "ParameterLayout", "applied", "combined", "linear_layers", "merge_"]
+__all__ = [
+    "Adapter",
+    "AdapterStack",
+    "Hypernetwork",
+    "LowRank",
+    "ParameterLayout",
+    "applied",
+    "combined",
+    "linear_layers",
+    "merge_",
+]

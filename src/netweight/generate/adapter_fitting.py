@@ -80,7 +80,10 @@ class FittedAdapters:
 
 
 def initial_adapters(
-    names: Sequence[str], layers: Mapping[str, tuple[int, int]], recipe: AdapterRecipe, device: torch.device | str = "cpu"
+    names: Sequence[str],
+    layers: Mapping[str, tuple[int, int]],
+    recipe: AdapterRecipe,
+    device: torch.device | str = "cpu",
 ) -> AdapterStack:
     """Return adapters that change nothing yet: `down` even within ±1/√columns as in peft, `up` 0.
 
@@ -168,7 +171,9 @@ def fit_adapters(
 
 def _checked(found: Tensor, names: Sequence[str], step: int) -> Tensor:
     if found.shape != (len(names),):
-        raise UsageError(f"Losses have shape {tuple(found.shape)}.", cure=f"Return one for each of {len(names)} adapters.")
+        raise UsageError(
+            f"Losses have shape {tuple(found.shape)}.", cure=f"Return one for each of {len(names)} adapters."
+        )
     finite = found.detach().isfinite()
     if not bool(finite.all()):
         worst = int((~finite).nonzero()[0])

@@ -28,9 +28,7 @@ Changes = AdapterStack | Adapter | Mapping[str, Tensor]
 
 
 @contextmanager
-def applied(
-    model: nn.Module, changes: Changes, groups: Tensor | None = None, *, component: str = ""
-) -> Iterator[None]:
+def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *, component: str = "") -> Iterator[None]:
     """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x.
 
     Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
@@ -168,7 +166,9 @@ def _parts(changes: Changes) -> dict[str, _Factors | _Dense]:
         return dict(_factors(changes, single=False))
     wrong = [name for name, change in changes.items() if change.ndim not in (2, 3)]
     if wrong or not changes:
-        what = f"The change of {wrong[0]!r} has {changes[wrong[0]].ndim} dimensions." if wrong else "There is no change."
+        what = (
+            f"The change of {wrong[0]!r} has {changes[wrong[0]].ndim} dimensions." if wrong else "There is no change."
+        )
         raise UsageError(what, cure="Give (rows, columns) or (b, rows, columns) for each module.")
     return {name: _Dense(change) for name, change in changes.items()}
 

@@ -99,20 +99,19 @@ def nuisances(count: int, generator: torch.Generator) -> Tensor:
     return torch.rand(count, len(NUISANCES), generator=generator) * 2 - 1
 
 
-def photographs(person: Tensor, count: int, seed: int, *path: str | int) -> tuple[list[str], Tensor]:
+def photographs(person: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
     """Take photographs of one person, on each ground in turn.
 
     Args:
         person: Shape `(8,)`.
         count: How many.
-        seed: With `path` decides on the nuisances.
-        path: Names the draw.
+        generator: Decides on the nuisances.
 
     Returns:
         Their captions, and pictures of shape `(count, 3, 16, 16)` within 0 and 1.
     """
     grounds = torch.arange(count) % len(GROUNDS)
-    pictures = drawn(person.expand(count, -1), grounds, nuisances(count, torch_generator(seed, *path)))
+    pictures = drawn(person.expand(count, -1), grounds, nuisances(count, generator))
     names = list(GROUNDS)
     return [caption(names[ground]) for ground in grounds.tolist()], pictures
 

@@ -27,9 +27,7 @@ from netweight.zoo.small_diffusion_training import trained
 
 __all__ = ["FACES_RECIPE", "STEPS", "train_faces"]
 
-FACES_RECIPE = DenoiserRecipe(
-    steps=4000, batch=32, average=0.995, value_penalty=0.0, keep_every=250, seed=20240613
-)
+FACES_RECIPE = DenoiserRecipe(steps=4000, batch=32, average=0.995, value_penalty=0.0, keep_every=250, seed=20240613)
 STEPS = 20
 """Of the scheduler, with which pictures are drawn; without guidance."""
 _DRAWN = 400
@@ -91,7 +89,9 @@ def population(folder: Path, world: FacesWorld, *, progress: Progress = QUIET) -
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", default=FACES_RECIPE.seed, show_default=True, help="Of initialization, batches and noise.")
-@click.option("--steps", type=click.IntRange(1), default=FACES_RECIPE.steps, show_default=True, help="Of the optimizer.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=FACES_RECIPE.steps, show_default=True, help="Of the optimizer."
+)
 def main(folder: Path, seed: int, steps: int) -> None:
     """Train a small text-to-image pipeline of drawn faces into FOLDER, or find it trained, and show whom it draws."""
     try:
