@@ -5,8 +5,8 @@
 All ways train the same people from the same noise with Adam, rank 1 on queries and values of all attention, on one
 thread. Processor seconds per adapter and step, medians over rounds that take all ways in turn, so that what else the
 machine does meets all alike; ratios are against one adapter at a time. peft's loop is its users': an adapter added to
-the U-Net, one backward pass and one optimizer step for each batch of one person. `--each` is the pictures of a person at
-a step; 1 is the reference's. A miniature on a CPU: larger models leave less to gain there, and accelerators more.
+the U-Net, one backward pass and one optimizer step for each batch of one person. `--each` is the pictures of a person
+at a step; 1 is the reference's. A miniature on a CPU: larger models leave less to gain there, and accelerators more.
 """
 
 import argparse
@@ -114,8 +114,8 @@ def main():
                 {"pictures a step": each, "way": name, "ms": 1e3 * statistics.median(values),
                  "times as fast": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
             )  # fmt: skip
-            print(f"{each} pictures  {name:28} {rows[-1]['ms']:7.2f} ms per adapter and step, "
-                  f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)  # fmt: skip
+            print(f"{each} pictures  {name:28} {rows[-1]['ms']:7.2f} ms per adapter and step,", end=" ")
+            print(f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
     apart = same_adapters()
     print(f"adapters trained together and alone differ by {apart:.1e} of their size")
     if options.output:

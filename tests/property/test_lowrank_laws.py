@@ -1,4 +1,4 @@
-"""Adapters in a live model do what merging them into its weights does, one sample at a time, and leave nothing behind."""
+"""Adapters in a live model do what merging them into its weights does, sample by sample, and leave nothing behind."""
 
 import copy
 
@@ -47,7 +47,8 @@ def hooks(model):
 
 @few
 @given(
-    ranks=st.lists(st.integers(1, 3), min_size=1, max_size=4), picks=st.lists(st.integers(0, 100), min_size=1, max_size=6),
+    ranks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    picks=st.lists(st.integers(0, 100), min_size=1, max_size=6),
     even=st.booleans(), copies=st.integers(1, 2), flat=st.booleans(), seed=st.integers(0, 2**31), dense=st.booleans(),
 )  # fmt: skip
 def test_each_sample_runs_with_its_own_adapter(ranks, picks, even, copies, flat, seed, dense):

@@ -225,7 +225,7 @@ def _shape(name: str, layer: nn.Module) -> tuple[int, int]:
         rows, columns = layer.nf, layer.nx
     if rows is None or columns is None:
         raise Unsupported(f"{name!r} is a {type(layer).__name__}.", cure="Only linear layers take low-rank changes.")
-    return int(rows), int(columns)  # type: ignore[arg-type]
+    return int(rows), int(columns)
 
 
 def _transposed(layer: nn.Module) -> bool:

@@ -96,7 +96,8 @@ def people(count: int, generator: torch.Generator) -> Tensor:
 
 def nuisances(count: int, generator: torch.Generator) -> Tensor:
     """Draw what changes from one photograph to the next, evenly: shape `(count, 4)`, columns as in `NUISANCES`."""
-    return torch.rand(count, len(NUISANCES), generator=generator) * 2 - 1
+    found: Tensor = torch.rand(count, len(NUISANCES), generator=generator) * 2 - 1
+    return found
 
 
 def photographs(person: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
@@ -133,7 +134,8 @@ def drawn(faces: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
     n = len(faces)
     if faces.shape != (n, len(ATTRIBUTES)) or grounds.shape != (n,) or changes.shape != (n, len(NUISANCES)):
         raise UsageError(
-            f"Faces {tuple(faces.shape)}, grounds {tuple(grounds.shape)} and nuisances {tuple(changes.shape)} do not fit.",
+            f"Faces {tuple(faces.shape)}, grounds {tuple(grounds.shape)} and nuisances {tuple(changes.shape)} do not "
+            "fit.",
             cure=f"Give (n, {len(ATTRIBUTES)}), (n,) and (n, {len(NUISANCES)}).",
         )
     across, down, light, smile = changes.T
@@ -145,7 +147,8 @@ def drawn(faces: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
     for inside, color in _parts(looks, smile, x, y):
         picture = painted(picture, _cover(inside), color.expand(n, 3))
     slope = torch.linspace(-1, 1, SIDE)[None, None, None, :]
-    return (picture * (1 + 0.16 * light[:, None, None, None] * slope) + 0.05 * light[:, None, None, None]).clamp(0, 1)
+    lit = light[:, None, None, None]
+    return (picture * (1 + 0.16 * lit * slope) + 0.05 * lit).clamp(0, 1)
 
 
 def _parts(looks: dict[str, Tensor], smile: Tensor, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -193,7 +196,8 @@ def _between(low: tuple[float, ...], high: tuple[float, ...], share: Tensor) -> 
 
 
 def _ellipse(x: Tensor, y: Tensor, across: Tensor | float, down: Tensor | float) -> Tensor:
-    return (x / across).square() + (y / down).square() < 1
+    inside: Tensor = (x / across).square() + (y / down).square() < 1
+    return inside
 
 
 def _cover(inside: Tensor) -> Tensor:

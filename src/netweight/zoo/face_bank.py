@@ -1,4 +1,4 @@
-"""Banks of adapters of the small faces pipeline, each of one drawn person with known attributes: what spaces are fit on.
+"""Banks of adapters of the small faces pipeline, one for each of many drawn people with known attributes.
 
     bank, labels = AdapterBank.open(FACES_BANK), read_labels(FACES_LABELS)
 
@@ -23,13 +23,18 @@ from netweight.errors import UsageError
 from netweight.generate.adapter_fitting import AdapterRecipe
 from netweight.zoo.drawn_faces import ATTRIBUTES, identities, photographs
 
-__all__ = ["FACES_BANK", "FACES_LABELS", "FaceBank", "Labels", "person_name", "read_labels", "write_labels"]
+__all__ = ["FACES_BANK", "FACES_LABELS", "LAYERS", "FaceBank", "Labels", "person_name", "read_labels", "write_labels"]
 
 _FOLDER = Path(__file__).parent / "checkpoints" / "faces-bank"
 FACES_BANK = _FOLDER / "bank"
 """The bank that comes with the package."""
 FACES_LABELS = _FOLDER / "labels.csv"
 """The attributes of its people."""
+
+
+LAYERS = "**.{attn1.{to_q,to_v,to_out.0},attn2.{to_q,to_v,to_out.0},ff.net.{0.proj,2}}"
+"""Queries, values and outputs of all attention, and the feed-forward layers, without which an adapter of rank 1 does not
+keep the noise from deciding on half of the attributes."""
 
 
 @final
@@ -50,7 +55,7 @@ class FaceBank:
     recipe: AdapterRecipe = AdapterRecipe()
     images: int = 12
     each: int = 4
-    layers: str = "**.{attn1,attn2}.{to_q,to_v}"
+    layers: str = LAYERS
     seed: int = 31
 
     def faces(self, numbers: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import click
 
@@ -195,7 +195,7 @@ def _fidelity(model: PipelineModel, folder: Path, bank: FaceBank) -> dict[str, A
 def main(
     folder: Path,
     people: int,
-    start: str,
+    start: Literal["shared", "independent"],
     seed: int,
     base: Path,
     at_once: int,

@@ -1,7 +1,7 @@
 """Reads a drawn face back from a picture: its eight attributes, its ground, and the nuisances of the photograph.
 
 A small convolutional network that was trained on drawn pictures and comes with the package, frozen. Its errors on
-people whom it never saw are in the record beside it; what it says of generated pictures is an estimate of the same kind.
+people whom it never saw are in the record beside it; what it says of generated pictures is an estimate of that kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from netweight.errors import UsageError

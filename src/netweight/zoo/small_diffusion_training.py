@@ -59,7 +59,7 @@ class Shape(Protocol):
     """
 
     @property
-    def side(self) -> int: ...  # noqa: D102 - said above
+    def side(self) -> int: ...
 
 
 def trained(
