@@ -33,7 +33,7 @@ FACES_LABELS = _FOLDER / "labels.csv"
 
 
 LAYERS = "**.{attn1.{to_q,to_v,to_out.0},attn2.{to_q,to_v,to_out.0},ff.net.{0.proj,2}}"
-"""Queries, values and outputs of all attention, and the feed-forward layers, without which an adapter of rank 1 does not
+"""Queries, values and outputs of all attention, and the feed-forward layers, without which adapters of rank 1 do not
 keep the noise from deciding on half of the attributes."""
 
 
