@@ -1,4 +1,4 @@
-"""Whom an adapted faces pipeline draws: pictures of many adapters at once, and how near they are to those meant.
+"""Whom an adapted faces pipeline draws: pictures of many adapters at once, and how near they are to those meant."""
 
 from __future__ import annotations
 
