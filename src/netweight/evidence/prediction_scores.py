@@ -1,7 +1,7 @@
 """How well predictions of data that was held out are: the area under the ROC curve, and the explained variance R².
 
 Predictions of several folds come from several fits, whose levels differ: the area compares within a fold alone, and R²
-compares with the mean that was known to the fold's own fit. Both intervals are normal approximations without resampling.
+compares with the mean that was known to the fold's own fit. Both intervals are normal approximations, not resampled.
 """
 
 from __future__ import annotations

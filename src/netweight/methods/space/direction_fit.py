@@ -45,9 +45,9 @@ def fit_direction(
         labels: Of the same models. Those of unknown attribute or confounder are left out.
         column: The attribute. Two values make two classes; with more it is continuous.
         kind: See this module's neighbor `directions`. Decoders are ridge regressions of a continuous attribute and
-            logistic ones of classes, both classes weighing the same; the penalty is chosen by leaving out one model at a
-            time.
-        confounders: Attributes that should stay as they are. An encoder regresses on them jointly; other kinds are made
+            logistic ones of classes, both classes weighing the same; the penalty is chosen by leaving out one model at
+            a time.
+        confounders: Attributes that should stay as they are. An encoder regresses on them jointly; others are made
             orthogonal to their decoders by one solve.
         fidelity: "reference" for the numbers of the authors' code, whatever `kind`.
         folds: That held-out models are told apart in: the whole fit, penalty included, is made again without each.
