@@ -24,12 +24,13 @@ def known_scores(count=200, components=12, *, noise=0.3, seed=0, correlated=0.0)
 
 
 class KnownSpace:
-    """The mean of adapters plus scores times orthonormal changes, all of rank 1 and kept densely."""
+    """A mean plus scores times orthonormal changes, kept densely."""
 
-    def __init__(self, count=40, components=6, seed=0):
+    def __init__(self, count=40, components=6, seed=0, modules=MODULES):
         generator = torch.Generator().manual_seed(seed)
-        sizes = [rows * columns for rows, columns in MODULES.values()]
-        self.mean = 0.1 * torch.randn(sum(sizes), generator=generator)
+        self.modules = modules
+        sizes = [rows * columns for rows, columns in modules.values()]
+        self.mean = 0.01 * torch.randn(sum(sizes), generator=generator)
         self.basis = torch.linalg.qr(torch.randn(sum(sizes), components, generator=generator)).Q.T.contiguous()
         spread = torch.linspace(2.0, 0.5, components)
         self.scores = spread * torch.randn(count, components, generator=generator)
@@ -40,7 +41,7 @@ class KnownSpace:
     def changes(self, scores):
         flat = self.mean + scores @ self.basis
         found, start = {}, 0
-        for name, (rows, columns) in MODULES.items():
+        for name, (rows, columns) in self.modules.items():
             found[name] = flat[..., start : start + rows * columns].reshape(*scores.shape[:-1], rows, columns)
             start += rows * columns
         return found
@@ -50,5 +51,5 @@ class KnownSpace:
         return Adapter({name: LowRank(change, torch.eye(len(change))) for name, change in changes.items()})
 
     def project(self, adapter):
-        flat = torch.cat([adapter.factors[name].dense().flatten() for name in MODULES])
+        flat = torch.cat([adapter.factors[name].dense().flatten() for name in self.modules])
         return (flat - self.mean) @ self.basis.T

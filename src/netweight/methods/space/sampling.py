@@ -5,7 +5,7 @@ points = sampler.draw(16, seed=0)
 
 Scores of principal components are uncorrelated, so independent Gaussians per component, the paper's way, have the
 whole covariance already: shrinking it gives nothing. What they lose is everything beyond it: classes, such as with and
-without beard, and combinations that occur together. The other samplers here keep some of that; all are drawn from alike.
+without beard, and combinations that occur together. The other samplers keep some of that; all are drawn from alike.
 """
 
 from __future__ import annotations
