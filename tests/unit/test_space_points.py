@@ -1,7 +1,5 @@
 """Points of a space: edits, images that they make, and images turned into points again."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import KnownSpace, known_scores
 from tiny_diffusion import TinyModel, trained
-from torch import nn
 
-from netweight.errors import NameNotFound, TrainingStopped, Unsupported, UsageError
-from netweight.generate.changed_weights import changed
+from netweight.errors import TrainingStopped, Unsupported, UsageError
+from netweight.generate.lowrank import applied
 from netweight.methods.space.denoising import DenoisingLoss
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.edits import Delay, Move, edit
@@ -57,49 +54,6 @@ def test_edits_that_cannot_be_are_refused():
     with pytest.raises(UsageError, match="begin to hold"):
         Delay(-1)
     assert [Delay(700).edited(t) for t in (999, 701, 700, torch.tensor(0))] == [False, False, True, True]
-
-
-# --- changed weights
-
-
-@few
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2**31))
-def test_each_group_runs_with_its_own_weights(groups, each, copies, seed):
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2, bias=False))
-    changes = {
-        "0": torch.randn(groups, 5, 4, generator=generator, requires_grad=True),
-        "2": torch.randn(groups, 2, 5, generator=generator, requires_grad=True),
-    }
-    rows = torch.randn(copies * groups * each, 3, 4, generator=generator)
-    with changed(model, changes, each=each):
-        together = model(rows)
-    assert hooks(model) == 0
-    for place, row in enumerate(rows):
-        group = place % (groups * each) // each
-        alone = copy.deepcopy(model)
-        with torch.no_grad():
-            for name, change in changes.items():
-                alone[int(name)].weight += change[group]
-        assert torch.allclose(together[place], alone(row), atol=1e-4)
-    together.sum().backward()
-    assert all(change.grad.abs().sum() > 0 for change in changes.values())
-
-
-def test_no_hook_is_left_and_mistakes_are_named():
-    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU())
-    one = torch.zeros(2, 5, 4)
-    with pytest.raises(NameNotFound, match="'0'"), changed(model, {"00": one}):
-        pass
-    with pytest.raises(Unsupported, match="ReLU"), changed(model, {"0": one, "1": one}):
-        pass
-    with pytest.raises(UsageError, match="another base model"), changed(model, {"0": torch.zeros(4, 5)}):
-        pass
-    with pytest.raises(UsageError, match="multiple of 2"), changed(model, {"0": one}):
-        model(torch.zeros(3, 4))
-    assert hooks(model) == 0
-    with changed(model, {"0": torch.ones(5, 4)}, active=lambda: False):
-        assert torch.equal(model(torch.ones(1, 4)), model.forward(torch.ones(1, 4)))
 
 
 # --- images of points
@@ -281,7 +235,8 @@ def test_masks_take_out_what_does_not_count():
     noise = torch.randn(1, 3, 8, 8, generator=generator.manual_seed(1))
     time = model.timesteps(50)[torch.randint(50, (1,), generator=generator)]
     noisy = model.add_noise(model.to_latents(image), noise, time)
-    with torch.no_grad(), changed(model.denoiser, {n.removeprefix("unet."): c for n, c in changes.items()}):
+    own = {name.removeprefix("unet."): change[0] for name, change in changes.items()}
+    with torch.no_grad(), applied(model.denoiser, own):
         said = model.predict(noisy, time, model.embed(["a"])).noise
     with torch.no_grad():
         ours = float(told(changes, generator.manual_seed(1)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from netweight.attacks.embedding_search.denoising import chosen
 from netweight.attacks.embedding_search.settings import Said
 from netweight.errors import UsageError
-from netweight.generate.changed_weights import changed
+from netweight.generate.lowrank import applied
 from netweight.methods.space.painting import of_denoiser
 from netweight.probe.diffusion import Prediction, TextToImage
 
@@ -56,6 +56,7 @@ class DenoisingLoss:
         self._each = images.shape[1] * draws
         latents = model.to_latents(images.flatten(0, 1))
         _check_size(model, latents, images)
+        self._groups = torch.arange(len(images), device=latents.device).repeat_interleave(self._each)
         self._latents = latents.detach().repeat_interleave(draws, 0)
         self._masks = None if masks is None else _masks(masks, images, latents).repeat_interleave(draws, 0)
         texts = list(prompts) if len(prompts) == len(images) else list(prompts) * len(images)
@@ -68,7 +69,7 @@ class DenoisingLoss:
         noise = torch.randn(latents.shape, generator=generator).to(latents)
         drawn = torch.randint(len(self._schedule), (len(latents),), generator=generator)
         times = self._schedule.cpu()[drawn].to(latents.device)
-        with changed(model.denoiser, of_denoiser(changes, model.denoiser), each=self._each):
+        with applied(model.denoiser, of_denoiser(changes, model.denoiser), self._groups):
             told = model.predict(model.add_noise(latents, noise, times), times, self._text)
         first, second = (
             chosen(model, one, times, self._said) for one in (told, Prediction(noise=noise, sample=latents))

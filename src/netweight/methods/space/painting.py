@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
-from netweight.generate.changed_weights import changed
+from netweight.generate.lowrank import applied
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.inversion import Space
 from netweight.probe.diffusion import TextToImage
@@ -72,7 +72,8 @@ def paint(
         count = len(scores[part])
         after = _own_changes(model, space, scores[part])
         then = None if before is None else _own_changes(model, space, before[part])
-        with _held(model.denoiser, after, then, delay, len(seeds)):
+        groups = torch.arange(count).repeat_interleave(len(seeds))
+        with _held(model.denoiser, after, then, delay, groups):
             repeated = text.rows(list(range(len(seeds))) * count)
             images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
         found.append(images.reshape(count, len(seeds), *images.shape[1:]))
@@ -85,24 +86,27 @@ def _held(
     after: Mapping[str, Tensor],
     before: Mapping[str, Tensor] | None,
     delay: Delay | None,
-    each: int,
+    groups: Tensor,
 ) -> Iterator[None]:
-    """Keep the denoiser's weights changed, from a timestep on if there is a delay."""
+    """Keep the denoiser's weights changed; with a delay as the timestep of each run has it."""
     if delay is None:
-        with changed(denoiser, after, each=each):
+        with applied(denoiser, after, groups):
             yield
         return
-    edited = [False]
+    with ExitStack() as stack, ExitStack() as now:
+        shown: list[bool] = []
 
-    def look(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
-        edited[0] = delay.edited(timestep.float().max())
+        def look(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
+            edited = delay.edited(timestep.float().max())
+            if shown != [edited]:
+                shown[:] = [edited]
+                now.close()
+                wanted = after if edited else before
+                if wanted is not None:
+                    now.enter_context(applied(denoiser, wanted, groups))
 
-    with ExitStack() as stack:
         stack.callback(denoiser.register_forward_pre_hook(look, with_kwargs=True).remove)
-        stack.enter_context(changed(denoiser, after, each=each, active=lambda: edited[0]))
-        if before is not None:
-            stack.enter_context(changed(denoiser, before, each=each, active=lambda: not edited[0]))
         yield
 
 
