@@ -50,7 +50,8 @@ def fit_direction(
         confounders: Attributes that should stay as they are. An encoder regresses on them jointly; others are made
             orthogonal to their decoders by one solve.
         fidelity: "reference" for the numbers of the authors' code, whatever `kind`.
-        folds: That held-out models are told apart in: the whole fit, penalty included, is made again without each.
+        folds: That held-out models are told apart in: the whole fit, penalty included, is made again without each; 0
+            leaves this out.
         seed: Decides on the folds.
 
     Returns:
@@ -60,12 +61,12 @@ def fit_direction(
         NameNotFound: There is no such column.
         UsageError: There is one class, too few models are labeled, or scores and labels differ in number.
     """
-    task = _task(scores, labels, column, confounders, 2 if fidelity == "reference" else folds)
+    task = _task(scores, labels, column, confounders, 2 if fidelity == "reference" else max(2, folds))
     if fidelity == "reference":
         return _reference(scores, labels, task)
     vector = _solved(task, kind).vector
-    finding = _held_out(task, kind, folds, seed)
-    return direction_of(scores, vector, name=column, kind=kind, findings=[finding])
+    findings = [_held_out(task, kind, folds, seed)] if folds else []
+    return direction_of(scores, vector, name=column, kind=kind, findings=findings)
 
 
 def fit_directions(scores: Tensor, labels: Labels, columns: Sequence[str], **how: object) -> list[Direction]:
@@ -149,7 +150,8 @@ class _Task:
     def varies(self) -> bool:
         """Whether the models that count differ in the attribute and in every confounder."""
         present = self.counts > 0
-        return all(len(values[present].unique()) > 1 for values in (self.values, *(o.values for o in self.others)))
+        columns = [self.values, *(each.values for each in self.others)]
+        return all(float(values[present].min()) < float(values[present].max()) for values in columns)
 
     def part(self, rows: Tensor) -> _Task:
         """Return the task of some of the models."""

@@ -41,7 +41,7 @@ class Direction:
         vector: Shape `(k,)`, fp64, of length 1; that of the reference has the length that its code gives it.
         deviation: Standard deviation of the training models along the direction, in scores.
         reach: How far from their mean the farthest training model lies along it, in scores: the paper's strength.
-        space: Digest of the training scores; None if unknown.
+        space: Digest of the first training scores; None if unknown.
         findings: How well held-out models were told apart by it.
     """
 
@@ -177,5 +177,5 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
 
 
 def scores_digest(scores: Tensor) -> str:
-    """Return the digest that ties directions to a space."""
-    return digest.of_config([list(scores.shape), digest.of_tensor(scores.detach().float())])
+    """Return the digest that ties directions to a space: of its first scores, which stay when models are appended."""
+    return digest.of_config([scores.shape[-1], digest.of_tensor(scores[:8].detach().float())])

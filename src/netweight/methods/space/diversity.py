@@ -109,7 +109,7 @@ def _within(points: Tensor, others: Tensor) -> float:
     reach = nearest_distances(others, rank=min(_NEIGHBORHOOD, len(others) - 1))
     inside = [
         (torch.cdist(part, others, compute_mode="donot_use_mm_for_euclid_dist") <= reach).any(1)
-        for part in points.split(1024)
+        for part in torch.split(points, 1024)
     ]
     return float(torch.cat(inside).double().mean())
 

@@ -157,7 +157,7 @@ def invert(
             if settings.prior:
                 whole = whole + 0.5 * settings.prior * (moved * unit / _apart(deviations[:moving])).square().sum()
             adam.zero_grad(set_to_none=True)
-            whole.backward()
+            moved.grad = torch.autograd.grad(whole, moved)[0]
             adam.step()
             if step >= first:
                 total += moved.detach()

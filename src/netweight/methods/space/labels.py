@@ -63,8 +63,7 @@ class Column:
     @property
     def levels(self) -> list[float]:
         """The different values, rising."""
-        found: list[float] = self.values[self.known].unique().tolist()
-        return found
+        return sorted(set(self.values[self.known].tolist()))
 
     @property
     def kind(self) -> Kind:

@@ -103,7 +103,8 @@ class KernelSampler:
         chosen = _rows(seed, _positive(count), len(self.scores))
         noise = torch.stack([_noise(seed, number, self.scores.shape[1]) for number in range(count)])
         kept = (1 - self.bandwidth**2) ** 0.5
-        return (mean + kept * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise).float()
+        points: Tensor = mean + kept * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise
+        return points.float()
 
 
 @final
