@@ -24,7 +24,7 @@ __all__ = ["direction"]
 @click.option("--confounder", "confounders", multiple=True, metavar="COLUMN",
               help="An attribute that should stay as it is; may be given several times.")  # fmt: skip
 @click.option("--kind", type=click.Choice(["encoder", "decoder", "difference"]), default="encoder", show_default=True,
-              help="How models change with the attribute, how it is read off them, or the difference of two means.")  # fmt: skip
+              help="How models change with it, how it is read off them, or a difference of means.")  # fmt: skip
 @click.option("--fidelity", type=click.Choice(["corrected", "reference"]), default="corrected", show_default=True,
               help="The authors' code's numbers, or without its quirks; see docs/differences.md.")  # fmt: skip
 @click.option("--folds", type=click.IntRange(2), default=5, show_default=True, help="Of the cross-validation.")

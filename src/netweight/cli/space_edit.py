@@ -18,9 +18,9 @@ __all__ = ["edit"]
 @space_argument
 @click.argument("point")
 @click.option("--move", "moves", required=True, multiple=True, type=(FILE, float), metavar="DIRECTION STRENGTH",
-              help="A direction's file and how far to go, negative to go back; may be given several times.")  # fmt: skip
+              help="A direction's file and how far to go, negative for back; may come several times.")  # fmt: skip
 @click.option("--unit", type=click.Choice(["deviations", "reach", "raw"]), default="deviations", show_default=True,
-              help="What strengths count: standard deviations of the models, the farthest model, the vector itself.")  # fmt: skip
+              help="What strengths count: models' deviations, their farthest, or the vector.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @click.option("--out", required=True, type=NEW, help="The .json file of points to write.")
 @output_option

@@ -1,4 +1,4 @@
-"""Points of a space and directions in it as files: JSON, which says of which space they are and gives numbers exactly."""
+"""Points of a space and directions in it as files: JSON that says of which space they are, with numbers exactly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Points:
         """Refuse what are no points."""
         if self.scores.ndim != 2 or len(self.names) != len(self.scores) or not self.scores.isfinite().all():
             raise UsageError(
-                f"{len(self.names)} names came with scores of shape {tuple(self.scores.shape)}, or some are not finite.",
+                f"{len(self.names)} names came with scores of shape {tuple(self.scores.shape)}, or some hold NaN.",
                 cure="Give one row of finite scores per name.",
             )
 
