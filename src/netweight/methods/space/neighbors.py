@@ -31,7 +31,7 @@ class Neighbor:
     Attributes:
         name: The model.
         number: Its row in the space.
-        cosine: Of the angle between what the two add to the mean model; NaN for the mean model itself.
+        cosine: Of the angle between what the two add to the mean model; NaN for the mean model, which has no direction.
         distance: Norm of the difference of the two changes.
     """
 
@@ -75,7 +75,7 @@ def nearest(
     cosines = torch.nn.functional.normalize(points - center) @ torch.nn.functional.normalize(scores - center).T
     apart = _apart(points, scores)
     order = (-cosines if measure == "cosine" else apart).argsort(dim=1, stable=True)[:, :count]
-    undirected = (points - center).norm(dim=1) == 0
+    undirected = (points - center).norm(dim=1) <= 1e-6 * (scores - center).norm(dim=1).mean()
     return [
         [
             Neighbor(names[at], at, float("nan") if undirected[row] else float(cosines[row, at]), float(apart[row, at]))
