@@ -1,4 +1,4 @@
-"""`netweight space direction, edit, sample, neighbors, export, merge, invert` on a space of a small pipeline's LoRAs."""
+"""`netweight space direction, edit, sample, neighbors, export, merge, invert` on a space of a small pipeline."""
 
 import copy
 import json
