@@ -1,5 +1,7 @@
 """Adapters that begin to hold at a timestep, in the pipeline that comes with the package."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -30,7 +32,9 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate(("before", "after")):
         export_point(space, space.scores[number], folder / name)
-        pipeline.load_lora_weights(folder / name, weight_name="pytorch_lora_weights.safetensors", adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of a second adapter, which is what is wanted here
+            pipeline.load_lora_weights(folder / name, weight_name="pytorch_lora_weights.safetensors", adapter_name=name)
     return pipeline, space
 
 
