@@ -50,7 +50,7 @@ def made(pipeline, **more):
 def test_weights_change_at_the_timestep(world, until):
     pipeline, space = world
     model = text_to_image(pipeline)
-    pipeline.set_adapters("before")
+    pipeline.unet.set_adapter("before")
     with delayed_injection(pipeline, Delay(until), after="after", before="before"):
         ours = made(pipeline)
     assert pipeline.unet.active_adapters() == ["before"]
@@ -64,20 +64,20 @@ def test_weights_change_at_the_timestep(world, until):
 
 def test_the_callback_does_the_same_from_the_second_step(world):
     pipeline, _ = world
-    pipeline.set_adapters("before")
+    pipeline.unet.set_adapter("before")
     with delayed_injection(pipeline, Delay(500), after="after", before="before"):
         expected = made(pipeline)
-    pipeline.set_adapters("before")
+    pipeline.unet.set_adapter("before")
     ours = made(pipeline, callback_on_step_end=switch_on_step_end(Delay(500), after="after", before="before"))
     assert torch.allclose(ours, expected, atol=1e-5)
-    pipeline.set_adapters("before")
+    pipeline.unet.set_adapter("before")
     alone = made(pipeline)
     assert (ours - alone).abs().max() > 0.02
 
 
 def test_before_may_be_the_base_model(world):
     pipeline, _ = world
-    pipeline.set_adapters("after")
+    pipeline.unet.set_adapter("after")
     with delayed_injection(pipeline, Delay(0), after="after"):
         ours = made(pipeline)
     pipeline.disable_lora()

@@ -61,14 +61,14 @@ def delayed_injection(pipeline: Any, delay: Schedule, *, after: str, before: str
     finally:
         handle.remove()
         denoiser.enable_adapters()
-        denoiser.set_adapters(active)
+        denoiser.set_adapter(active)
 
 
 def switch_on_step_end(delay: Schedule, *, after: str, before: str | None = None) -> Any:
     """Return a function for a pipeline's `callback_on_step_end` that does the same from the second step on.
 
     Where no hook may be put on the denoiser, such as a compiled one. Use the adapter of the first step, `before` as a
-    rule, when the pipeline is called: `pipeline.set_adapters("person")`.
+    rule, when the pipeline is called: `pipeline.unet.set_adapter("person")`.
 
     Args:
         delay: When the edit holds.
@@ -90,12 +90,12 @@ def _use(denoiser: Any, adapter: str | None) -> None:
         denoiser.disable_adapters()
     else:
         denoiser.enable_adapters()
-        denoiser.set_adapters(adapter)
+        denoiser.set_adapter(adapter)
 
 
 def _denoiser(pipeline: Any) -> Any:
     found = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
-    if found is None or not hasattr(found, "set_adapters"):
+    if found is None or not hasattr(found, "set_adapter"):
         raise Unsupported(
             f"This {type(pipeline).__name__} has no denoiser that takes adapters.",
             cure="Give a diffusers pipeline with a unet or transformer.",
