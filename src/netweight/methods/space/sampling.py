@@ -10,6 +10,7 @@ without beard, and combinations that occur together. The other samplers keep som
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -225,12 +226,14 @@ def _likeliest_bandwidth(scores: Tensor) -> float:
     varying = deviations > deviations.max() * 1e-9
     whitened = ((scores - scores.mean(0)) / deviations)[:, varying]
     some = whitened[:: -(-len(whitened) // _MOST_COMPARED)]
+    products = some @ some.T
+    squares = products.diagonal()
 
     def likelihood(bandwidth: float) -> float:
         kept = (1 - bandwidth**2) ** 0.5
-        apart = torch.cdist(some, kept * some, compute_mode="donot_use_mm_for_euclid_dist").square()
+        apart = squares[:, None] + kept**2 * squares - 2 * kept * products
         log = -apart / (2 * bandwidth**2)
         log.fill_diagonal_(-torch.inf)
-        return float(log.logsumexp(1).mean()) - some.shape[1] * torch.tensor(bandwidth).log().item()
+        return float(log.logsumexp(1).mean()) - some.shape[1] * math.log(bandwidth)
 
     return max((*_BANDWIDTHS, 1.0), key=likelihood)
