@@ -120,6 +120,7 @@ def invert(
     settings: InversionSettings | None = None,
     *,
     seed: int = 0,
+    device: torch.device | str = "cpu",
     progress: Progress = QUIET,
 ) -> Inverted:
     """Seek points of targets.
@@ -130,6 +131,7 @@ def invert(
         count: Number of targets, b.
         settings: How; None for the defaults, `SETTINGS` has others.
         seed: Decides on the draws of every step.
+        device: Where points, and so the weights made of them, are: the model's.
         progress: Told of every step.
 
     Raises:
@@ -139,7 +141,7 @@ def invert(
     if count < 1:
         raise UsageError("There is no target to invert.", cure="Give at least one image.")
     settings = settings or SETTINGS["default"]
-    deviations = space.deviations.detach().float()
+    deviations = space.deviations.detach().float().to(device)
     moving = min(settings.components or len(deviations), len(deviations))
     unit = deviations[:moving] if settings.scaled else torch.ones(moving, device=deviations.device)
     moved = torch.zeros(count, moving, device=deviations.device, requires_grad=True)
@@ -164,7 +166,7 @@ def invert(
             task.update()
     mean = total * unit / (settings.steps - first)
     distances = (mean / _apart(deviations[:moving])).square().mean(1).sqrt()
-    return Inverted(torch.cat([mean, still], 1), torch.stack(losses), distances)
+    return Inverted(torch.cat([mean, still], 1).cpu(), torch.stack(losses), distances.cpu())
 
 
 def _apart(deviations: Tensor) -> Tensor:

@@ -142,8 +142,9 @@ def _inverted(
     model: TextToImage, space: Space, targets: Sequence[Target], task: InversionTask, progress: Progress
 ) -> list[dict[str, Any]]:
     loss = _loss(model, targets, task)
+    device = next(model.denoiser.parameters()).device
     with weights_fixed(model.denoiser):
-        found = invert(space, loss, len(targets), task.settings, seed=task.seed, progress=progress)
+        found = invert(space, loss, len(targets), task.settings, seed=task.seed, device=device, progress=progress)
     return [
         {"scores": scores, "distance": distance, "improvement": improvement}
         for scores, distance, improvement in zip(

@@ -72,7 +72,7 @@ def paint(
         count = len(scores[part])
         after = _own_changes(model, space, scores[part])
         then = None if before is None else _own_changes(model, space, before[part])
-        groups = torch.arange(count).repeat_interleave(len(seeds))
+        groups = torch.arange(count, device=_device(model)).repeat_interleave(len(seeds))
         with _held(model.denoiser, after, then, delay, groups):
             repeated = text.rows(list(range(len(seeds))) * count)
             images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
@@ -112,7 +112,11 @@ def _held(
 
 def _own_changes(model: TextToImage, space: Space, scores: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
-        return of_denoiser(space.changes(scores), model.denoiser)
+        return of_denoiser(space.changes(scores.to(_device(model))), model.denoiser)
+
+
+def _device(model: TextToImage) -> torch.device:
+    return next(model.denoiser.parameters()).device
 
 
 def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
