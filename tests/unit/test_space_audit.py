@@ -9,6 +9,7 @@ import netweight.methods.space.audit as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
+from netweight.evidence.descriptors import CenteredPixels
 from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.directions import direction_of
@@ -95,14 +96,12 @@ def test_curves_that_cannot_be_are_refused():
 
 def test_comparisons_say_what_they_are():
     images, others = torch.rand(4, 3, 16, 16), torch.rand(4, 3, 16, 16)
-    name, same = identity(lambda x: x.flatten(1), "pixels")
-    assert name == "identity by pixels"
+    name, same = identity(CenteredPixels())
+    assert name == "identity by NCC"
     assert torch.allclose(same(images, images), torch.ones(4).double())
-    cosines = [
-        np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b)
-        for a, b in zip(images.flatten(1).numpy(), others.flatten(1).numpy(), strict=True)
-    ]
-    assert same(images, others).tolist() == pytest.approx(cosines, rel=1e-5)
+    pairs = zip(images.flatten(1).numpy(), others.flatten(1).numpy(), strict=True)
+    correlations = [np.corrcoef(one, other)[0, 1] for one, other in pairs]
+    assert same(images, others).tolist() == pytest.approx(correlations, abs=1e-5)
     name, distance = perceptual_distance()
     assert "stand-in" in name
     assert torch.allclose(distance(images, images), torch.zeros(4).double(), atol=1e-9)

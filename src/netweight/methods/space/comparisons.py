@@ -17,6 +17,7 @@ from netweight.evidence.image_metrics import ssim
 from netweight.evidence.lpips import lpips
 
 if TYPE_CHECKING:
+    from netweight.evidence.descriptors import Descriptor
     from netweight.evidence.lpips import Features
 
 __all__ = ["Compare", "agreement", "alignment", "identity", "perceptual_distance"]
@@ -25,19 +26,19 @@ Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`."""
 
 
-def identity(embed: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
+def identity(embed: Descriptor) -> tuple[str, Compare]:
     """Return the cosine of embeddings before and after: the identity score.
 
     Args:
-        embed: From images to vectors, shape `(n, width)`, such as a face recognition network.
-        name: Of the embedder, which goes into the name of the score.
+        embed: From images to vectors: a face recognition network that the user brings, such as a TorchScript file by
+            path and digest (`evidence.descriptors.TorchScriptDescriptor`). Its name goes into that of the score.
     """
 
     def compare(edited: Tensor, originals: Tensor) -> Tensor:
         with torch.no_grad():
             return torch.nn.functional.cosine_similarity(embed(edited).double(), embed(originals).double())
 
-    return f"identity by {name}", compare
+    return f"identity by {embed.name}", compare
 
 
 def perceptual_distance(
