@@ -13,7 +13,7 @@ from sklearn.metrics import r2_score, roc_auc_score
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.evidence.prediction_scores import area_under_roc, explained_variance
-from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction, fit_directions
+from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction
 from netweight.methods.space.directions import Direction, decorrelated, direction_of
 from netweight.methods.space.labels import Column, Labels, read_labels
 from netweight.methods.space.linear import Design, logistic, ridge
@@ -302,7 +302,7 @@ def test_reference_gives_these_numbers():
 
 def test_a_direction_comes_back_bit_for_bit_and_knows_its_space():
     scores, labels, _ = known_scores(60)
-    first, second = fit_directions(scores, labels, ["beard", "width"], kind="difference")
+    first, second = (fit_direction(scores, labels, name, kind="difference") for name in ("beard", "width"))
     again = Direction.from_json(json.loads(json.dumps(first.to_json())))
     assert torch.equal(again.vector, first.vector)
     assert again.to_json() == first.to_json()

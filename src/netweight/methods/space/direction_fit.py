@@ -22,7 +22,7 @@ from netweight.methods.space.directions import Direction, DirectionKind, decorre
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.linear import Design, ReadOut, logistic, ridge
 
-__all__ = ["bootstrap_cosine", "fit_direction", "fit_directions"]
+__all__ = ["bootstrap_cosine", "fit_direction"]
 
 _FOLDS = 5
 
@@ -67,11 +67,6 @@ def fit_direction(
     vector = _solved(task, kind).vector
     findings = [_held_out(task, kind, folds, seed)] if folds else []
     return direction_of(scores, vector, name=column, kind=kind, findings=findings)
-
-
-def fit_directions(scores: Tensor, labels: Labels, columns: Sequence[str], **how: object) -> list[Direction]:
-    """Find several directions, each as `fit_direction` does with the same settings."""
-    return [fit_direction(scores, labels, column, **how) for column in columns]  # type: ignore[arg-type]
 
 
 def bootstrap_cosine(
