@@ -130,7 +130,6 @@ class _Task:
         binary: Whether it has classes.
         others: The confounders' columns of these models.
         counts: How often each model counts, shape `(n,)`.
-        rows: Numbers of these models in the space.
     """
 
     column: str
@@ -139,7 +138,6 @@ class _Task:
     binary: bool
     others: tuple[Column, ...]
     counts: Tensor
-    rows: Tensor
 
     @property
     def varies(self) -> bool:
@@ -152,8 +150,7 @@ class _Task:
         """Return the task of some of the models."""
         others = tuple(Column(each.name, each.values[rows]) for each in self.others)
         return replace(
-            self, scores=self.scores[rows], values=self.values[rows], counts=self.counts[rows], rows=self.rows[rows],
-            others=others,
+            self, scores=self.scores[rows], values=self.values[rows], counts=self.counts[rows], others=others
         )  # fmt: skip
 
 
@@ -177,7 +174,7 @@ def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str
     if not ours.isfinite().all():
         raise UsageError("The scores hold NaN or infinity.", cure="Fit the space again.")
     counts = torch.ones(len(values), dtype=torch.float64)
-    return _Task(column, ours, values, binary, tuple(kept[1:]), counts, known.nonzero()[:, 0])
+    return _Task(column, ours, values, binary, tuple(kept[1:]), counts)
 
 
 @final
