@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from netweight.probe.diffusion import TextToImage
 __all__ = ["InversionTask", "Target", "invert_targets"]
 
 
-class _Space(Space):
-    scores: Tensor
+class _Space(Space, Protocol):
+    @property
+    def scores(self) -> Tensor: ...
 
 
 @final
@@ -105,7 +106,10 @@ def invert_targets(
     for target in targets:  # before any work begins
         _loss(model, [target], task)
     about = {"model": model.digest(), "space": scores_digest(space.scores), "task": asdict(task)}
-    items = [{"name": each.name, "images": _digest(each), **about} for each in targets]
+    items: list[dict[str, Any]] = [{"name": each.name, "images": _digest(each), **about} for each in targets]
+
+    def alone(item: Mapping[str, Any]) -> dict[str, Any]:
+        return _inverted(model, space, [by_name[item["name"]]], task, progress)[0]
 
     def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
         for places in _batches([by_name[item["name"]] for item in waiting], task.together):
@@ -121,7 +125,7 @@ def invert_targets(
                 yield place, Outcome(value, error, seconds)
 
     found = []
-    for result in map_runs(_inverted, items, ledger=ledger, engine=engine, ordered=True):
+    for result in map_runs(alone, items, ledger=ledger, engine=engine, ordered=True):
         if not result.ok:
             reason = (result.error or "").strip().splitlines()[-1]
             raise TrainingStopped(
