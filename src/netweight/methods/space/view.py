@@ -9,6 +9,7 @@ can be looked at: the page never mixes two pictures into a third. Everything is 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,7 +244,7 @@ class View:
 def _check_strengths(name: str, strengths: Sequence[float]) -> None:
     if not all(math.isfinite(each) for each in strengths):
         raise UsageError(f"A strength of {name!r} is NaN or infinite.", cure="Give finite standard deviations.")
-    if len(strengths) < 2 or any(a >= b for a, b in zip(strengths, strengths[1:], strict=False)):
+    if len(strengths) < 2 or any(a >= b for a, b in itertools.pairwise(strengths)):
         raise UsageError(f"The strengths of {name!r} do not ascend.", cure="Give two or more, from low to high.")
 
 
