@@ -49,6 +49,7 @@ def page_template(package: str, file: str) -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     style = resources.files("netweight.evidence").joinpath("page_style.css").read_text(encoding="utf-8")
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
     environment.globals["style"] = Markup(style)  # our own file
     return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
 

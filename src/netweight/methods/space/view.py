@@ -250,10 +250,10 @@ def _check_strengths(name: str, strengths: Sequence[float]) -> None:
 
 def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
     """Lead is what stands before height, width, 3; None for any number above 0."""
-    shape = np.shape(images)
+    shape = images.shape if isinstance(images, np.ndarray) else ()
     fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
     fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
-    if not fits or not isinstance(images, np.ndarray) or images.dtype != np.uint8:
+    if not fits or images.dtype != np.uint8:
         wanted = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
         raise UsageError(
             f"{what} have shape {shape} and type {getattr(images, 'dtype', type(images).__name__)}.",

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from netweight.errors import UsageError
 from netweight.evidence.image_files import png_bytes
-from netweight.evidence.page import format_number, page_template
+from netweight.evidence.page import page_template
 from netweight.evidence.report import MAX_BYTES
 from netweight.methods.space.view import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.store.atomic import whole_file
@@ -77,6 +77,7 @@ def render_view(view: View) -> str:
         "map": None if view.points is None else _map_data(view.points),
         "samples": None if view.samples is None else _sample_data(view.samples),
         "size": [int(side) for side in view.traversals[0].images.shape[-3:-1]],
+        "gap": _gap(view.traversals[0].images.shape[-2]),
     }
     return page_template(_HERE, "view_template.html").render(
         view=view,
@@ -120,6 +121,8 @@ def _stage(shown: Traversal | Plane) -> dict[str, Any]:
         "height": noises * rows * height,
         "columns": columns,
         "rows": rows,
+        "noises": noises,
+        "look": (noises * width + (noises - 1) * _gap(width), height),
         "ratio": f"{columns * width} / {rows * height}",
         "alt": _stage_alt(names, strengths, noises),
         "sliders": [
@@ -137,6 +140,11 @@ def _stage_alt(names: Sequence[str], strengths: Sequence[Sequence[float]], noise
     if len(names) > 1:
         down = f"; {names[1]} from {_tick(strengths[1][-1])} to {_tick(strengths[1][0])}, top to bottom"
     return f"Painted pictures of {across}{down}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other."
+
+
+def _gap(width: int) -> int:
+    """Empty pixels between two pictures side by side."""
+    return max(1, round(width / 16))
 
 
 def _tick(strength: float) -> str:
@@ -171,7 +179,7 @@ def _samples(samples: Samples, points: AdapterMap | None) -> list[dict[str, Any]
         if samples.neighbors is not None and points is not None:
             numbers, similarities = samples.neighbors.numbers[number], samples.neighbors.similarities[number]
             tile["near"] = [
-                {"number": int(each), "name": points.names[each], "similarity": format_number(float(value), 2)}
+                {"name": points.names[each], "similarity": f"{value:.2f}".replace("-", "\u2212")}
                 for each, value in zip(numbers, similarities, strict=True)
             ]
         tiles.append(tile)

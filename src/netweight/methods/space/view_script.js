@@ -15,15 +15,11 @@
 
   // ---- sliders: each position is a column (and row) of the sheet, copied pixel by pixel ----
 
-  const GAP = Math.max(1, Math.round(width / 16));
-
   function stage(card) {
     const { rows, noises, names, strengths } = data.stages[card.dataset.stage];
     const sheet = card.querySelector("img"), look = card.querySelector(".look"), here = card.querySelector(".here");
     const film = card.querySelector(".film"), sliders = [...card.querySelectorAll("input")];
-    look.width = noises * width + (noises - 1) * GAP;
-    look.height = height;
-    look.style.maxWidth = `${Math.max(look.width, noises * 160)}px`;
+    const outputs = card.querySelectorAll("output");
     const canvas = look.getContext("2d");
 
     function show() {
@@ -31,12 +27,12 @@
       canvas.clearRect(0, 0, look.width, look.height);
       for (let noise = 0; noise < noises; noise++)
         canvas.drawImage(sheet, column * width, (noise * rows + row) * height, width, height,
-          noise * (width + GAP), 0, width, height);
+          noise * (width + data.gap), 0, width, height);
       here.style.left = `${100 * column / film.dataset.columns}%`;
       here.style.top = `${100 * row / rows}%`;
       const told = sliders.map((slider, place) => {
         const words = sigma(strengths[place][slider.value]);
-        slider.nextElementSibling.textContent = words;
+        outputs[place].textContent = words;
         slider.setAttribute("aria-valuetext", words.replace("σ", "standard deviations"));
         return `${names[place]} at ${words}`;
       });
@@ -121,7 +117,7 @@
 
     function neighborButton(item, similarity) {
       const button = make("button", { type: "button" }, portrait(item, ""),
-        make("span", { class: "name" }, item.name), make("span", { class: "unit" }, number(similarity, 2)));
+        make("span", { class: "name" }, item.name), make("span", { class: "unit" }, similarity.toFixed(2).replace("-", "\u2212")));
       button.addEventListener("click", () => choose(item, true));
       return button;
     }
@@ -291,11 +287,10 @@
       if (item) choose(item);
     });
     [...controls, pictures, drawn].forEach(control => control && control.addEventListener("change", draw));
-    document.querySelectorAll(".sample li").forEach(line =>
-      line.replaceChildren(neighborButton(trained[line.dataset.number], 0)));
-    data.samples && data.samples.neighbors && document.querySelectorAll(".sample").forEach((tile, i) =>
-      tile.querySelectorAll(".unit").forEach((unit, place) => {
-        unit.textContent = number(data.samples.neighbors.similarities[i][place], 2);
+    if (data.samples && data.samples.neighbors)
+      document.querySelectorAll(".sample").forEach((tile, i) => tile.querySelectorAll("li").forEach((line, place) => {
+        const { numbers, similarities } = data.samples.neighbors;
+        line.replaceChildren(neighborButton(trained[numbers[i][place]], similarities[i][place]));
       }));
     new ResizeObserver(draw).observe(plot);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
