@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterMap", "Neighbors", "Plane", "Samples", "Traversal", "View"]
 
+_NUMBER = (int, float, np.number, np.bool_)
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -126,6 +128,7 @@ class AdapterMap:
         thumbnails: Shape `(n, height, width, 3)`, uint8: a picture painted with each adapter.
         labels: Name → n values, all numbers or all texts (or truth values); None where one is not known.
         neighbors: Of each adapter among the others.
+        note: A line above the map, such as which adapters of how many are on it.
 
     Raises:
         UsageError: Something does not fit, two names are alike, or a number is not finite.
@@ -137,6 +140,7 @@ class AdapterMap:
     thumbnails: Pictures
     labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
     neighbors: Neighbors | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a map that does not fit together."""
@@ -250,7 +254,7 @@ def _check_strengths(name: str, strengths: Sequence[float]) -> None:
 
 def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
     """Lead is what stands before height, width, 3; None for any number above 0."""
-    shape = images.shape if isinstance(images, np.ndarray) else ()
+    shape: tuple[int, ...] = images.shape if isinstance(images, np.ndarray) else ()
     fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
     fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
     if not fits or images.dtype != np.uint8:
@@ -271,7 +275,7 @@ def _check_label(name: str, values: Sequence[Any], n: int) -> None:
     known = [each for each in values if each is not None]
     if len(values) != n:
         raise UsageError(f"The label {name!r} has {len(values)} values for {n} adapters.")
-    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, (int, float)) for each in known)):
+    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, _NUMBER) for each in known)):
         raise UsageError(f"The label {name!r} mixes texts and numbers.", cure="Give one kind, and None for unknown.")
     if not all(isinstance(each, str) or math.isfinite(each) for each in known):
         raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")

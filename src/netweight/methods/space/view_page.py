@@ -72,12 +72,13 @@ def render_view(view: View) -> str:
     stages = [card for group in groups for card in group["cards"]] + planes
     for number, card in enumerate(stages):
         card["number"] = number
+    height, width = view.traversals[0].images.shape[-3:-1]
     data = {
         "stages": [card.pop("data") for card in stages],
         "map": None if view.points is None else _map_data(view.points),
         "samples": None if view.samples is None else _sample_data(view.samples),
-        "size": [int(side) for side in view.traversals[0].images.shape[-3:-1]],
-        "gap": _gap(view.traversals[0].images.shape[-2]),
+        "size": [height, width],
+        "gap": _gap(width),
     }
     return page_template(_HERE, "view_template.html").render(
         view=view,
@@ -89,7 +90,7 @@ def render_view(view: View) -> str:
         map=None if view.points is None else _map(view.points),
         samples=None if view.samples is None else _samples(view.samples, view.points),
         data=data,
-        smooth=max(data["size"]) >= _SMALL,
+        smooth=max(height, width) >= _SMALL,
     )
 
 
@@ -107,6 +108,7 @@ def _stage(shown: Traversal | Plane) -> dict[str, Any]:
 
     Its rows are, noise by noise, the strengths of the second, the highest on top.
     """
+    names: tuple[str, ...]
     if isinstance(shown, Traversal):
         names, strengths, images = (shown.name,), [list(shown.strengths)], shown.images[:, None]
     else:

@@ -175,7 +175,7 @@
       shown.forEach(item => { item.px = x.of(item.at[across]); item.py = y.of(item.at[up]); });
       svg.setAttribute("viewBox", `0 0 ${wide} ${high}`);
       svg.replaceChildren(...zero(x, y, wide, high), ...names(x, y, wide, high, edge, across, up));
-      const size = Math.max(2.6, Math.min(5.5, 110 / Math.sqrt(shown.length)));
+      const size = Math.max(2.4, Math.min(5.5, wide / 6 / Math.sqrt(shown.length)));
       for (const item of shown) {
         if (item.number === null)
           svg.append(make("path", { class: "drawn", d: "M-4-4L4 4M-4 4L4-4", transform: `translate(${item.px} ${item.py})` }));
