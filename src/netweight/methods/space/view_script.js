@@ -153,7 +153,8 @@
     function ring(item = chosen) {
       svg.querySelectorAll(".ring, .link").forEach(part => part.remove());
       if (!item || !shown.includes(item)) return;
-      const radius = pictures.checked ? side() * .75 : 10;
+      const radius = pictures.checked ? side() * .8 : 10;
+      if (pictures.checked) paint(item);
       if (item.near) item.near[0].forEach(i => svg.append(make("line", {
         class: "link", x1: item.px, y1: item.py, x2: trained[i].px, y2: trained[i].py })));
       svg.append(make("circle", { class: "ring", cx: item.px, cy: item.py, r: radius }));
@@ -171,7 +172,8 @@
         const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
         return { low, high, of: value => high > low ? from + (to - from) * (value - low) / (high - low) : (from + to) / 2 };
       };
-      const x = scale(across, edge + 8, wide - 14), y = scale(up, high - edge - 8, 14);
+      const free = pictures.checked ? side() / 2 + 4 : 14;
+      const x = scale(across, edge + free, wide - free), y = scale(up, high - edge - free, free);
       shown.forEach(item => { item.px = x.of(item.at[across]); item.py = y.of(item.at[up]); });
       svg.setAttribute("viewBox", `0 0 ${wide} ${high}`);
       svg.replaceChildren(...zero(x, y, wide, high), ...names(x, y, wide, high, edge, across, up));
@@ -182,7 +184,7 @@
         else svg.append(mark(colors.of(item.number), `translate(${item.px} ${item.py}) scale(${size})`, size));
       }
       plot.classList.toggle("painted", pictures.checked);
-      paint(wide, high);
+      paint();
       legend();
       ring();
     }
@@ -211,15 +213,16 @@
       ];
     }
 
-    function paint(wide, high) {
+    function paint(top) {
       const dense = devicePixelRatio || 1, canvas = under.getContext("2d"), own = side();
+      const wide = plot.clientWidth, high = plot.clientHeight;
       under.width = wide * dense;
       under.height = high * dense;
       if (!pictures.checked) return;
       canvas.scale(dense, dense);
       canvas.imageSmoothingEnabled = document.body.classList.contains("smooth");
       const style = getComputedStyle(document.documentElement);
-      for (const item of shown) {
+      for (const item of top ? [...shown, top] : shown) {
         const color = item.number === null ? "var(--ink)" : colors.of(item.number)[0] || "var(--soft)";
         const named = /^var\((.+)\)$/.exec(color);
         canvas.fillStyle = named ? style.getPropertyValue(named[1]).trim() : color;
