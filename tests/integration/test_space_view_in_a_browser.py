@@ -28,6 +28,7 @@ ACTIONS = """
   seen.second = second();
   seen.told = [sliders[0].getAttribute("aria-valuetext"), one("output").textContent];
   seen.told.push(looks[2].getAttribute("aria-label"));
+  seen.changed = all(".changed span").map(part => part.textContent);
   const films = all(".film"), box = films[2].getBoundingClientRect();
   const corner = { clientX: box.left + 2, clientY: box.bottom - 2, bubbles: true };
   films[2].dispatchEvent(new PointerEvent("pointerdown", corner));
@@ -109,6 +110,7 @@ def test_moving_a_slider_shows_the_picture_that_was_painted_there(seen):
     assert seen["moved"] == [[100, 20, 0], [200, 0, 0], [250, 20, 20]]
     assert seen["second"] == [100, 20, 1]
     assert seen["told"] == ["+1 standard deviations", "+1 σ", "beard at +1 σ, age at +1 σ"]
+    assert seen["changed"] == ["beard <u> +0.75", "hue \u22122.00"]
     assert seen["pointed"] == [250, 0, 0]
     assert seen["back"] == seen["start"]
 

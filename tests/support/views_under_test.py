@@ -7,6 +7,12 @@ from netweight.methods.space.view import AdapterMap, Neighbors, Plane, Samples, 
 SIDE = 8
 STRENGTHS = (-2.0, -0.5, 1.0)
 OTHERS = (-1.0, 1.0)
+READINGS = {
+    "width": [0.0, 0.5, 0.5],
+    "beard <u>": [-1.0, -0.75, 0.0],
+    "hue": [0.5, 0.5, -1.5],
+    "skin": [0.0, 0.0, 0.25],
+}
 NAMES = ["west", "east", "<b>north</b> & \"co\" 'x'", "south"]
 PLACES = np.array([[-2.0, 0.1, 0.5], [2.0, 0.0, -0.5], [0.0, 1.5, 1.0], [0.1, -1.5, 0.0]])
 KINDS = ["round", "square", "<i>odd</i>", "round"]
@@ -59,13 +65,14 @@ def view(**changes):
     parts = {
         "title": "A space <script>alert(1)</script>",
         "traversals": [
-            Traversal("beard <u>", "direction", STRENGTHS, walk(100), note="held-out R² 0.9 <&>"),
+            Traversal("beard <u>", "direction", STRENGTHS, walk(100), "held-out R² 0.9 <&>", READINGS),
             Traversal("component 1", "component", STRENGTHS, walk(200)),
         ],
         "planes": [plane()],
         "points": adapter_map(),
         "samples": samples(),
         "summary": "Two sliders.",
+        "reader": "a <b>reader</b>",
         "facts": {"a very long digest": "0f" * 64, "prompt": "</script><script>alert(2)</script>"},
         "command": "netweight space view space --out " + "long" * 40,
     }

@@ -15,6 +15,7 @@ from netweight.evidence.image_files import png_bytes
 from netweight.methods.space import view_page
 from netweight.methods.space.view import Neighbors, Plane, Traversal
 from netweight.methods.space.view_page import render_view, write_view
+from netweight.methods.space.view_traces import scale_of, traces
 
 
 def read(png):
@@ -79,6 +80,22 @@ def test_a_page_of_sliders_alone_is_a_page():
     assert 'id="map"' not in text
 
 
+def test_lines_of_what_was_measured_share_one_scale():
+    one = _walk(readings={"hue": [-2.0, 0.0, 2.0], "beard": [0.5, 0.5, 1.0], "skin": [0.0, 0.0, 0.0]})
+    scale = scale_of([one, _walk(readings={"hue": [-6.0, 0.0, 0.0]})])
+    assert scale == (-6.0, 2.0)
+    drawn = traces(one, scale)
+    assert drawn["named"] == ["beard", "hue"]  # the slider's own, then what changes most
+    points = {
+        line["name"]: [tuple(map(float, each.split(","))) for each in line["points"].split()] for line in drawn["lines"]
+    }
+    assert [x for x, _ in points["hue"]] == [10, 30, 50]
+    assert [y for _, y in points["hue"]] == [24, 13, 2]
+    assert [y for _, y in points["skin"]] == [drawn["zero"]] * 3 == [13] * 3
+    assert "hue \u22122.00 to +2.00" in drawn["alt"]
+    assert traces(_walk(), scale) is None
+
+
 def test_a_page_too_large_is_refused_and_says_what_takes_the_room(tmp_path, monkeypatch):
     monkeypatch.setattr(view_page, "MAX_BYTES", 20_000)
     with pytest.raises(UsageError, match=r"2 traversals take 0\.0 MB.*4 thumbnails.*2 samples.*Show fewer"):
@@ -103,6 +120,8 @@ nan = float("nan")
         (lambda: _walk(images=walk(1)[:2]), r"images of 'beard' have shape \(2, 2, 8, 8, 3\).*\(3, any, height"),
         (lambda: _walk(images=walk(1) / 255), "type float64.*uint8"),
         (lambda: _walk(images=[flat((1, 1, 1)), np.zeros((1, 4, 4, 3), np.uint8)]), "images of 'beard'"),
+        (lambda: _walk(readings={"hue": [1, 2]}), "readings of 'hue' along 'beard' are no 3 finite"),
+        (lambda: _walk(readings={"hue": [1, 2, nan]}), "readings of 'hue'"),
         (lambda: Plane(("a", "b"), STRENGTHS, OTHERS, plane().images[:, :1]), "'a' with 'b'"),
         (lambda: Plane(("a", "b"), STRENGTHS, (1, nan), plane().images), "A strength of 'b'"),
         (lambda: view(traversals=[]), "no traversal to show"),

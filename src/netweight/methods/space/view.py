@@ -40,9 +40,11 @@ class Traversal:
         strengths: Standard deviations of the training models along it, ascending, at least two.
         images: Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength.
         note: A line below the name, such as the held-out score or the share of variance.
+        readings: Attribute → what was measured in the images, one number per strength (the mean over noises): what the
+            walk changes, and what else changes with it.
 
     Raises:
-        UsageError: Strengths are not finite or do not ascend, or the images do not fit them.
+        UsageError: Strengths or readings are not finite, strengths do not ascend, or something does not fit them.
     """
 
     name: str
@@ -50,11 +52,18 @@ class Traversal:
     strengths: Sequence[float]
     images: Pictures
     note: str = ""
+    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what makes no slider."""
         _check_strengths(self.name, self.strengths)
         _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
+        for attribute, values in self.readings.items():
+            if len(values) != len(self.strengths) or not all(map(math.isfinite, values)):
+                raise UsageError(
+                    f"The readings of {attribute!r} along {self.name!r} are no {len(self.strengths)} finite numbers.",
+                    cure="Give one per strength.",
+                )
 
 
 @final
@@ -196,6 +205,7 @@ class View:
         points: The map.
         samples: Drawn models; their neighbors need a map.
         summary: A sentence or two below the heading.
+        reader: What took the readings, in a few words.
         facts: Name → what was shown and how: model, collection, prompt, seeds, versions.
         command: The command line that made the page.
 
@@ -209,6 +219,7 @@ class View:
     points: AdapterMap | None = None
     samples: Samples | None = None
     summary: str = ""
+    reader: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     command: str | None = None
 

@@ -22,6 +22,7 @@ from netweight.evidence.image_files import png_bytes
 from netweight.evidence.page import page_template
 from netweight.evidence.report import MAX_BYTES
 from netweight.methods.space.view import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view_traces import scale_of, traces
 from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def render_view(view: View) -> str:
     """Return the page of a view as HTML."""
     script = resources.files(_HERE).joinpath("view_script.js").read_text(encoding="utf-8")
     groups = _groups(view.traversals)
-    planes = [_stage(plane) for plane in view.planes]
+    planes = [{**_stage(plane), "traces": None} for plane in view.planes]
     stages = [card for group in groups for card in group["cards"]] + planes
     for number, card in enumerate(stages):
         card["number"] = number
@@ -95,9 +96,9 @@ def render_view(view: View) -> str:
 
 
 def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:
-    groups = []
+    groups, scale = [], scale_of(traversals)
     for kind, (title, line) in _KINDS.items():
-        cards = [_stage(each) for each in traversals if each.kind == kind]
+        cards = [{**_stage(each), "traces": traces(each, scale)} for each in traversals if each.kind == kind]
         if cards:
             groups.append({"title": title, "line": line, "cards": cards})
     return groups
@@ -132,8 +133,20 @@ def _stage(shown: Traversal | Plane) -> dict[str, Any]:
             for name, each in zip(names, strengths, strict=True)
         ],
         "ticks": [_tick(each) if columns <= 7 or each == int(each) else "" for each in strengths[0]],
-        "data": {"columns": columns, "rows": rows, "noises": noises, "names": names, "strengths": strengths},
+        "data": {
+            "columns": columns,
+            "rows": rows,
+            "noises": noises,
+            "names": names,
+            "strengths": strengths,
+            "readings": _readings(shown),
+        },
     }
+
+
+def _readings(shown: Traversal | Plane) -> dict[str, list[float]]:
+    readings = shown.readings if isinstance(shown, Traversal) else {}
+    return {name: [round(float(value), 3) for value in values] for name, values in readings.items()}
 
 
 def _stage_alt(names: Sequence[str], strengths: Sequence[Sequence[float]], noises: int) -> str:

@@ -16,7 +16,7 @@
   // ---- sliders: each position is a column (and row) of the sheet, copied pixel by pixel ----
 
   function stage(card) {
-    const { rows, noises, names, strengths } = data.stages[card.dataset.stage];
+    const { rows, noises, names, strengths, readings } = data.stages[card.dataset.stage];
     const sheet = card.querySelector("img"), look = card.querySelector(".look"), here = card.querySelector(".here");
     const film = card.querySelector(".film"), sliders = [...card.querySelectorAll("input")];
     const outputs = card.querySelectorAll("output");
@@ -37,6 +37,18 @@
         return `${names[place]} at ${words}`;
       });
       look.setAttribute("aria-label", told.join(", "));
+      changed(column);
+    }
+
+    /* What was measured here, against 0, of the two lines that have a color. */
+    function changed(column) {
+      const line = card.querySelector(".changed"), start = +sliders[0].dataset.start;
+      if (!line) return;
+      line.replaceChildren(...[...card.querySelectorAll(".key span")].map(part => {
+        const change = readings[part.textContent][column] - readings[part.textContent][start];
+        const words = `${change < 0 ? "\u2212" : "+"}${Math.abs(change).toFixed(2)}`;
+        return make("span", { class: part.className }, `${part.textContent} ${words}`);
+      }));
     }
 
     function point(event) {
