@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from adapters_under_test import change_size, merge, random_adapter, same
+from adapters_under_test import change_size, close, merge, random_adapter, same
 
-from netweight import read_adapter, write_adapter
+from netweight import Adapter, read_adapter, write_adapter
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -82,15 +82,14 @@ def test_a_pipeline_paints_as_with_merged_weights(tmp_path, pipeline, adapter, p
 
 def test_what_was_written_reads_the_same(tmp_path, pipeline, adapter):
     for layout in ("diffusers", "peft"):
-        assert same(read_adapter(write_adapter(adapter[0], tmp_path / layout, layout=layout, kernels=adapter[1])),
-                    adapter[0])  # fmt: skip
+        found = read_adapter(write_adapter(adapter[0], tmp_path / layout, layout=layout, kernels=adapter[1]))
+        assert close(found, adapter[0])
     modules = [f"{part}.{name}" for part in ("unet", "text_encoder")
                for name, _ in getattr(pipeline, part).named_modules() if name]  # fmt: skip
     back = read_adapter(write_adapter(adapter[0], tmp_path / "kohya", layout="kohya", kernels=adapter[1]),
                         modules=modules)  # fmt: skip
     assert back.modules == adapter[0].modules
-    for name, change in adapter[0].factors.items():  # one alpha for all: others are multiplied into the up factor
-        torch.testing.assert_close(back.factors[name].dense(), change.dense(), rtol=1e-5, atol=1e-8)
+    assert close(back, adapter[0])
 
 
 def test_peft_loads_a_component(tmp_path, adapter):
@@ -189,3 +188,76 @@ def test_the_published_order_is_that_of_stable_diffusions_unet():
             expected[f"base_model.model.{name}.lora_A.weight"] = (2, wide[module.in_features])
             expected[f"base_model.model.{name}.lora_B.weight"] = (wide[module.out_features], 2)
     assert stable_diffusion_dimensions(rank=2) == expected
+
+
+def small_xl():
+    """A pipeline of SDXL's kind, random: two text encoders, the second with a projection."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50,
+                 max_position_embeddings=10, projection_dim=16)  # fmt: skip
+    config = transformers.CLIPTextConfig(**sizes)
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(16, 32), layers_per_block=1, sample_size=8, cross_attention_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4), use_linear_projection=True, addition_embed_type="text_time", norm_num_groups=4,
+        addition_time_embed_dim=8, transformer_layers_per_block=(1, 2), projection_class_embeddings_input_dim=64,
+    )  # fmt: skip
+    return diffusers.StableDiffusionXLPipeline(
+        vae=None, text_encoder=transformers.CLIPTextModel(config), tokenizer=None, tokenizer_2=None,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(config), unet=unet,
+        scheduler=diffusers.EulerDiscreteScheduler(), add_watermarker=False,
+    )  # fmt: skip
+
+
+def loaded_changes(model, prefix):
+    """The change that each of peft's layers in a model makes, by the adapter's name for it."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+    return {f"{prefix}{name}": module.get_delta_weight(module.active_adapters[0]) for name, module in layers.items()}
+
+
+def assert_all_loaded(model, prefix, adapter):
+    found = loaded_changes(model, prefix)
+    assert found.keys() == {name for name in adapter.factors if name.startswith(prefix)}
+    for name, change in found.items():
+        dense = adapter.factors[name].dense()
+        torch.testing.assert_close(change.reshape(dense.shape), dense, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_a_pipeline_of_two_text_encoders(tmp_path, layout):
+    pipeline = small_xl()
+    endings = ("to_q", "to_out.0", "net.2", "proj_in", "conv_shortcut", "linear_1", "fc2", "k_proj", "out_proj")
+    shapes, kernels = {}, {}
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        model = getattr(pipeline, part)
+        names = [name for name, _ in model.named_modules() if name.endswith(endings) and "add_embedding" not in name]
+        found, sides = change_size(model, names)
+        shapes |= {f"{part}.{name}": shape for name, shape in found.items()}
+        kernels |= {f"{part}.{name}": kernel for name, kernel in sides.items()}
+    adapter = random_adapter(1, shapes=shapes, ranks=(2, 3, 2), scales=(0.5, 0.3, 1.0, 1.0))
+    path = write_adapter(adapter, tmp_path / "out", layout=layout, kernels=kernels)
+    pipeline.load_lora_weights(tmp_path / "out")
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        assert_all_loaded(getattr(pipeline, part), f"{part}.", adapter)
+    assert read_adapter(path, modules=shapes).modules == adapter.modules
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "peft"])
+def test_a_transformer_of_diffusers(tmp_path, layout):
+    torch.manual_seed(0)
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    names = [name for name, _ in transformer.named_modules() if name.endswith(("to_q", "to_add_out", "proj_out"))]
+    shapes, _ = change_size(transformer, names)
+    adapter = random_adapter(2, shapes={f"transformer.{n}": s for n, s in shapes.items()}, scales=(0.5, 2.0))
+    path = write_adapter(adapter, tmp_path / "out", layout=layout)
+    if layout == "peft":
+        model = peft.PeftModel.from_pretrained(transformer, path).base_model.model
+        assert_all_loaded(model, "", Adapter({n.partition(".")[2]: c for n, c in adapter.factors.items()}))
+    else:
+        transformer.load_lora_adapter(path, prefix="transformer")
+        assert_all_loaded(transformer, "transformer.", adapter)
+    assert close(read_adapter(path), adapter)

@@ -3,7 +3,7 @@
 import shutil
 
 import torch
-from adapters_under_test import random_adapter, same
+from adapters_under_test import close, random_adapter, same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,13 +62,6 @@ def test_every_layout_keeps_the_change(tmp_path_factory, shapes, ranks, scales, 
     folder = tmp_path_factory.mktemp("law") / "adapter"
     write_adapter(adapter, folder, layout=layout)
     found = read_adapter(folder)
-    assert found.modules == adapter.modules
-    for name, change in adapter.factors.items():
-        other = found.factors[name]
-        assert torch.equal(other.down, change.down)
-        if layout != "kohya":
-            assert torch.equal(other.up, change.up)
-        dense = change.scale * (change.up.double() @ change.down.double())
-        again = other.scale * (other.up.double() @ other.down.double())
-        torch.testing.assert_close(again, dense, rtol=1e-6, atol=1e-6 * float(dense.abs().max()))
+    assert close(found, adapter)
+    assert layout != "peft" or all(torch.equal(found.factors[n].up, adapter.factors[n].up) for n in adapter.factors)
     shutil.rmtree(folder.parent)

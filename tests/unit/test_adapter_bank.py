@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, random_adapter, same
+from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, close, random_adapter, same
 
 import netweight
 from netweight import AdapterBank, read_adapter, write_adapter
@@ -62,13 +62,6 @@ def files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def close(adapter, other):
-    """Equal changes; kohya's layout may multiply scales into factors."""
-    for name, change in adapter.factors.items():
-        torch.testing.assert_close(change.dense(), other.factors[name].dense(), rtol=1e-6, atol=1e-7)
-    return adapter.modules == other.modules
-
-
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_folder_becomes_a_bank(folder, tmp_path, compress):
     bank = AdapterBank.ingest(folder, tmp_path / "bank", compress=compress)
@@ -91,7 +84,7 @@ def test_a_folder_becomes_a_bank(folder, tmp_path, compress):
     for position in range(5):
         assert same(stack.adapter(position), bank.adapter(2 + position))
     written = write_adapter(bank.adapter("4"), tmp_path / "again.safetensors", kernels=bank.kernels)
-    assert same(read_adapter(written), bank.adapter("4"))
+    assert close(read_adapter(written), bank.adapter("4"))
 
 
 def test_the_digest_is_of_the_content(folder, tmp_path):
@@ -153,7 +146,7 @@ def test_a_bank_grows(folder, tmp_path):
     second = AdapterBank.ingest(more, tmp_path / "bank")
     assert second.names == [*NAMES, "20", "21", "22", "23", "24"]
     assert same(second.adapter("4"), before)
-    assert same(second.adapter("22"), mixed(22))
+    assert close(second.adapter("22"), mixed(22))
     second.verify()
     content = files(tmp_path / "bank")
     again = AdapterBank.ingest(more, tmp_path / "bank")

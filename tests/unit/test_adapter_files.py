@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, random_adapter, same
+from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, close, random_adapter, same
 from safetensors.torch import load_file, save_file
 
 from netweight import Adapter, open_store, read_adapter, write_adapter
@@ -51,14 +51,15 @@ def peft_folder(tmp_path, tensors, **config):
 def test_every_layout_gives_back_what_it_was_given(tmp_path, layout, dtype):
     adapter = random_adapter(0, ranks=(2, 2, 2), scales=(27 / 2,), dtype=dtype)
     path = write_adapter(adapter, tmp_path / "out", layout=layout, kernels={PROJ_IN: (2, 2)})
-    assert same(read_adapter(path), adapter)
-    assert same(read_adapter(tmp_path / "out"), adapter)
+    for found in (read_adapter(path), read_adapter(tmp_path / "out")):
+        assert close(found, adapter)
+        assert layout == "diffusers" or same(found, adapter)
+        assert {change.down.dtype for change in found.factors.values()} <= {dtype, torch.float32}
     with pytest.raises(OutputExists):
         write_adapter(adapter, tmp_path / "out", layout=layout, kernels={PROJ_IN: (2, 2)})
     other = random_adapter(1)
     write_adapter(other, tmp_path / "out", layout=layout, kernels={PROJ_IN: (2, 2)}, overwrite=True)
-    for name, change in read_adapter(path).factors.items():
-        torch.testing.assert_close(change.dense(), other.factors[name].dense(), rtol=1e-6, atol=1e-7)
+    assert close(read_adapter(path), other)
 
 
 def test_convolutions_are_written_in_four_dimensions(tmp_path):
@@ -75,8 +76,23 @@ def test_convolutions_are_written_in_four_dimensions(tmp_path):
 def test_scales_come_back_to_the_last_bit_or_the_one_before(tmp_path, layout, scale):
     adapter = random_adapter(0, ranks=(3,), scales=(scale,))
     found = read_adapter(write_adapter(adapter, tmp_path / "out", layout=layout))
+    assert close(found, adapter)
     for change in found.factors.values():
-        assert change.scale == pytest.approx(scale, rel=3e-16) or (layout == "kohya" and scale == 0)
+        if layout == "diffusers":  # multiplied in, for programs that look at no metadata
+            assert change.scale == 1.0
+        elif layout == "peft" or scale:
+            assert change.scale == pytest.approx(scale, rel=3e-16)
+
+
+def test_diffusers_files_mean_the_same_to_who_looks_at_no_metadata(tmp_path):
+    for scale, dtype in ((0.5, torch.bfloat16), (0.3, torch.float32)):
+        adapter = random_adapter(0, ranks=(2, 3), scales=(scale,), dtype=torch.bfloat16)
+        tensors = load_file(write_adapter(adapter, tmp_path / f"{scale}.safetensors"))
+        for name, change in adapter.factors.items():
+            down, up = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+            assert (down.dtype, up.dtype) == (torch.bfloat16, dtype)
+            dense = scale * (change.up.double() @ change.down.double())
+            torch.testing.assert_close(up.double() @ down.double(), dense, rtol=1e-6, atol=1e-7)
 
 
 def test_kohya_has_one_alpha_and_multiplies_other_scales_in_exactly_or_in_fp32(tmp_path):
@@ -264,7 +280,7 @@ def test_a_compressed_file_is_read_and_a_compressed_folder_of_peft_is_to_be_rest
     adapter = random_adapter(0, scales=(0.25,))
     file = write_adapter(adapter, tmp_path / "a.safetensors")
     compress_folder(file, tmp_path / "b.safetensors")
-    assert same(read_adapter(tmp_path / "b.safetensors"), adapter)
+    assert same(read_adapter(tmp_path / "b.safetensors"), read_adapter(file))
     write_adapter(adapter, tmp_path / "plain", layout="peft")
     compress_folder(tmp_path / "plain", tmp_path / "net")
     with pytest.raises(Unsupported, match="Run: netweight decompress"):

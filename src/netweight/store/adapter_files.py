@@ -17,7 +17,7 @@ from netweight.store.adapter_layouts import diffusers, kohya, peft
 from netweight.store.adapter_layouts.components import COMPONENTS, in_component, split_component
 from netweight.store.adapter_layouts.kohya_names import KohyaNames
 from netweight.store.adapter_layouts.model_names import ModelNames
-from netweight.store.adapter_layouts.parts import Layout, Part, Plan, Role, assemble, load_part
+from netweight.store.adapter_layouts.parts import Layout, Part, Plan, Role, assemble, load_part, scaled_up
 from netweight.store.adapter_layouts.refusals import PICKLES, refuse_kinds, refuse_pickle
 from netweight.store.atomic import refuse_existing, whole_file
 from netweight.store.reading import Store, open_store
@@ -110,7 +110,8 @@ def write_adapter(
         adapter: What to write. For diffusers and kohya, names of modules must begin with a component.
         path: A folder, made if it is not there; for diffusers and kohya also a `.safetensors` file. peft keeps one
             model per folder: an adapter of several components gets a folder for each inside.
-        layout: Whose files to write.
+        layout: Whose files to write. peft's keeps factors and scales; diffusers' and kohya's keep the change, with
+            scales multiplied into the up factors, rounded to fp32 where they must be.
         kernels: Names of convolutions → sides of their kernels, (1, 1) for those of one point.
         base: Name of the model it was trained on, to be said in the files.
         overwrite: Whether files may be replaced.
@@ -267,12 +268,17 @@ def _shaped(change: LowRank, kernel: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _diffusers_content(
     adapter: Adapter, kernels: Mapping[str, tuple[int, ...]], base: str | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata with scale 1, which is what programs assume that look at no metadata."""
     tensors: dict[str, Tensor] = {}
     names = diffusers.tensor_names(list(adapter.factors))
-    for module, change in adapter.factors.items():
+    plain = {
+        name: LowRank(change.down, scaled_up(change.up, change.scale)) if change.scale != 1 else change
+        for name, change in adapter.factors.items()
+    }
+    for module, change in plain.items():
         tensors[names[module][0]], tensors[names[module][1]] = _shaped(change, kernels.get(module, ()))
     fields: dict[str, Any] = {}
-    for component, scales in _scales(adapter).items():
+    for component, scales in _scales(plain).items():
         if not component:
             raise UsageError(
                 f"Module {next(iter(scales))!r} belongs to no component of a pipeline.",
@@ -288,7 +294,7 @@ def _write_peft(
 ) -> Path:
     if path.suffix == ".safetensors":
         raise UsageError(f"peft keeps an adapter in a folder, and {path} is a file.", cure="Name a folder.")
-    scales = _scales(adapter)
+    scales = _scales(adapter.factors)
     folders = {part: path if len(scales) == 1 else path / (part or "model") for part in scales}
     path.mkdir(parents=True, exist_ok=True)
     for folder in folders.values():
@@ -311,11 +317,11 @@ def _write_peft(
     return path
 
 
-def _scales(adapter: Adapter) -> dict[str, dict[str, tuple[float, int]]]:
+def _scales(factors: Mapping[str, LowRank]) -> dict[str, dict[str, tuple[float, int]]]:
     """By component: the name within it → scale and rank."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
-    for module, (component, rest) in split_component(adapter.factors).items():
-        change = adapter.factors[module]
+    for module, (component, rest) in split_component(factors).items():
+        change = factors[module]
         found.setdefault(component, {})[rest] = (change.scale, change.rank)
     return found
 

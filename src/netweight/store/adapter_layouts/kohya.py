@@ -6,7 +6,6 @@ lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.alpha
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.store.adapter_layouts.components import split_component
 from netweight.store.adapter_layouts.kohya_names import PREFIXES, KohyaNames, kohya_name
-from netweight.store.adapter_layouts.parts import Role, alpha_of
+from netweight.store.adapter_layouts.parts import Role, alpha_of, scaled_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,8 +70,7 @@ def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[in
     """Return an adapter's tensors in kohya's layout, all with one alpha.
 
     diffusers reads files of several alphas wrongly (it takes the commonest for all), so there is one alpha: modules
-    with another scale have it multiplied into the up factor, which becomes fp32 or fp64 where its dtype cannot hold the
-    product.
+    with another scale have it multiplied into the up factor (`scaled_up`).
 
     Args:
         factors: Module name, beginning with its component → its change.
@@ -95,22 +93,10 @@ def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[in
             raise UsageError(
                 f"Two modules are called {name!r} in kohya's layout; one is {module!r}.", cure="Choose another layout."
             )
-        up = change.up if alphas[module] == common else _scaled(change.up, change.scale * change.rank / common)
+        up = change.up if alphas[module] == common else scaled_up(change.up, change.scale * change.rank / common)
         kernel = kernels.get(module, ())
         tensors[f"{name}.lora_down.weight"] = change.down.reshape(change.rank, -1, *kernel)
         tensors[f"{name}.lora_up.weight"] = up.reshape(*up.shape, *(1 for _ in kernel))
         exact = torch.tensor(common)
         tensors[f"{name}.alpha"] = exact if exact.item() == common else torch.tensor(common, dtype=torch.float64)
     return tensors
-
-
-def _scaled(up: Tensor, factor: float) -> Tensor:
-    """Multiply by a factor, in the narrowest dtype that holds the product exactly; fp32 at least if none does."""
-    import torch
-
-    whole = up.double() * factor
-    for dtype in (up.dtype, torch.float32):
-        if torch.equal(whole.to(dtype).double(), whole):
-            return whole.to(dtype)
-    assert math.isfinite(factor)
-    return whole if up.dtype == torch.float64 else whole.float()

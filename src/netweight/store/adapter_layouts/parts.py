@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Literal, final
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from netweight.generate.adapter import LowRank
     from netweight.store.reading import Store
 
-__all__ = ["Layout", "Part", "Plan", "Role", "alpha_of", "assemble", "load_part"]
+__all__ = ["Layout", "Part", "Plan", "Role", "alpha_of", "assemble", "load_part", "scaled_up"]
 
 Layout = Literal["diffusers", "peft", "kohya"]
 Role = Literal["down", "up", "alpha"]
@@ -140,3 +142,15 @@ def alpha_of(scale: float, rank: int) -> float:
     near = scale * rank
     candidates = (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf))
     return min(candidates, key=lambda alpha: abs(alpha / rank - scale))
+
+
+def scaled_up(up: Tensor, factor: float) -> Tensor:
+    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64."""
+    import torch
+
+    whole = up.double() * factor
+    for dtype in (up.dtype, torch.float32):
+        if torch.equal(whole.to(dtype).double(), whole):
+            return whole.to(dtype)
+    rounded = whole.float()
+    return whole if up.dtype == torch.float64 or not rounded.isfinite().all() else rounded
