@@ -12,12 +12,13 @@ from netweight.core.runs import in_process
 from netweight.errors import TrainingStopped, UsageError
 from netweight.generate.adapter_fitting import AdapterRecipe
 from netweight.integrations.diffusion_pipeline import text_to_image
+from netweight.methods.space.labels import read_labels
 from netweight.store.adapter_bank import AdapterBank
 from netweight.zoo import face_bank_training
 from netweight.zoo.captioned_faces import FacesWorld
 from netweight.zoo.denoiser_fitting import DenoiserRecipe
 from netweight.zoo.drawn_faces import ATTRIBUTES, identities
-from netweight.zoo.face_bank import FACES_BANK, FaceBank, person_name, read_labels
+from netweight.zoo.face_bank import FACES_BANK, FaceBank, person_name
 from netweight.zoo.face_bank_training import excerpt, train_bank
 from netweight.zoo.face_fidelity import faces_drawn, identity_fidelity
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
@@ -40,24 +41,27 @@ def whole(tmp_path_factory):
     return folder
 
 
+def people_of(folder):
+    labels = read_labels(folder / "labels.csv", AdapterBank.open(folder / "bank").names)
+    return torch.stack([labels[name].values for name in ATTRIBUTES], 1).float()
+
+
 def test_a_bank_and_its_labels(whole):
-    bank, labels = AdapterBank.open(whole / "bank"), read_labels(whole / "labels.csv")
-    assert bank.names == [person_name(number) for number in range(5)] == list(labels.names)
-    assert labels.columns == ATTRIBUTES
+    bank = AdapterBank.open(whole / "bank")
+    assert bank.names == [person_name(number) for number in range(5)]
     assert len(bank.modules) == 48
-    torch.testing.assert_close(labels.of(bank.names[::-1]), identities(5, BANK.seed).flip(0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(people_of(whole), identities(5, BANK.seed), atol=1e-5, rtol=0)
     record = json.loads((whole / "training.json").read_text())
     assert record["outcome"]["people"] == 5
     assert record["outcome"]["digest"] == bank.digest
     assert {path.name for path in whole.iterdir()} == {"bank", "labels.csv", "training.json"}
-    with pytest.raises(UsageError, match="'somebody' has no labels"):
-        labels.of(["somebody"])
 
 
 def test_an_excerpt_is_the_first_people_rounded(whole, tmp_path):
     excerpt(whole, tmp_path / "small", 3)
     bank, small = AdapterBank.open(whole / "bank"), AdapterBank.open(tmp_path / "small" / "bank")
-    assert small.names == bank.names[:3] == list(read_labels(tmp_path / "small" / "labels.csv").names)
+    assert small.names == bank.names[:3]
+    assert torch.equal(people_of(tmp_path / "small"), people_of(whole)[:3])
     for name, value in small.stack(0, 3).up.items():
         assert torch.equal(value, bank.stack(0, 3).up[name].bfloat16())
     with pytest.raises(UsageError, match="6 of 5 people"):
@@ -65,13 +69,12 @@ def test_an_excerpt_is_the_first_people_rounded(whole, tmp_path):
 
 
 def test_the_bank_of_the_package_draws_its_people():
-    bank, labels = AdapterBank.open(FACES_BANK), read_labels()
+    bank = AdapterBank.open(FACES_BANK)
     assert len(bank) >= 200
-    assert labels.names == tuple(bank.names)
     bank.verify()
     model, count = text_to_image(faces_pipeline()), 12
     stack = bank.stack(0, count)
-    found = identity_fidelity(model, stack, labels.of(bank.names[:count]), samples=4, steps=10)
+    found = identity_fidelity(model, stack, people_of(FACES_BANK.parent)[:count], samples=4, steps=10)
     assert found["strong"] > 0.75
     assert found["ground"] > 0.95
 

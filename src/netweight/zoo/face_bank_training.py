@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import click
+import torch
 
 from netweight.core.digest import canonical_json, of_config
 from netweight.core.progress import QUIET, Progress
@@ -27,10 +28,12 @@ from netweight.core.runs import Engine, local_processes, map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.generate.adapter_fitting import AdapterRecipe
 from netweight.generate.stack import AdapterStack
+from netweight.methods.space.labels import read_labels
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.atomic import whole_file
 from netweight.store.bank_writing import BankWriter
-from netweight.zoo.face_bank import FaceBank, person_name, read_labels, write_labels
+from netweight.zoo.drawn_faces import ATTRIBUTES
+from netweight.zoo.face_bank import FaceBank, person_name, write_labels
 from netweight.zoo.face_fidelity import identity_fidelity
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
 from netweight.zoo.model_folder import ABOUT, finished
@@ -133,7 +136,7 @@ def excerpt(source: Path, destination: Path, people: int) -> None:
         OutputExists: The destination holds something else than such a bank.
         UsageError: The source has not that many people.
     """
-    bank, labels = AdapterBank.open(source / "bank"), read_labels(source / "labels.csv")
+    bank = AdapterBank.open(source / "bank")
     if not 0 < people <= len(bank):
         raise UsageError(f"{people} of {len(bank)} people cannot be taken.", cure="Choose fewer, or train more.")
     stack, names = bank.stack(0, people), bank.names[:people]
@@ -146,7 +149,10 @@ def excerpt(source: Path, destination: Path, people: int) -> None:
     destination.mkdir(parents=True, exist_ok=True)
     with BankWriter(destination / "bank", compress=True, base=bank.base) as writer:
         writer.add_stack(names, rounded)
-    write_labels(destination / "labels.csv", names, labels.of(names))
+    labels = read_labels(source / "labels.csv", bank.names, columns=ATTRIBUTES)
+    write_labels(
+        destination / "labels.csv", names, torch.stack([labels[name].values[:people] for name in ATTRIBUTES], 1)
+    )
     record = json.loads((source / ABOUT).read_text(encoding="utf-8")) | {"excerpt": people}
     with whole_file(destination / ABOUT) as file:
         file.write((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
