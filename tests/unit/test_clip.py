@@ -6,28 +6,18 @@ import torch
 pytest.importorskip("transformers", reason="CLIP is read with transformers")
 
 import transformers
+from small_clip import small_clip
 
 from netweight.errors import UsageError
 from netweight.evidence.image_sets import distance_findings
 from netweight.integrations.clip import Clip
-from netweight.zoo.word_clip import word_clip_tokenizer
 
 PROMPTS = ["a red circle", "a blue square on gray ground"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    tokenizer = word_clip_tokenizer(" ".join(PROMPTS).split(), length=12)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": 12, **sizes, **special}
-    torch.manual_seed(0)
-    vision = {"image_size": 16, "patch_size": 4, **sizes}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    folder = tmp_path_factory.mktemp("clip") / "small-clip"
-    transformers.CLIPModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return small_clip(tmp_path_factory.mktemp("clip") / "small-clip", PROMPTS)
 
 
 def test_alignment_is_what_the_model_says_of_images_and_prompts(folder):

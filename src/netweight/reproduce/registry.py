@@ -46,6 +46,10 @@ MODULES = (
     "netweight.reproduce.repnoise_attacks",
     "netweight.reproduce.repnoise_categories",
     "netweight.reproduce.repnoise_figures",
+    "netweight.reproduce.space_counts",
+    "netweight.reproduce.space_looks",
+    "netweight.reproduce.space_strangers",
+    "netweight.reproduce.space_table1",
 )
 """Modules that register tables."""
 

@@ -20,7 +20,7 @@ __all__ = ["STRENGTHS", "Edited", "Way", "direction_of", "edited", "measured", "
 
 Way: TypeAlias = Literal["prompting", "Concept Sliders", "w2w", "w2w, the paper's directions"]
 
-STRENGTHS = (0.25, 0.5, 1.0, 2.0)
+STRENGTHS = (0.5, 1.0, 2.0, 3.0)
 """Tried in tuning: in multiples of the farthest training model (the paper's rule) or of the slider."""
 
 
@@ -92,7 +92,7 @@ def edited(ground: Ground, folder: Path, ways: Sequence[Way]) -> dict[tuple[str,
         _Run(one.title, way, ground.digest)
         for one in ground.wanted
         for way in ways
-        if way != "prompting" or one.prompt is not None
+        if (way != "prompting" or one.prompt is not None) and (way != "Concept Sliders" or one.slider)
     ]
     found = run_each(lambda run: _measure(ground, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
     return {(each.config.title, each.config.way): _read(each.value) for each in found}
@@ -111,7 +111,7 @@ def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Seque
 
     return paint(
         ground.model, space or ground.space, scores, prompts or ground.prompts, ground.seeds, guidance=ground.guidance,
-        steps=ground.steps,
+        steps=ground.steps, rows=ground.rows,
     )  # fmt: skip
 
 

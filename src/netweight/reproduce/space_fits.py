@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from netweight.reproduce.resumed import run_each
 from netweight.reproduce.space_edits import painted
-from netweight.reproduce.space_ground import Ground
+from netweight.reproduce.space_ground import Ground, Stranger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class Fit:
 
     Attributes:
         way: One of this module's names.
-        components: Of an inversion, how many move, or of a projection, how many are kept; None for all.
+        components: Of an inversion, how many move; None for all.
     """
 
     way: str
@@ -78,25 +78,28 @@ def met(ground: Ground, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
 
 
 def _run(ground: Ground, fit: Fit) -> dict[str, Any]:
-    began = time.process_time()
-    if fit.way in (SPACE, SPACE_MANY):
-        scores = _inverted(ground, fit)
-        parameters, images = fit.components or ground.space.components, None
-    else:
-        stack = _trained(ground, many=fit.way != ONE)
-        parameters, scores = _size(stack), None
-        if fit.way == PROJECTED:
-            scores = _projected(ground, stack, fit.components)
-        else:
-            images = _painted(ground, stack)
-    seconds = (time.process_time() - began) / len(ground.strangers)
-    if scores is not None:
-        images = painted(ground, scores)
-    assert images is not None
-    return {"parameters": parameters, "seconds": seconds, **_seen(ground, images)}
+    import torch
+
+    together, seconds, images, parameters = ground.fitting.together, 0.0, [], 0
+    for start in range(0, len(ground.strangers), together):
+        strangers = ground.strangers[start : start + together]
+        began = time.process_time()
+        if fit.way in (SPACE, SPACE_MANY):
+            scores = _inverted(ground, fit, strangers)
+            seconds += time.process_time() - began
+            parameters = fit.components or ground.space.components
+            images.append(painted(ground, scores))
+            continue
+        stack = _trained(ground, strangers, many=fit.way != ONE)
+        seconds += time.process_time() - began
+        parameters = _size(stack)
+        whole = fit.way != PROJECTED
+        images.append(_painted(ground, stack) if whole else painted(ground, _projected(ground, stack)))
+    seen = _seen(ground, torch.cat(images))
+    return {"parameters": parameters, "seconds": seconds / len(ground.strangers), **seen}
 
 
-def _inverted(ground: Ground, fit: Fit) -> Tensor:
+def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
     """Points of strangers from one image or all of them."""
     from dataclasses import replace
 
@@ -106,11 +109,11 @@ def _inverted(ground: Ground, fit: Fit) -> Tensor:
     from netweight.methods.space.denoising import DenoisingLoss
     from netweight.methods.space.inversion import invert
 
-    how, strangers = ground.fitting, ground.strangers
-    count = min(len(each.images) for each in strangers) if fit.way == SPACE_MANY else 1
+    how = ground.fitting
+    count = how.each if fit.way == SPACE_MANY else 1
     parts = [DenoisingLoss(
-        ground.model, torch.stack([each.images[place] for each in strangers]),
-        [each.prompts[place] for each in strangers], draws=max(1, how.each // count), said=how.said,
+        ground.model, torch.stack([each.images[place % len(each.images)] for each in strangers]),
+        [each.prompts[place % len(each.images)] for each in strangers], draws=max(1, how.each // count), said=how.said,
     ) for place in range(count)]  # fmt: skip
 
     def loss(changes: Any, generator: torch.Generator, /) -> Tensor:
@@ -121,13 +124,13 @@ def _inverted(ground: Ground, fit: Fit) -> Tensor:
         return invert(ground.space, loss, len(strangers), settings, device=ground.model.device).scores
 
 
-def _trained(ground: Ground, *, many: bool) -> AdapterStack:
+def _trained(ground: Ground, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:
     from netweight.integrations.adapter_training import Subject, train_pictures
 
     how = ground.fitting
     subjects = [
         Subject(each.name, *((each.images, each.prompts) if many else (each.images[:1], each.prompts[:1])))
-        for each in ground.strangers
+        for each in strangers
     ]
     return train_pictures(ground.model, subjects, how.recipe, layers=how.layers, each=how.each).stack
 
@@ -147,13 +150,10 @@ def _painted(ground: Ground, stack: AdapterStack) -> Tensor:
     return torch.stack(found)
 
 
-def _projected(ground: Ground, stack: AdapterStack, components: int | None) -> Tensor:
+def _projected(ground: Ground, stack: AdapterStack) -> Tensor:
     import torch
 
-    scores = torch.stack([ground.space.project(stack.adapter(number)) for number in range(len(stack))])
-    if components is not None:
-        scores[:, components:] = 0
-    return scores
+    return torch.stack([ground.space.project(stack.adapter(number)) for number in range(len(stack))])
 
 
 def _seen(ground: Ground, images: Tensor) -> dict[str, Any]:

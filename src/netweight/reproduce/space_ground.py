@@ -52,6 +52,7 @@ class Wanted:
         prompt: What asks for it in words; None where no words at hand do.
         confounders: Labels that are to stay as they are.
         text: What images should show after it, for CLIP.
+        slider: Whether there is a Concept Slider for it.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Wanted:
     prompt: str | None = None
     confounders: tuple[str, ...] = ()
     text: str = ""
+    slider: bool = True
 
 
 @final
@@ -93,6 +95,7 @@ class Fitting:
         each: Noisy images of a person at a step, of adapters and of inversion.
         inversion: Settings of the descent.
         said: The prediction that its error is counted in.
+        together: People at a time.
     """
 
     recipe: AdapterRecipe
@@ -100,6 +103,7 @@ class Fitting:
     each: int
     inversion: InversionSettings
     said: Literal["velocity", "noise", "sample"]
+    together: int = 32
 
 
 @final
@@ -132,6 +136,7 @@ class Ground:
         fitting: How people are put into the model.
         small: Whether this is the miniature.
         differs: How this differs from the paper's set-up, one sentence each.
+        rows: Most images that are painted at a time.
     """
 
     model: PipelineModel
@@ -157,6 +162,7 @@ class Ground:
     fitting: Fitting
     small: bool
     differs: tuple[str, ...]
+    rows: int = 64
 
     @cached_property
     def digest(self) -> str:
@@ -221,8 +227,8 @@ class Ground:
 def space_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]], Callable[..., Measured]]:
     """Register a table of weights2weights: a function of the ground and of the folder that all of them share.
 
-    As a table it takes `recipe` (see `recipes/space-tables.yaml`), and for a try `people`, see `Ground.tried`. It raises
-    `UsageError` if the recipe is missing or wrong, and `NetweightError` if a run failed.
+    As a table it takes `recipe` (see `recipes/space-tables.yaml`), and for a try `people`, see `Ground.tried`. It
+    raises `UsageError` if the recipe is missing or wrong, and `NetweightError` if a run failed.
 
     Args:
         table_id: Its name.

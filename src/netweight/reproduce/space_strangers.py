@@ -36,9 +36,7 @@ def table2_4(ground: Ground, folder: Path) -> Measured:
             Column("time", "s", "lower"),
             Column("R² of attributes", "", "higher"),
         ),
-        rows=tuple(
-            Row(way, (*_score(one), one.parameters, one.seconds, one.explained)) for way, one in rows.items()
-        ),
+        rows=tuple(Row(way, (*_score(one), one.parameters, one.seconds, one.explained)) for way, one in rows.items()),
         labels=_LABELS,
         differs=(*ground.differs, *_differs(ground)),
         findings=(*_findings(ground, rows), *_shares(rows)),

@@ -69,7 +69,7 @@ def _findings(ground: Ground, found: Mapping[tuple[str, Way], Edited]) -> list[F
 def _ahead(ground: Ground, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
     """By how much identity is better kept than by a slider, person by person."""
     parts = []
-    for wanted in ground.wanted:
+    for wanted in (one for one in ground.wanted if one.slider):
         ours, theirs = (found[wanted.title, way].identity for way in ("w2w", "Concept Sliders"))
         interval = bootstrap([one - other for one, other in zip(ours, theirs, strict=True)], seed=_SEED)
         parts.append(
@@ -100,8 +100,8 @@ def _not_expressed(ground: Ground) -> Sequence[str]:
     if not silent:
         return ()
     return (
-        f"Prompting, {', '.join(silent)}: cannot be measured here, as the model's vocabulary has no word for it (in the "
-        "miniature prompts speak of the ground alone).",
+        f"Prompting, {', '.join(silent)}: cannot be measured here, as the model's vocabulary has no word for it (in "
+        "the miniature prompts speak of the ground alone).",
     )
 
 

@@ -18,6 +18,7 @@ from netweight.evidence.report import Report, make_folder
 from netweight.tour.compress import compress_stop
 from netweight.tour.forget import forget_stop
 from netweight.tour.immunize import immunize_stop
+from netweight.tour.space import space_stop
 
 __all__ = ["Tour", "run_tour"]
 
@@ -80,13 +81,15 @@ def run_tour(
         )
     out, started = Path(out), time.monotonic()
     with _models(out, keep) as models:
-        stops = [make_stop(models, progress, say) for make_stop in (compress_stop, immunize_stop, forget_stop)]
+        kinds = (compress_stop, immunize_stop, forget_stop, space_stop)
+        stops = [make_stop(models, progress, say) for make_stop in kinds]
     report = Report(
         "A tour of netweight",
         summary="A real model of 22.7 million weights, all-MiniLM-L6-v2: compressed, verified, restored and used. And "
-        "two miniatures. One of 455,520 weights: immunized against fine-tuning, and attacked before and after, with "
+        "three miniatures. One of 455,520 weights: immunized against fine-tuning, and attacked before and after, with "
         "one seed and two attacks. One of 814,083, which paints: a picture that it repeats is found, switched off, and "
-        "searched for. They show what is measured, and are no measurement of a defense.",
+        "searched for. And a few hundred adapters of one that draws faces, as a space to edit and sample in. They "
+        "show what is measured, and are no measurement of a defense.",
         command=command,
         inputs={name: value for stop in stops for name, value in stop.inputs.items()},
     )
