@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row
@@ -28,8 +29,7 @@ _LEVEL = 0.05
 @space_table("w2w-histograms")
 def histograms(ground: Ground, folder: Path) -> Measured:
     """Draw how the first coefficients are spread, and measure how near they are to normal ones."""
-    from scipy import stats
-
+    stats = _scipy_stats()
     scores = (ground.space.scores / ground.space.deviations.clamp_min(1e-12)).double().numpy()[:, :_COUNTED]
     shares = _shares(ground)
     rows, values = [], []
@@ -71,7 +71,8 @@ def traversal(ground: Ground, folder: Path) -> Measured:
     points = torch.zeros(count, len(_STEPS), ground.space.components)
     for place in range(count):
         points[place, :, place] = torch.tensor(_STEPS) * ground.space.deviations[place]
-    images = painted(ground, points.flatten(0, 1)).unflatten(0, points.shape[:2])
+    images = painted(ground, points.flatten(0, 1))
+    images = images.reshape(count, len(_STEPS), *images.shape[1:])
     shares = _shares(ground)
     readings = _readings(ground, images)
     rows = [Row(f"component {place + 1}", (shares[place], *readings[place])) for place in range(count)]
@@ -90,20 +91,22 @@ def traversal(ground: Ground, folder: Path) -> Measured:
     )
 
 
+def _scipy_stats() -> Any:
+    return importlib.import_module("scipy.stats")
+
+
 def _shares(ground: Ground) -> list[float]:
     variance = ground.space.deviations.double().square()
     shares: list[float] = (variance / variance.sum() * ground.space.accuracy.captured).tolist()
     return shares
 
 
-def _histogram(ground: Ground, scores: object) -> Figure:
-    from scipy import stats
-
+def _histogram(ground: Ground, scores: Any) -> Figure:
     from netweight.evidence.matrix_figures import histogram
 
-    columns = list(scores.T)  # type: ignore[attr-defined]
+    columns = list(scores.T)
     count = len(columns[0])
-    normal = stats.norm.ppf([(place + 0.5) / count for place in range(count)])
+    normal = _scipy_stats().norm.ppf([(place + 0.5) / count for place in range(count)])
     return histogram(
         {**{f"component {place + 1}": column for place, column in enumerate(columns)}, "normal": normal},
         alt="Histograms of the first coefficients beside that of a normal distribution.",

@@ -146,4 +146,4 @@ def _pairs(title: str, column: str) -> SliderPairs:
         side = faces.clone()
         side[:, ATTRIBUTES.index(column)] = value
         sides.append(drawn(side, grounds, changes))
-    return SliderPairs(title, *sides, tuple(caption(names[ground]) for ground in grounds.tolist()))
+    return SliderPairs(title, sides[0], sides[1], tuple(caption(names[ground]) for ground in grounds.tolist()))

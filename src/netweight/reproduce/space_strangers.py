@@ -101,11 +101,18 @@ def _shares(rows: Mapping[str, Met]) -> Sequence[Finding]:
         for other, interval in ((MANY, gap), (ONE, single))
     ]  # fmt: skip
     if ours.explained is not None and many.explained is not None and many.explained > 0:
+        alone = rows[ONE].explained
         found.append(
-            Finding("R² of attributes: inversion from one image as a share of several images' adapters",
-                    ours.explained / many.explained, n=len(ours.identity), better="higher", target=_TARGET,
-                    baseline=rows[ONE].explained and rows[ONE].explained / many.explained)
-        )  # fmt: skip
+            Finding(
+                "R² of attributes: inversion from one image as a share of several images' adapters",
+                ours.explained / many.explained,
+                n=len(ours.identity),
+                better="higher",
+                target=_TARGET,
+                baseline=None if alone is None else alone / many.explained,
+                detail={"baseline": ONE},
+            )
+        )
     return found
 
 

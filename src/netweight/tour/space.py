@@ -19,7 +19,7 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
 from netweight.integrations.diffusion_pipeline import PipelineModel, text_to_image
 from netweight.integrations.trained_prediction import trained_prediction
-from netweight.methods.space.audit import DIRECTIONS, EDITS, SAMPLES, TREATMENT, SampleSubject, sample_findings
+from netweight.methods.space.audit import SampleSubject, sample_findings
 from netweight.methods.space.comparisons import agreement
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.directions import Direction
@@ -116,7 +116,7 @@ def _edited(world: _World, models: Path, say: Callable[[str], None]) -> Callable
     findings = [*direction.findings, *_without_targets(curve_findings(curve, kept=kept[0])),
                 *_exported(space, point, models)]  # fmt: skip
     return lambda report: report.section(
-        f"{_TITLE}: edits", findings, figures=[figure], treatment=TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES),
+        f"{_TITLE}: edits", findings, figures=[figure],
         intro="A direction is found from adapters and labels, other attributes held; people without a beard are moved "
         "along it, and a network reads what that does to their images. Strengths are multiples of the farthest model.",
     )  # fmt: skip
@@ -127,7 +127,8 @@ def _row_by_strength(world: _World, curve: EditCurve, direction: Direction, rows
     points = torch.stack([
         edit(world.space.scores[rows[:3]], [Move(direction, strength, "reach")]) for strength in strengths
     ], 1)  # fmt: skip
-    images = world.paint(points.flatten(0, 1)).unflatten(0, points.shape[:2])
+    images = world.paint(points.flatten(0, 1))
+    images = images.reshape(len(points), len(strengths), *images.shape[1:])
     return image_grid(
         [[each[0].permute(1, 2, 0) for each in row] for row in images],
         rows=[world.space.names[row] for row in rows[:3].tolist()],
@@ -159,7 +160,7 @@ def _sampled(world: _World, say: Callable[[str], None]) -> Callable[[Report], ob
     near = [found[0] for found in nearest(points[:_SHOWN], space.scores, space.names, count=1)]
     both = world.paint(torch.cat([points[:_SHOWN], space.scores[[each.number for each in near]]]))
     figure = image_grid(
-        [[each[0].permute(1, 2, 0) for each in part] for part in both.split(_SHOWN)],
+        [[each[0].permute(1, 2, 0) for each in part] for part in (both[:_SHOWN], both[_SHOWN:])],
         rows=["sampled", "nearest in the bank"], columns=[f"cosine {each.cosine:.2f}" for each in near],
         alt="Sampled people above the trained people nearest to them.",
         caption="People who were never trained, and whom they are nearest to.", pixels=64,
