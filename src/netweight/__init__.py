@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Adapter": "netweight.generate.adapter:Adapter",
+    "AdapterBank": "netweight.store.adapter_bank:AdapterBank",
     "CompressedTensor": "netweight.methods.compress.memory.tensor:CompressedTensor",
     "Finding": "netweight.evidence.finding:Finding",
     "LayerwiseOptimizer": "netweight.methods.compress.memory.layerwise:LayerwiseOptimizer",
@@ -32,8 +34,10 @@ _HOMES = {
     "load_checkpoint": "netweight.methods.compress.memory.checkpoint:load_checkpoint",
     "memory_footprint": "netweight.methods.compress.memory.model:memory_footprint",
     "open_store": "netweight.store:open_store",
+    "read_adapter": "netweight.store.adapter_files:read_adapter",
     "save_checkpoint": "netweight.methods.compress.memory.checkpoint:save_checkpoint",
     "verify": "netweight.methods.compress.audit:verify",
+    "write_adapter": "netweight.store.adapter_files:write_adapter",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])
