@@ -30,7 +30,7 @@ __all__ = ["fit"]
 @click.option("--halves/--no-halves", default=True, help="Fit two halves, too, to see what comes back.")
 @click.option("--sketch", type=click.IntRange(1), help="Side of the sketch of a module's change; 32 by default.")
 @click.option("--passes", type=click.IntRange(1), help="Of streaming iteration at most; 6 by default.")
-@click.option("--tolerance", type=click.FloatRange(0), help="Least growth of a pass worth another; 0.001 by default.")
+@click.option("--tolerance", type=click.FloatRange(0), help="Least growth of a pass worth another; 0.002 by default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
 @click.option("--work", type=NEW, help="Where to keep what was done, to go on after a kill and to fit a grown bank.")
 @click.option("--processes", type=click.IntRange(2), help="That share the work; needs --work.")
