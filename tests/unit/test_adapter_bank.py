@@ -166,6 +166,18 @@ def test_many_small_additions_make_few_shards(tmp_path):
     assert same(bank.stack(11, 35).adapter(20), mixed(31))
 
 
+def test_a_bank_that_grew_under_a_reader_says_so(tmp_path):
+    for number in range(2):
+        with BankWriter(tmp_path / "bank") as writer:
+            writer.add(str(number), mixed(number))
+        if number == 0:
+            early, late = (AdapterBank.open(tmp_path / "bank") for _ in range(2))
+            early.stack(0, 1)
+    assert same(early.adapter(0), mixed(0))  # what was opened stays readable
+    with pytest.raises(CorruptBlob, match=r"the bank has changed\. Open the bank again"):
+        late.adapter(0)
+
+
 def test_a_stack_is_added_whole_or_not_at_all(tmp_path):
     stack = AdapterStack.of([mixed(number) for number in range(4)])
     with BankWriter(tmp_path / "bank") as writer:
