@@ -21,12 +21,13 @@ from netweight.errors import (
     NameNotFound,
     NetweightError,
     OutputExists,
+    OutputFailed,
     UnsafeInput,
     UsageError,
 )
 from netweight.generate.adapter import Adapter, LowRank
 from netweight.generate.stack import AdapterStack
-from netweight.store import bank_ingest
+from netweight.store import bank_ingest, bank_writing
 from netweight.store.bank_writing import BankWriter
 
 KERNELS = {PROJ_IN: (2, 2)}
@@ -462,6 +463,18 @@ def test_a_killed_ingest_goes_on(folder, tmp_path):
         assert not part.parent.exists()
         assert len(list(target.iterdir())) == bank.shards + 1
     assert len(set(kept)) >= 4  # the kills came at different stages
+
+
+def test_a_full_disk_is_no_bad_adapter(folder, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OutputFailed("The disk is full.")
+
+    monkeypatch.setattr(bank_ingest, "BankWriter", functools.partial(BankWriter, shard_bytes=600))
+    monkeypatch.setattr(bank_writing, "write_shard", full)
+    with pytest.raises(OutputFailed):
+        AdapterBank.ingest(folder, tmp_path / "bank", skip_bad=True)
+    monkeypatch.undo()
+    assert AdapterBank.ingest(folder, tmp_path / "bank").names == NAMES
 
 
 def test_progress_is_shown(folder, tmp_path, capsys):
