@@ -9,6 +9,7 @@ import click
 
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FOLDER, NEW
+from netweight.cli.space_fit import fit
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ _SHOWN = 20  # skipped adapters that are listed
 @click.group()
 def space() -> None:
     """See many customized models as one space: collect adapters, find its directions, edit, sample and invert."""
+
+
+space.add_command(fit)
 
 
 @space.command()
