@@ -9,6 +9,7 @@ import click
 
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FOLDER, NEW
+from netweight.cli.space_view import view
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def info(path: Path, verify: bool, output: Output) -> None:
     if verify:
         bank.verify(progress=QUIET if output.as_json else Progress())
     _show(bank, output, verified=verify)
+
+
+space.add_command(view)
 
 
 def _show(bank: AdapterBank, output: Output, *, verified: bool = False) -> None:
