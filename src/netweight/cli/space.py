@@ -16,6 +16,7 @@ from netweight.cli.space_fit import fit
 from netweight.cli.space_invert import invert
 from netweight.cli.space_neighbors import neighbors
 from netweight.cli.space_sample import sample
+from netweight.cli.space_view import view
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def space() -> None:
     """See many customized models as one space: collect adapters, find its directions, edit, sample and invert."""
 
 
-for _command in (fit, direction, edit, sample, neighbors, invert, export, merge):
+for _command in (fit, direction, edit, sample, neighbors, invert, export, merge, view):
     space.add_command(_command)
 
 
