@@ -195,13 +195,14 @@ class WeightSpace:
                 cure=f"Give one row of {self.components} numbers per point.",
             )
 
-    def save(self, folder: str | Path, *, standalone: bool = False) -> None:
+    def save(self, folder: str | Path, *, standalone: bool = False, bank: str | Path | None = None) -> None:
         """Write the space as a folder of ordinary safetensors and JSON, which must not exist.
 
         Args:
             folder: The folder.
             standalone: Also write the factors of the adapters that components are combinations of, so that the space
                 opens without its bank; "delta" only, the others need none.
+            bank: Where its bank lies, to open the space with; kept as seen from the folder, so both may move together.
 
         Raises:
             OutputExists: The folder exists already.
@@ -209,7 +210,7 @@ class WeightSpace:
         """
         from netweight.methods.space.saved import write_space
 
-        write_space(self, Path(folder), standalone=standalone)
+        write_space(self, Path(folder), standalone=standalone, bank=None if bank is None else Path(bank))
 
     @classmethod
     def open(cls, folder: str | Path, bank: Bank | None = None) -> Self:
@@ -217,7 +218,8 @@ class WeightSpace:
 
         Args:
             folder: The folder.
-            bank: The bank that it was fitted to, or that bank grown; "delta" needs it, unless saved standalone.
+            bank: The bank that it was fitted to, or that bank grown; "delta" needs it, unless the space stands alone or
+                knows where it lies.
 
         Raises:
             UsageError: The bank is missing, or another.
