@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from netweight.core.units import Units
-from netweight.methods.forget.batches import Batches, Costs
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.greedy import Neuron, blocked_by_layer, greedy
@@ -22,6 +21,7 @@ from netweight.methods.forget.results import Localization
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
 from netweight.methods.forget.trials import Trials, unblocked_differences
+from netweight.probe.batches import Batches, Costs
 from netweight.probe.diffusion import TextToImage
 
 __all__ = ["localize_prompt", "stage_neurons"]

@@ -11,10 +11,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.detection import predicted_noise
 from netweight.methods.forget.masking import Blocked, RowMasks
 from netweight.methods.forget.similarity import noise_difference, similarity
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
 
 __all__ = ["Trials", "unblocked_differences"]
