@@ -155,14 +155,16 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: fl
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
-        trials.at([(trial, [worst]) for trial in group])  # all in one batch
-        for step, trial in enumerate(group):
-            if trials.at([(trial, [worst])])[0][0] > aim:
-                continue
-            (values,) = trials.of([trial])
-            if max(values) <= aim:
-                return start + step, True
-            worst = values.index(max(values))
+        place = 0
+        while place < len(group):
+            at_worst = trials.at([(trial, [worst]) for trial in group[place:]])
+            place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
+            if place < len(group):
+                (values,) = trials.of([group[place]])
+                if max(values) <= aim:
+                    return start + place, True
+                worst = values.index(max(values))
+                place += 1
         start, count = start + count, 2 * count
     return len(stages) - 1, False
 
