@@ -67,8 +67,8 @@ class Bench:
         self.captions = [*self.world.ordinary_captions[48 : 48 + half], *self.world.held_out_captions[:half]]
         self.before = self.ordinary(NOTHING) if half else None
 
-    def drawn(self, captions, seeds, units):
-        with deactivated(self.model.denoiser, units):
+    def drawn(self, captions, seeds, units, factor=0.0):
+        with deactivated(self.model.denoiser, units, factor=factor):
             return self.model.generate(self.model.embed(captions), seeds, guidance=GUIDANCE, steps=STEPS)
 
     def own(self, picture, units):
