@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "Adapter": "netweight.generate.adapter:Adapter",
+    "AdapterBank": "netweight.store.adapter_bank:AdapterBank",
     "CompressedTensor": "netweight.methods.compress.memory.tensor:CompressedTensor",
     "Finding": "netweight.evidence.finding:Finding",
     "LayerwiseOptimizer": "netweight.methods.compress.memory.layerwise:LayerwiseOptimizer",
@@ -18,6 +20,7 @@ _HOMES = {
     "Select": "netweight.core.names:Select",
     "StoreWriter": "netweight.store:StoreWriter",
     "Units": "netweight.core.units:Units",
+    "WeightSpace": "netweight.methods.space.method:WeightSpace",
     "average_gradient": "netweight.methods.compress.memory.conflicts:average_gradient",
     "capture": "netweight.probe.capture:capture",
     "compress_": "netweight.methods.compress.memory.model:compress_",
@@ -32,8 +35,10 @@ _HOMES = {
     "load_checkpoint": "netweight.methods.compress.memory.checkpoint:load_checkpoint",
     "memory_footprint": "netweight.methods.compress.memory.model:memory_footprint",
     "open_store": "netweight.store:open_store",
+    "read_adapter": "netweight.store.adapter_files:read_adapter",
     "save_checkpoint": "netweight.methods.compress.memory.checkpoint:save_checkpoint",
     "verify": "netweight.methods.compress.audit:verify",
+    "write_adapter": "netweight.store.adapter_files:write_adapter",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "attack": ("netweight.cli.attack:attack", "Attack a model or an update, to see what it gives away."),
     "federate": ("netweight.cli.federate:federate", "Train across clients, and audit what a server could see."),
     "forget": ("netweight.cli.forget:forget", "Find what a diffusion model memorized, and switch it off."),
+    "space": ("netweight.cli.space:space", "See many customized models as one space."),
     "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
     "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),

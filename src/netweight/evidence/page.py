@@ -1,7 +1,8 @@
 """From a report document to one HTML page: how numbers are written, what verdict a section gets, the template.
 
-Used by `report.py`. The page is self-contained (style sheet and pictures inline, no script), follows the reader's
-light or dark setting, and says pass and fail in words as well as in color.
+Used by `report.py`; other pages take templates and the style sheet from here (`page_template`). The page is
+self-contained (style sheet and pictures inline, no script), follows the reader's light or dark setting, and says pass
+and fail in words as well as in color.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from netweight.errors import UsageError
 from netweight.evidence.document import FigureDocument, FindingDocument, ReportDocument, SectionDocument
 from netweight.evidence.finding import decode_json
 
-__all__ = ["format_number", "render", "verdict"]
+__all__ = ["format_number", "page_template", "render", "verdict"]
 
 
 def render(document: ReportDocument) -> str:
@@ -32,7 +33,25 @@ def render(document: ReportDocument) -> str:
         UsageError: A figure holds something that could run or load code.
     """
     sections = [_section(section, number) for number, section in enumerate(document.sections, start=1)]
-    return _template().render(report=document, sections=sections, environment=_flat(document.provenance.environment))
+    template = page_template("netweight.evidence", "report_template.html")
+    return template.render(report=document, sections=sections, environment=_flat(document.provenance.environment))
+
+
+@cache
+def page_template(package: str, file: str) -> jinja2.Template:
+    """Open the template of a page: values are escaped, and `style` is the style sheet that all pages share.
+
+    Args:
+        package: Where it lies.
+        file: Its name.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style = resources.files("netweight.evidence").joinpath("page_style.css").read_text(encoding="utf-8")
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
+    environment.globals["style"] = Markup(style)  # our own file
+    return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
 
 
 def format_number(value: Any, digits: int = 4) -> str:
@@ -199,12 +218,3 @@ def _count(number: int, noun: str) -> str:
 
 def _list(names: Sequence[str], most: int = 4) -> str:
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    text = resources.files("netweight.evidence").joinpath("report_template.html").read_text(encoding="utf-8")
-    return environment.from_string(text)

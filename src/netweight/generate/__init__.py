@@ -3,6 +3,17 @@
 from netweight.generate.adapter import Adapter, LowRank, combined
 from netweight.generate.hypernetwork import Hypernetwork
 from netweight.generate.layout import ParameterLayout
+from netweight.generate.lowrank import applied, linear_layers, merge_
 from netweight.generate.stack import AdapterStack
 
-__all__ = ["Adapter", "AdapterStack", "Hypernetwork", "LowRank", "ParameterLayout", "combined"]
+__all__ = [
+    "Adapter",
+    "AdapterStack",
+    "Hypernetwork",
+    "LowRank",
+    "ParameterLayout",
+    "applied",
+    "combined",
+    "linear_layers",
+    "merge_",
+]

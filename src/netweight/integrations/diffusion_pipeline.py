@@ -62,6 +62,26 @@ class PipelineModel:
         network: nn.Module = self._kind.network
         return network
 
+    @property
+    def component(self) -> str:
+        """What the pipeline calls its denoiser, and what names of adapters' modules begin with: unet or transformer."""
+        return next(part for part in ("unet", "transformer") if getattr(self.pipeline, part, None) is self.denoiser)
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the latents of one image."""
+        return self._kind.latent_shape
+
+    @property
+    def levels(self) -> int:
+        """Number of noise levels of training: timesteps are below it."""
+        return len(self.pipeline.scheduler.alphas_cumprod)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the denoiser is."""
+        return self._device
+
     def digest(self) -> str:
         """Return a digest of the names, dtypes, shapes and bits of the denoiser's weights."""
         state = sorted(self.denoiser.state_dict().items())
@@ -113,6 +133,23 @@ class PipelineModel:
         if kind == "epsilon":
             return Prediction(noise=said, sample=(latents - noise * said) / signal.clamp_min(1e-6))
         return Prediction(noise=(latents - signal * said) / noise.clamp_min(1e-6), sample=said)
+
+    def training_errors(self, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text) -> Tensor:
+        """Return how far the denoiser is from what it was trained to say, whichever of noise, velocity, sample it is.
+
+        Args:
+            latents: Clean, shape `(n, channels, height, width)`.
+            noise: That is added to them, of their shape.
+            timestep: Shape `(n,)`.
+            text: As many prompts.
+
+        Returns:
+            Mean squared error of each, shape `(n,)`, float32; gradients flow where they are on.
+        """
+        signal, level = self._levels(timestep)
+        said = self._kind(signal * latents + level * noise, timestep, text).float()
+        wanted = {"epsilon": noise, "sample": latents, "v_prediction": signal * noise - level * latents}
+        return (said - wanted[self._prediction_type]).square().flatten(1).mean(1)
 
     @torch.no_grad()
     def to_latents(self, images: Tensor) -> Tensor:

@@ -24,7 +24,15 @@ from netweight.zoo.exact_autoencoder import pixel_autoencoder
 from netweight.zoo.model_folder import ABOUT
 from netweight.zoo.word_clip import random_text_encoder, word_clip_tokenizer
 
-__all__ = ["SHAPES_FOLDER", "DiffusionShape", "initialized", "opened", "shapes_pipeline", "training_record"]
+__all__ = [
+    "SHAPES_FOLDER",
+    "DiffusionShape",
+    "assembled",
+    "initialized",
+    "opened",
+    "shapes_pipeline",
+    "training_record",
+]
 
 SHAPES_FOLDER = Path(__file__).parent / "checkpoints" / "shapes-diffusion"
 """The pipeline that comes with the package, with the record of its training."""
@@ -85,6 +93,28 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
             attention_head_dim=shape.heads,  # which diffusers takes for the number of heads
             norm_num_groups=8,
         )
+    return assembled(denoiser, tokenizer, seed, side=shape.side, text_width=shape.text_width)
+
+
+def assembled(denoiser: Any, tokenizer: Any, seed: int, *, side: int, text_width: int, **schedule: Any) -> Any:
+    """Put a pipeline around a denoiser that predicts velocity: latents are pixels, the text encoder is random.
+
+    Args:
+        denoiser: A `UNet2DConditionModel` of three channels.
+        tokenizer: As `word_clip_tokenizer` makes it.
+        seed: Decides on the text encoder.
+        side: Pixels of a picture's side.
+        text_width: Of the text encoder's states.
+        schedule: Settings of the scheduler beside Stable Diffusion's.
+
+    Returns:
+        A `StableDiffusionPipeline` without safety checker, fp32, in evaluation mode, on Stable Diffusion's noise
+        schedule.
+
+    Raises:
+        MissingExtra: diffusers is not installed.
+    """
+    diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
     denoiser.train(False)
     scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085,
@@ -94,10 +124,11 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
         clip_sample=False,
         set_alpha_to_one=False,
         steps_offset=1,
+        **schedule,
     )
     pipeline = diffusers.StableDiffusionPipeline(
-        vae=pixel_autoencoder(shape.side),
-        text_encoder=random_text_encoder(tokenizer, width=shape.text_width, seed=seed),
+        vae=pixel_autoencoder(side),
+        text_encoder=random_text_encoder(tokenizer, width=text_width, seed=seed),
         tokenizer=tokenizer,
         unet=denoiser,
         scheduler=scheduler,

@@ -12,12 +12,13 @@ import importlib.metadata
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
+import torch
 
 from netweight.core.digest import canonical_json, of_config, of_file
 from netweight.core.progress import QUIET, Progress
@@ -50,12 +51,26 @@ _OTHER_WORDS = (
 """Words that no caption holds and that are one token each, for those who teach the pipeline something new."""
 
 
+class Shape(Protocol):
+    """The size of a pipeline, a frozen dataclass.
+
+    Attributes:
+        side: Pixels of a picture's side.
+    """
+
+    @property
+    def side(self) -> int: ...
+
+
 def trained(
     folder: Path,
     world: CaptionedWorld = ShapesWorld(),
     recipe: DenoiserRecipe = DenoiserRecipe(),
-    shape: DiffusionShape = DiffusionShape(),
+    shape: Shape = DiffusionShape(),
     *,
+    initialize: Callable[[Iterable[str], int, Any], Any] = initialized,
+    measure: Callable[..., dict[str, Any]] | None = None,
+    dtype: str = "float32",
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
     """Train a pipeline into a folder, or find it trained.
@@ -65,6 +80,10 @@ def trained(
         world: What it learns.
         recipe: How.
         shape: The pipeline's size; its pictures are as large as the world's.
+        initialize: Makes the pipeline of the world's words, a seed and the shape.
+        measure: What is written down of what the pipeline draws: takes the folder, the world and progress. By default
+            `figures`.
+        dtype: What its denoiser is stored in, by torch's name.
         progress: Where progress is shown.
 
     Returns:
@@ -77,13 +96,13 @@ def trained(
     if shape.side != world.side:
         raise UsageError(
             f"A pipeline of {shape.side} pixels cannot learn pictures of {world.side}.",
-            cure=f"Give DiffusionShape(side={world.side}, ...).",
+            cure=f"Give {type(shape).__name__}(side={world.side}, ...).",
         )
     about = {"world": world.about, "shape": shape, "recipe": recipe}
     known = finished(folder, about)
     if known is not None:
         return known
-    pipeline: Any = initialized([*world.words(), *_OTHER_WORDS], recipe.seed, shape)
+    pipeline: Any = initialize([*world.words(), *_OTHER_WORDS], recipe.seed, shape)
     # Named for what it is of, so that a run of another recipe does not go on from it.
     unfinished = folder / f"training-{of_config(about)[-12:]}"
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -95,6 +114,7 @@ def trained(
         progress=progress,
         description=str(world.about["name"]),
     )
+    torch.nn.Module.to(pipeline.unet, getattr(torch, dtype))
     with silent_bars("transformers", "diffusers"):
         pipeline.save_pretrained(folder)
     weights = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))
@@ -103,7 +123,7 @@ def trained(
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")},
         "weights": sum(parameter.numel() for parameter in pipeline.unet.parameters()),
         "digests": {name: of_file(folder / name) for name in weights if not name.startswith(unfinished.name)},
-        "draws": figures(folder, world, progress=progress),
+        "draws": (measure or figures)(folder, world, progress=progress),
     }
     written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
     with whole_file(folder / ABOUT) as file:

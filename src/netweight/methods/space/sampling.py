@@ -1,0 +1,239 @@
+"""New points of a space, drawn as the training models lie in it.
+
+sampler = KernelSampler.fit(space.scores)
+points = sampler.draw(16, seed=0)
+
+Scores of principal components are uncorrelated, so independent Gaussians per component, the paper's way, have the
+whole covariance already: shrinking it gives nothing. What they lose is everything beyond it: classes, such as with and
+without beard, and combinations that occur together. The other samplers keep some of that; all are drawn from alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.names import nearest_names
+from netweight.core.seeds import torch_generator
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.space.labels import Labels
+
+__all__ = ["ConditionalSampler", "GaussianSampler", "KernelSampler", "Sampler"]
+
+_BANDWIDTHS = tuple(0.05 * number for number in range(1, 20))
+_MOST_COMPARED = 2048  # models whose likelihood is looked at, so that the choice takes seconds
+
+
+class Sampler(Protocol):
+    """Draws points."""
+
+    def draw(self, count: int, *, seed: int) -> Tensor:
+        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class GaussianSampler:
+    """Independent Gaussians per component.
+
+    Attributes:
+        mean: Shape `(k,)`.
+        deviations: Shape `(k,)`.
+        factor: The deviations are multiplied with it.
+
+    Source: weights2weights, section 4.1.
+    """
+
+    mean: Tensor
+    deviations: Tensor
+    factor: float = 1.0
+
+    @classmethod
+    def fit(cls, scores: Tensor, *, factor: float = 1.0) -> GaussianSampler:
+        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`."""
+        scores = _checked(scores)
+        if not factor > 0:
+            raise UsageError(f"A spread cannot be multiplied with {factor}.", cure="Give a factor above 0.")
+        return cls(scores.mean(0), scores.std(0), factor)
+
+    def draw(self, count: int, *, seed: int) -> Tensor:
+        """Return points, shape `(count, k)`, fp32."""
+        noise = torch.stack([_noise(seed, number, len(self.mean)) for number in range(_positive(count))])
+        return (self.mean + self.factor * self.deviations * noise).float()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class KernelSampler:
+    """A training model, drawn closer to the mean, plus Gaussian noise: every component keeps mean and variance.
+
+    A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
+
+    Attributes:
+        scores: Of the training models, shape `(n, k)`, fp64.
+        bandwidth: Deviation of the noise, as a share of each component's.
+
+    Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
+    """
+
+    scores: Tensor
+    bandwidth: float
+
+    @classmethod
+    def fit(cls, scores: Tensor, *, bandwidth: float | None = None) -> KernelSampler:
+        """Keep the scores.
+
+        Args:
+            scores: Shape `(n, k)`, n at least 3.
+            bandwidth: Between 0 and 1; None takes the one under which each model is likeliest given all others. In many
+                dimensions that comes close to 1.
+        """
+        scores = _checked(scores)
+        if bandwidth is not None and not 0 <= bandwidth <= 1:
+            raise UsageError(f"The bandwidth {bandwidth} is not within 0 and 1.", cure="Try 0.5.")
+        return cls(scores, _likeliest_bandwidth(scores) if bandwidth is None else bandwidth)
+
+    def draw(self, count: int, *, seed: int) -> Tensor:
+        """Return points, shape `(count, k)`, fp32."""
+        mean, deviations = self.scores.mean(0), self.scores.std(0, correction=0)
+        chosen = _rows(seed, _positive(count), len(self.scores))
+        noise = torch.stack([_noise(seed, number, self.scores.shape[1]) for number in range(count)])
+        kept = (1 - self.bandwidth**2) ** 0.5
+        points: Tensor = mean + kept * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise
+        return points.float()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ConditionalSampler:
+    """What the attributes of a training model say, plus what is left of another once its attributes are taken out.
+
+    Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
+    them by a `KernelSampler`.
+
+    Attributes:
+        columns: Names of the attributes.
+        values: Their values, shape `(m, a)`, of the models that are labeled.
+        center: Scores of a model whose attributes are 0, shape `(k,)`.
+        effects: What each attribute adds, shape `(a, k)`.
+        rest: Draws what is left.
+    """
+
+    columns: tuple[str, ...]
+    values: Tensor
+    center: Tensor
+    effects: Tensor
+    rest: KernelSampler
+
+    @classmethod
+    def fit(
+        cls, scores: Tensor, labels: Labels, columns: Sequence[str] | None = None, *, bandwidth: float | None = None
+    ) -> ConditionalSampler:
+        """Regress scores on labels.
+
+        Args:
+            scores: Shape `(n, k)`.
+            labels: Of the same models; those that lack one of the columns are left out.
+            columns: Which attributes; all by default.
+            bandwidth: As for `KernelSampler`, of the rest.
+
+        Raises:
+            NameNotFound: There is no such column.
+            UsageError: A column has one value, or there are too few labeled models.
+        """
+        names = list(labels.columns) if columns is None else list(columns)
+        chosen = [labels[name] for name in names]
+        for column in chosen:
+            column.check()
+        known = torch.stack([column.known for column in chosen]).all(0)
+        if len(scores) != len(known) or int(known.sum()) < len(names) + 3:
+            raise UsageError(
+                f"{int(known.sum())} of {len(scores)} models have all of the {len(names)} labels, which is too few.",
+                cure="Label more models, or name fewer columns.",
+            )
+        ours, values = _checked(scores)[known], torch.stack([column.values[known] for column in chosen], 1)
+        sides = torch.cat([values, torch.ones(len(values), 1, dtype=torch.float64)], 1)
+        solved = torch.linalg.lstsq(sides, ours, driver="gelsd").solution
+        return cls(
+            tuple(names), values, solved[-1], solved[:-1], KernelSampler.fit(ours - sides @ solved, bandwidth=bandwidth)
+        )
+
+    def draw(self, count: int, *, seed: int, given: Mapping[str, float] | None = None) -> Tensor:
+        """Return points, shape `(count, k)`, fp32.
+
+        Args:
+            count: How many.
+            seed: Decides on the draw.
+            given: Attributes that all points are to have; the others come from training models that are nearest in
+                these, among the nearest tenth (at least 10), so that combinations stay those that occur.
+
+        Raises:
+            NameNotFound: An attribute in `given` is none of the columns.
+        """
+        given = dict(given or {})
+        for name in given:
+            if name not in self.columns:
+                near = ", ".join(map(repr, nearest_names(name, self.columns)))
+                raise NameNotFound(f"There is no attribute {name!r} in the sampler.", cure=f"The nearest are {near}.")
+        places = [self.columns.index(name) for name in given]
+        wanted = torch.tensor(list(given.values()), dtype=torch.float64)
+        pool = self._alike(places, wanted)
+        values = self.values[pool[_rows(seed, _positive(count), len(pool), "attributes")]].clone()
+        values[:, places] = wanted
+        return (self.center + values @ self.effects + self.rest.draw(count, seed=seed).double()).float()
+
+    def _alike(self, places: Sequence[int], wanted: Tensor) -> Tensor:
+        """The labeled models whose attributes may go with those that are given."""
+        if not places:
+            return torch.arange(len(self.values))
+        apart = ((self.values[:, places] - wanted) / self.values[:, places].std(0)).square().sum(1)
+        return apart.argsort(stable=True)[: max(10, len(self.values) // 10)]
+
+
+def _checked(scores: Tensor) -> Tensor:
+    scores = scores.detach().double().cpu()
+    if scores.ndim != 2 or len(scores) < 3 or not scores.isfinite().all():
+        raise UsageError(
+            f"Nothing can be drawn from scores of shape {tuple(scores.shape)}, or they hold NaN.",
+            cure="Give finite scores of at least 3 models.",
+        )
+    return scores
+
+
+def _positive(count: int) -> int:
+    if count < 1:
+        raise UsageError(f"{count} samples cannot be drawn.", cure="Ask for 1 or more.")
+    return count
+
+
+def _noise(seed: int, number: int, components: int) -> Tensor:
+    return torch.randn(components, generator=torch_generator(seed, "sample", number), dtype=torch.float64)
+
+
+def _rows(seed: int, count: int, among: int, what: str = "model") -> Tensor:
+    drawn = [torch.randint(among, (1,), generator=torch_generator(seed, what, number)) for number in range(count)]
+    return torch.cat(drawn)
+
+
+def _likeliest_bandwidth(scores: Tensor) -> float:
+    """The bandwidth under which the models are likeliest, each given all others."""
+    deviations = scores.std(0, correction=0)
+    varying = deviations > deviations.max() * 1e-9
+    whitened = ((scores - scores.mean(0)) / deviations)[:, varying]
+    some = whitened[:: -(-len(whitened) // _MOST_COMPARED)]
+    products = some @ some.T
+    squares = products.diagonal()
+
+    def likelihood(bandwidth: float) -> float:
+        kept = (1 - bandwidth**2) ** 0.5
+        apart = squares[:, None] + kept**2 * squares - 2 * kept * products
+        log = -apart / (2 * bandwidth**2)
+        log.fill_diagonal_(-torch.inf)
+        return float(log.logsumexp(1).mean()) - some.shape[1] * math.log(bandwidth)
+
+    return max((*_BANDWIDTHS, 1.0), key=likelihood)

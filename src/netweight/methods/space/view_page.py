@@ -1,0 +1,244 @@
+"""From a `View` to one HTML page: sprite sheets, data for its script, the template, and the file.
+
+Self-contained: pictures, styles and script are inline, and the page's own policy lets nothing else run or load (the
+script by its digest). Without the script it still shows every picture as a strip; the script makes sliders of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup
+
+from netweight.errors import UsageError
+from netweight.evidence.image_files import png_bytes
+from netweight.evidence.page import page_template
+from netweight.evidence.report import MAX_BYTES
+from netweight.methods.space.view import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view_traces import scale_of, traces
+from netweight.store.atomic import whole_file
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["render_view", "write_view"]
+
+_HERE = "netweight.methods.space"
+_SMALL = 96  # pixels: pictures below are enlarged without smoothing, so that their pixels can be seen
+_KINDS = {
+    "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
+    "component": ("Principal components", "Where models differ most; nobody named what they change."),
+}
+
+
+def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
+    """Write the page of a view.
+
+    Args:
+        view: What to show.
+        path: The HTML file.
+        overwrite: Whether one that is there may be replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        UsageError: The page would have more than 5 MB, and the message says what takes the room.
+        OutputExists: The file exists already.
+        OutputFailed: It cannot be written.
+    """
+    page = render_view(view).encode()
+    if len(page) > MAX_BYTES:
+        raise UsageError(
+            f"The page would have {len(page) / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f} MB: {_largest(view)}.",
+            cure="Show fewer adapters, strengths, noises or samples, or paint smaller pictures.",
+        )
+    with whole_file(path, overwrite=overwrite) as file:
+        file.write(page)
+    return path
+
+
+def render_view(view: View) -> str:
+    """Return the page of a view as HTML."""
+    script = resources.files(_HERE).joinpath("view_script.js").read_text(encoding="utf-8")
+    groups = _groups(view.traversals)
+    planes = [{**_stage(plane), "traces": None} for plane in view.planes]
+    stages = [card for group in groups for card in group["cards"]] + planes
+    for number, card in enumerate(stages):
+        card["number"] = number
+    height, width = view.traversals[0].images.shape[-3:-1]
+    data = {
+        "stages": [card.pop("data") for card in stages],
+        "map": None if view.points is None else _map_data(view.points),
+        "samples": None if view.samples is None else _sample_data(view.samples),
+        "size": [height, width],
+        "gap": _gap(width),
+    }
+    return page_template(_HERE, "view_template.html").render(
+        view=view,
+        own_style=Markup(resources.files(_HERE).joinpath("view_style.css").read_text(encoding="utf-8")),  # our own file
+        script=Markup(script),  # our own file
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        groups=groups,
+        planes=planes,
+        map=None if view.points is None else _map(view.points),
+        samples=None if view.samples is None else _samples(view.samples, view.points),
+        data=data,
+        smooth=max(height, width) >= _SMALL,
+    )
+
+
+def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:
+    groups, scale = [], scale_of(traversals)
+    for kind, (title, line) in _KINDS.items():
+        cards = [{**_stage(each), "traces": traces(each, scale)} for each in traversals if each.kind == kind]
+        if cards:
+            groups.append({"title": title, "line": line, "cards": cards})
+    return groups
+
+
+def _stage(shown: Traversal | Plane) -> dict[str, Any]:
+    """A card with one slider or two: its sheet has a column per strength of the first.
+
+    Its rows are, noise by noise, the strengths of the second, the highest on top.
+    """
+    names: tuple[str, ...]
+    if isinstance(shown, Traversal):
+        names, strengths, images = (shown.name,), [list(shown.strengths)], shown.images[:, None]
+    else:
+        names, strengths, images = shown.names, [list(shown.strengths), list(shown.others)], shown.images
+    columns, rows, noises, height, width = images.shape[:5]
+    sheet = images[:, ::-1].transpose(2, 1, 3, 0, 4, 5).reshape(noises * rows * height, columns * width, 3)
+    return {
+        "names": names,
+        "note": shown.note,
+        "sheet": _data_uri(sheet),
+        "width": columns * width,
+        "height": noises * rows * height,
+        "columns": columns,
+        "rows": rows,
+        "noises": noises,
+        "look": (noises * width + (noises - 1) * _gap(width), height),
+        "ratio": f"{columns * width} / {rows * height}",
+        "alt": _stage_alt(names, strengths, noises),
+        "sliders": [
+            {"name": name, "last": len(each) - 1, "start": int(np.abs(np.array(each)).argmin())}
+            for name, each in zip(names, strengths, strict=True)
+        ],
+        "ticks": [_tick(each) if columns <= 7 or each == int(each) else "" for each in strengths[0]],
+        "data": {
+            "columns": columns,
+            "rows": rows,
+            "noises": noises,
+            "names": names,
+            "strengths": strengths,
+            "readings": _readings(shown),
+        },
+    }
+
+
+def _readings(shown: Traversal | Plane) -> dict[str, list[float]]:
+    readings = shown.readings if isinstance(shown, Traversal) else {}
+    return {name: [round(float(value), 3) for value in values] for name, values in readings.items()}
+
+
+def _stage_alt(names: Sequence[str], strengths: Sequence[Sequence[float]], noises: int) -> str:
+    across = f"{names[0]} from {_tick(strengths[0][0])} to {_tick(strengths[0][-1])} standard deviations, left to right"
+    down = ""
+    if len(names) > 1:
+        down = f"; {names[1]} from {_tick(strengths[1][-1])} to {_tick(strengths[1][0])}, top to bottom"
+    return f"Painted pictures of {across}{down}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other."
+
+
+def _gap(width: int) -> int:
+    """Empty pixels between two pictures side by side."""
+    return max(1, round(width / 16))
+
+
+def _tick(strength: float) -> str:
+    return f"{strength:+.3g}".replace("-", "\u2212") if strength else "0"
+
+
+def _map(points: AdapterMap) -> dict[str, Any]:
+    n, height, width = points.thumbnails.shape[:3]
+    across = math.ceil(math.sqrt(n))
+    filled = np.zeros((-(-n // across) * across, height, width, 3), np.uint8)
+    filled[:n] = points.thumbnails
+    sheet = filled.reshape(-1, across, height, width, 3).transpose(0, 2, 1, 3, 4).reshape(-1, across * width, 3)
+    return {"sheet": _data_uri(sheet), "across": across}
+
+
+def _map_data(points: AdapterMap) -> dict[str, Any]:
+    return {
+        "names": list(points.names),
+        "axes": list(points.axes),
+        "coordinates": _rounded(points.coordinates, 4),
+        "labels": {name: [_plain(each) for each in values] for name, values in points.labels.items()},
+        "neighbors": _neighbor_data(points.neighbors),
+        "across": math.ceil(math.sqrt(len(points.names))),
+    }
+
+
+def _samples(samples: Samples, points: AdapterMap | None) -> list[dict[str, Any]]:
+    tiles = []
+    for number, images in enumerate(samples.images):
+        row = images.transpose(1, 0, 2, 3).reshape(images.shape[1], -1, 3)
+        tile: dict[str, Any] = {"image": _data_uri(row), "width": row.shape[1], "height": row.shape[0], "near": []}
+        if samples.neighbors is not None and points is not None:
+            numbers, similarities = samples.neighbors.numbers[number], samples.neighbors.similarities[number]
+            tile["near"] = [
+                {"name": points.names[each], "similarity": f"{value:.2f}".replace("-", "\u2212")}
+                for each, value in zip(numbers, similarities, strict=True)
+            ]
+        tiles.append(tile)
+    return tiles
+
+
+def _sample_data(samples: Samples) -> dict[str, Any]:
+    coordinates = None if samples.coordinates is None else _rounded(samples.coordinates, 4)
+    return {"count": len(samples.images), "coordinates": coordinates, "neighbors": _neighbor_data(samples.neighbors)}
+
+
+def _neighbor_data(neighbors: Neighbors | None) -> dict[str, Any] | None:
+    if neighbors is None:
+        return None
+    return {
+        "numbers": neighbors.numbers.tolist(),
+        "similarities": _rounded(neighbors.similarities, 3),
+        "measure": neighbors.measure,
+    }
+
+
+def _rounded(values: NDArray[np.float64], digits: int) -> list[list[float]]:
+    """Numbers with so many significant digits: they are for the eye, and a page has little room."""
+    return [[float(f"{each:.{digits}g}") for each in row] for row in values.tolist()]
+
+
+def _plain(value: Any) -> Any:
+    """A label as JSON has it; numpy's numbers are none to it."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _data_uri(pixels: NDArray[np.uint8]) -> str:
+    return "data:image/png;base64," + base64.b64encode(png_bytes(np.ascontiguousarray(pixels))).decode()
+
+
+def _largest(view: View) -> str:
+    """What takes the room, so that the reader knows what to leave out."""
+    sizes = {
+        f"{len(view.traversals)} traversals": sum(len(_stage(each)["sheet"]) for each in view.traversals),
+        f"{len(view.planes)} planes": sum(len(_stage(each)["sheet"]) for each in view.planes),
+    }
+    if view.points is not None:
+        sizes[f"{len(view.points.names)} thumbnails"] = len(_map(view.points)["sheet"])
+    if view.samples is not None:
+        tiles = _samples(view.samples, None)
+        sizes[f"{len(tiles)} samples"] = sum(len(each["image"]) for each in tiles)
+    return ", ".join(f"{name} take {size / 2**20:.1f} MB" for name, size in sizes.items() if size)

@@ -1,0 +1,267 @@
+"""Writing banks of adapters: shard by shard, so that a killed run loses at most what it had not yet written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from netweight.core.digest import of_file
+from netweight.errors import OutputExists, UsageError
+from netweight.generate.adapter import Adapter
+from netweight.generate.stack import AdapterStack
+from netweight.store.adapter_shard import Rows, ShardReader, rows_of, write_shard
+from netweight.store.atomic import lock, naming_failures, part_of, sync
+from netweight.store.bank_record import RECORD, BankRecord, ShardRecord, read_bank_record
+
+__all__ = ["BankWriter", "difference"]
+
+_SHARD_BYTES = 1 << 28
+_LOCK = ".lock"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Addition:
+    """Adapters with what the record says of them."""
+
+    names: Sequence[str]
+    rows: Rows
+    contents: Sequence[str]
+    stamps: Sequence[str]
+
+
+@final
+class BankWriter:
+    """Write a bank, or add to one; a context manager.
+
+    A new bank is written beside its place and appears when the block ends; if the block raises or the process is
+    killed, the next writer for the same place goes on with what was flushed (see `names`). A bank that is there grows
+    in place, by whole shards. Many small additions are joined to larger shards on the way.
+
+    Args:
+        path: The bank's folder.
+        compress: Whether new shards are compressed, bit for bit.
+        kernels: Names of convolutions → sides of their kernels, for a new bank.
+        base: Name of the model the adapters were trained on, for a new bank.
+        shard_bytes: Factors are held in memory until they take so many bytes.
+
+    Raises:
+        OutputExists: On entering: the folder exists and holds no bank.
+        UsageError: On entering: another process is writing the bank. On leaving: nothing was added.
+        OutputFailed: The disk is full or the place cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        compress: bool = False,
+        kernels: Mapping[str, tuple[int, ...]] | None = None,
+        base: str | None = None,
+        shard_bytes: int = _SHARD_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self._compress = compress
+        self._shard_bytes = shard_bytes
+        self._record = BankRecord({}, dict(kernels or {}), base)
+        self._held: dict[str, str] = {}  # name → digest of the content
+        self._stamps: dict[str, str] = {}
+        self._pending: list[_Addition] = []
+        self._folder: Path | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Open the bank, or the folder beside its place."""
+        grows = (self.path / RECORD).is_file()
+        if self.path.exists() and not grows:
+            raise OutputExists(f"{self.path} exists already and is no bank.", cure="Choose another name.")
+        if not self.path.parent.is_dir():
+            raise UsageError(f"The folder {self.path.parent} does not exist.", cure="Create it first.")
+        with ExitStack() as stack:
+            stack.enter_context(naming_failures(self.path))
+            folder = self.path if grows else part_of(self.path)
+            folder.mkdir(exist_ok=True)
+            stack.enter_context(lock(folder / _LOCK))
+            if (folder / RECORD).is_file():
+                self._continue(read_bank_record(folder))
+            self._clear(folder)
+            self._folder, self._stack = folder, stack.pop_all()
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all adapters that the bank holds or was given, in order."""
+        return list(self._held)
+
+    @property
+    def record(self) -> BankRecord:
+        """What is written already."""
+        return self._record
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an adapter of this name."""
+        return name in self._held
+
+    def content(self, name: str) -> str:
+        """Digest of an adapter's factors and scales."""
+        return self._held[name]
+
+    def stamp(self, name: str) -> str:
+        """Size and time of the file that an adapter came from; empty if it came from none."""
+        return self._stamps[name]
+
+    def add(self, name: str, adapter: Adapter, *, stamp: str = "") -> None:
+        """Add an adapter.
+
+        Args:
+            name: New to the bank.
+            adapter: Of the bank's modules and shapes; the first one decides on them. It is copied.
+            stamp: Size and time of its file, kept so that it need not be read again.
+
+        Raises:
+            UsageError: The name is taken, the modules or shapes are others, or it holds NaN or infinity.
+        """
+        self.add_stack([name], AdapterStack.of([adapter]), stamps=[stamp])
+
+    def add_stack(self, names: Sequence[str], stack: AdapterStack, *, stamps: Sequence[str] | None = None) -> None:
+        """Add all adapters of a stack, or none if one of them is bad; arguments and errors as for `add`."""
+        self.add_rows(names, rows_of(stack), stack.shapes, stamps=stamps)
+
+    def add_rows(
+        self,
+        names: Sequence[str],
+        rows: Rows,
+        shapes: Mapping[str, tuple[int, int]],
+        *,
+        stamps: Sequence[str] | None = None,
+        contents: Sequence[str] | None = None,
+    ) -> None:
+        """Add adapters laid out as a shard holds them; they are not copied. Errors as for `add`."""
+        if self._folder is None:
+            raise UsageError(f"{self.path} is not open.", cure="Use `with BankWriter(...) as writer:`.")
+        self._check(names, rows, shapes)
+        if not self._record.modules:
+            self._record = replace(self._record, modules=dict(sorted(shapes.items())))
+        stamps = [""] * len(names) if stamps is None else stamps
+        contents = rows.digests() if contents is None else contents
+        self._pending.append(_Addition(list(names), rows, contents, stamps))
+        self._held |= zip(names, contents, strict=True)
+        self._stamps |= zip(names, stamps, strict=True)
+        if sum(one.rows.nbytes for one in self._pending) >= self._shard_bytes:
+            self.flush()
+
+    def skip(self, name: str, reason: str) -> None:
+        """Note that an adapter was left out; written with the next shard or at the end."""
+        self._record = replace(self._record, skipped={**self._record.skipped, name: reason})
+
+    def flush(self) -> None:
+        """Write what is held in memory; afterwards a kill cannot lose it.
+
+        Raises:
+            OutputFailed: The disk is full or the place cannot be written; the bank is as it was.
+        """
+        if not self._pending or self._folder is None:
+            return
+        kept, absorbed = self._absorbed()
+        parts = [*absorbed, *self._pending]
+        number = max((int(shard.file[6:-12]) for shard in self._record.shards), default=-1) + 1
+        file = self._folder / f"shard-{number:05d}.safetensors"
+        write_shard(file, [part.rows for part in parts], compress=self._compress)
+        entry = ShardRecord(
+            file.name,
+            file.stat().st_size,
+            of_file(file),
+            tuple(name for part in parts for name in part.names),
+            tuple(content for part in parts for content in part.contents),
+            tuple(stamp for part in parts for stamp in part.stamps),
+        )
+        self._record = replace(self._record, shards=(*kept, entry))
+        self._record.write(self._folder)
+        self._pending = []
+        self._clear(self._folder)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the rest and let a new bank appear; after an exception keep what there is for the next writer."""
+        folder, stack = self._folder, self._stack.pop_all()
+        assert folder is not None
+        with stack:
+            self.flush()
+            self._folder = None
+            if not self._record.shards:
+                if folder != self.path:
+                    shutil.rmtree(folder)
+                if error is None:
+                    raise UsageError(f"{self.path}: no adapter was added.", cure="A bank needs at least one.")
+            elif error is None:
+                self._record.write(folder)
+                (folder / _LOCK).unlink()
+                if folder != self.path:
+                    folder.rename(self.path)
+                    sync(self.path.parent)
+
+    def _continue(self, record: BankRecord) -> None:
+        """Take over what a bank holds."""
+        self._record = record
+        for shard in record.shards:
+            self._held |= zip(shard.names, shard.contents, strict=True)
+            self._stamps |= zip(shard.names, shard.stamps, strict=True)
+
+    def _check(self, names: Sequence[str], rows: Rows, shapes: Mapping[str, tuple[int, int]]) -> None:
+        if len(names) != len(rows):
+            raise UsageError(f"{len(names)} names cannot be given to {len(rows)} adapters.")
+        for position, name in enumerate(names):
+            if not name or name in self._held or name in names[:position]:
+                raise UsageError(f"{self.path}: an adapter {name!r} was added before.", cure="Give it another name.")
+        if self._record.modules and dict(self._record.modules) != dict(shapes):
+            reason = difference(self._record.modules, shapes)
+            raise UsageError(
+                f"{names[0]!r} {reason}.", cure="A bank holds adapters of the same modules and shapes: make another."
+            )
+        if int(rows.rank.min()) < 1:
+            number = int((rows.rank < 1).any(1).nonzero()[0])
+            raise UsageError(f"{names[number]!r} has rank 0.", cure="Train it with rank 1 or more.")
+        if (bad := rows.not_finite()) is not None:
+            raise UsageError(f"{names[bad[0]]!r} holds NaN or infinity in {bad[1]}.", cure="Train it again.")
+
+    def _absorbed(self) -> tuple[tuple[ShardRecord, ...], list[_Addition]]:
+        """Last shards of no more adapters than are to be written are joined with these: few shards stay."""
+        assert self._folder is not None
+        kept, size = list(self._record.shards), sum(one.rows.nbytes for one in self._pending)
+        count = sum(len(one.rows) for one in self._pending)
+        absorbed: list[_Addition] = []
+        while kept and len(kept[-1].names) <= count and kept[-1].nbytes + size <= self._shard_bytes:
+            shard = kept.pop()
+            rows = ShardReader(self._folder / shard.file, list(self._record.modules)).rows(0, len(shard.names))
+            absorbed.insert(0, _Addition(shard.names, rows, shard.contents, shard.stamps))
+            size, count = size + rows.nbytes, count + len(rows)
+        return tuple(kept), absorbed
+
+    def _clear(self, folder: Path) -> None:
+        """Remove shards that the record does not list: of a killed run, or joined to another."""
+        listed = {shard.file for shard in self._record.shards}
+        for file in folder.glob("shard-*.safetensors"):
+            if file.name not in listed:
+                file.unlink()
+        for file in folder.glob(".*.netweight-part"):
+            file.unlink()
+
+
+def difference(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
+    """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or extra:
+        words = [f"{verb} {_few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]
+        return " and ".join(words)
+    name = next(name for name in expected if expected[name] != found[name])
+    return f"changes {name} in shape {found[name]}, the others in {tuple(expected[name])}"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

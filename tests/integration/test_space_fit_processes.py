@@ -1,0 +1,145 @@
+"""Fits that are killed and go on, and fits by several processes: torch.distributed, local processes, Ray."""
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import streamed_rows
+import torch
+from spaces_under_test import bank_of, sharing_adapters
+
+from netweight.core.engines import in_process, local_processes
+from netweight.errors import CorruptBlob, NetweightError, UsageError
+from netweight.generate import matrix
+from netweight.generate.fan_out import MatrixShard, fit_shards
+from netweight.generate.matrix import MatrixFile
+from netweight.generate.streaming_fit import fit_streaming
+from netweight.methods.space.method import WeightSpace
+
+PROGRAM = str(Path(__file__).parents[1] / "support" / "streamed_rows.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    draw = numpy.random.default_rng(0)
+    values = (draw.standard_normal((130, 40)) * numpy.arange(1, 41) ** -0.5) @ draw.standard_normal((40, 70)) + 2
+    path = tmp_path_factory.mktemp("rows") / "rows.npy"
+    numpy.save(path, values.astype(numpy.float32))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(file):
+    return fit_streaming(MatrixFile(file), 5, **streamed_rows.SETTINGS)
+
+
+def assert_same(found, whole, scores=None):
+    torch.testing.assert_close(found.basis.components, whole.basis.components, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.basis.variances, whole.basis.variances, rtol=1e-5, atol=0)
+    assert found.passes == pytest.approx(whole.passes, rel=1e-5)
+    torch.testing.assert_close(found.scores, whole.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
+    """Killed in an iteration and in the last pass; no block that was added up is read again."""
+    monkeypatch.setattr(matrix, "_BYTES", matrix._BYTES)
+    folder = tmp_path / "kept"
+    for blocks in (11, 20):  # of 7 in each of 5 passes, and the first row
+        command = [sys.executable, PROGRAM, "fit", str(file), str(folder), str(blocks)]
+        killed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    found, read = streamed_rows.fit(file, folder, -1)
+    assert read == 5 * 7 + 1 - (11 + 20)
+    assert_same(found, whole)
+    with pytest.raises(UsageError, match="holds another fit"):
+        fit_streaming(MatrixFile(file), 4, folder=folder, digest="these", **streamed_rows.SETTINGS)
+    with pytest.raises(UsageError, match="holds another fit"):
+        fit_streaming(MatrixFile(file), 5, folder=folder, digest="those", **streamed_rows.SETTINGS)
+    kept = folder / "worker-0" / "iteration.safetensors"
+    kept.write_bytes(kept.read_bytes()[:-100])
+    with pytest.raises(CorruptBlob, match="no part of a fit"):
+        fit_streaming(MatrixFile(file), 5, folder=folder, digest="these", **streamed_rows.SETTINGS)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_two_processes_find_what_one_finds(file, whole, tmp_path):
+    environment = {**ENVIRONMENT, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = []
+    for rank in ("0", "1"):
+        with open(tmp_path / f"log-{rank}", "w") as log:
+            command = [sys.executable, PROGRAM, "distributed", str(file), str(tmp_path)]
+            own = {**environment, "RANK": rank}
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join((tmp_path / f"log-{rank}").read_text() for rank in "01")
+    parts = [torch.load(tmp_path / f"alone-{rank}.pt", weights_only=True) for rank in "01"]
+    assert torch.equal(parts[0]["components"], parts[1]["components"])
+    torch.testing.assert_close(parts[0]["components"], whole.basis.components, rtol=1e-3, atol=1e-4)
+    scores = torch.cat([part["scores"] for part in parts])
+    torch.testing.assert_close(scores, whole.scores, rtol=1e-3, atol=1e-3)
+    bank = bank_of(sharing_adapters(30))
+    for how in ({"representation": "delta"}, {"representation": "factors", "solver": "streaming"}):
+        alone = WeightSpace.fit(bank, components=3, **how)
+        for rank in "01":
+            found = torch.load(tmp_path / f"space-{how['representation']}-{rank}.pt", weights_only=True)
+            torch.testing.assert_close(found, alone.scores, rtol=1e-3, atol=1e-3)
+
+
+def shards_of(file):
+    return [MatrixShard(str(file), 0, 50), MatrixShard(str(file), 50, 90), MatrixShard(str(file), 90)]
+
+
+def test_shards_in_processes_of_their_own_are_summed(file, tmp_path):
+    engine = functools.partial(local_processes, workers=2)
+    settings = {**streamed_rows.SETTINGS, "most": 1}
+    found = fit_shards(shards_of(file), 5, folder=tmp_path / "kept", engine=engine, **settings)
+    assert_same(found, fit_streaming(MatrixFile(file), 5, **settings))
+
+
+def test_shards_that_were_done_are_not_done_again(file, whole, tmp_path):
+    """The engine fails in the third pass, having done one of its shards."""
+    carried = []
+
+    def failing(fn, items, /):
+        for index, outcome in in_process(fn, items):
+            carried.append(items[index])
+            yield index, outcome
+            if len(carried) == 7:
+                raise KeyboardInterrupt
+
+    settings = {"folder": tmp_path / "kept", **streamed_rows.SETTINGS}
+    with pytest.raises(KeyboardInterrupt):
+        fit_shards(shards_of(file), 5, engine=failing, **settings)
+    found = fit_shards(shards_of(file), 5, engine=failing, **settings)
+    assert len(carried) == 5 * 3
+    assert_same(found, whole)
+
+
+def test_a_shard_that_fails_is_named(file, tmp_path):
+    bad = numpy.load(file)
+    bad[3, 4] = numpy.nan
+    numpy.save(tmp_path / "bad.npy", bad)
+    shards = [MatrixShard(str(file)), MatrixShard(str(tmp_path / "bad.npy"))]
+    with pytest.raises(NetweightError, match=r"bad\.npy.* failed: .*Row 133 holds nan in column 4"):
+        fit_shards(shards, 5, folder=tmp_path / "kept", engine=in_process)
+    numpy.save(tmp_path / "other.npy", numpy.zeros((4, 5)))
+    with pytest.raises(UsageError, match="no parts of one matrix"):
+        fit_shards([shards[0], MatrixShard(str(tmp_path / "other.npy"))], 5, folder=tmp_path / "kept")

@@ -1,0 +1,88 @@
+"""Laws of banks: whatever the ranks, dtypes and shards, every range of rows is the adapters that were added."""
+
+import shutil
+
+import torch
+from adapters_under_test import close, random_adapter, same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netweight import AdapterBank, read_adapter, write_adapter
+from netweight.generate.stack import AdapterStack
+from netweight.store.adapter_layouts.kohya_names import _STRUCTURES, KohyaNames, kohya_name
+from netweight.store.bank_writing import BankWriter
+
+SHAPES = st.dictionaries(
+    st.sampled_from(["unet.conv_in", "unet.conv_out", "unet.time_embedding.linear_1", "text_encoder.text_projection"]),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    min_size=1,
+)
+COMPONENTS = {
+    "unet": "unet", "transformer": "transformer", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder",
+    "text_encoder_3": "text_encoder",
+}  # fmt: skip
+SCALES = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=4)
+RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+@given(
+    st.data(), SHAPES, DTYPES, st.booleans(), st.integers(1, 2000),
+    st.lists(st.tuples(RANKS, SCALES, st.booleans()), min_size=1, max_size=12),
+)  # fmt: skip
+def test_every_range_is_the_adapters_added(tmp_path_factory, data, shapes, dtype, compress, shard_bytes, kinds):
+    adapters = [
+        random_adapter(seed, shapes=shapes, ranks=ranks, scales=scales, dtype=dtype)
+        for seed, (ranks, scales, _) in enumerate(kinds)
+    ]
+    folder = tmp_path_factory.mktemp("law") / "bank"
+    with BankWriter(folder, compress=compress, shard_bytes=shard_bytes) as writer:
+        for number, (adapter, (_, _, flushed)) in enumerate(zip(adapters, kinds, strict=True)):
+            writer.add(str(number), adapter)
+            if flushed:
+                writer.flush()
+    bank = AdapterBank.open(folder)
+    bank.verify()
+    assert bank.names == [str(number) for number in range(len(adapters))]
+    start = data.draw(st.integers(0, len(adapters) - 1))
+    stop = data.draw(st.integers(start + 1, len(adapters)))
+    stack, expected = bank.stack(start, stop), AdapterStack.of(adapters[start:stop])
+    for name in expected.modules:
+        for part in ("down", "up", "scale", "ranks"):
+            assert torch.equal(getattr(stack, part)[name], getattr(expected, part)[name])
+    number = data.draw(st.integers(0, len(adapters) - 1))
+    assert same(bank.adapter(number), adapters[number])
+    shutil.rmtree(folder.parent)
+
+
+@given(
+    SHAPES,
+    RANKS,
+    st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4),
+    DTYPES,
+    st.sampled_from(["diffusers", "peft", "kohya"]),
+)
+def test_every_layout_keeps_the_change(tmp_path_factory, shapes, ranks, scales, dtype, layout):
+    adapter = random_adapter(0, shapes=shapes, ranks=ranks, scales=scales, dtype=dtype)
+    folder = tmp_path_factory.mktemp("law") / "adapter"
+    write_adapter(adapter, folder, layout=layout)
+    found = read_adapter(folder)
+    assert close(found, adapter)
+    assert layout != "peft" or all(torch.equal(found.factors[n].up, adapter.factors[n].up) for n in adapter.factors)
+    shutil.rmtree(folder.parent)
+
+
+@given(
+    st.sampled_from([(component, pattern) for component, kind in COMPONENTS.items() for pattern in _STRUCTURES[kind]]),
+    st.lists(st.integers(0, 99), min_size=4, max_size=4),
+)
+def test_the_way_back_from_kohyas_names(which, numbers):
+    component, pattern = which
+    for number in numbers:
+        pattern = pattern.replace("#", str(number), 1)
+    name = kohya_name(component, pattern, several_encoders=True)
+    expected = pattern
+    if component.startswith("text_encoder") and pattern.startswith("encoder.layers."):
+        expected = f"text_model.{pattern}"
+    assert KohyaNames().module(name) == f"{component}.{expected}"
+    assert KohyaNames([f"{component}.{pattern}", "unet.other"]).module(name) == f"{component}.{pattern}"

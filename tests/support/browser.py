@@ -1,0 +1,68 @@
+"""Pages opened in headless Chromium, at any width. Not a test itself."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so pages cannot be opened")
+DARK = "--blink-settings=preferredColorScheme=0"
+
+# What a test sees of any page: `seen` may be filled further before it is posted.
+PROBE = """
+  const seen = {
+    window: innerWidth,
+    page: document.documentElement.scrollWidth,
+    broken: [...document.images].filter(image => !image.complete || !image.naturalWidth).length,
+    images: document.images.length,
+    drawings: [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect().height),
+    outside: [...document.querySelectorAll("section *")].filter(part =>
+      !part.closest(".scroll, thead") && part.getBoundingClientRect().right > innerWidth + 1).map(part => part.tagName),
+    dark: getComputedStyle(document.body).backgroundColor,
+  };
+"""
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><pre id="probe"></pre>
+<script>addEventListener("message", event => { document.querySelector("#probe").textContent = event.data; });</script>
+<iframe src="%s" style="width: %dpx; height: 900px; border: 0"></iframe>"""
+
+
+def chromium(page, *options):
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={page.parent / 'profile'}", "--window-size=1600,1000", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+def console(page, *options):
+    """What the page said on the console, and the document as it then was."""
+    ran = chromium(page, "--dump-dom", *options)
+    return re.findall(r".*CONSOLE.*", ran.stderr), ran.stdout
+
+
+def look(page, width, *options, actions=""):
+    """What a probe sees in a page of some width, and what it notes in `seen` while it acts.
+
+    It runs in a copy of the page whose content policy allows it, inside a frame, since a window cannot be made narrower
+    than 500 pixels; what it sees is written into the page around the frame.
+    """
+    copy = page.with_name(f"probed-{width}.html")
+    text = page.read_text()
+    allowed = re.sub(r"; script-src [^;\"]*", "", text, count=1)
+    allowed = allowed.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    assert allowed != text
+    probe = (
+        f'<script>addEventListener("load", async () => {{{PROBE}{actions}'
+        'parent.postMessage(JSON.stringify(seen), "*"); });</script></body>'
+    )
+    copy.write_text(allowed.replace("</body>", probe))
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME % (copy.name, width))
+    dump = chromium(frame, "--dump-dom", *options)
+    found = re.search(r'<pre id="probe">(.+?)</pre>', dump.stdout, re.DOTALL)
+    assert found, dump.stderr
+    seen = json.loads(unescape(found.group(1)))
+    assert seen["window"] == width
+    return seen

@@ -1,0 +1,208 @@
+"""Audits of a space in use, on worlds whose answers are known: pictures whose colors are the attributes."""
+
+import numpy as np
+import pytest
+import torch
+from known_spaces import known_scores
+
+import netweight.methods.space.audit as audits
+from netweight.core.progress import QUIET
+from netweight.errors import NameNotFound, UsageError
+from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
+from netweight.evidence.descriptors import CenteredPixels
+from netweight.methods.space.calibration import calibrated
+from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
+from netweight.methods.space.direction_fit import fit_direction
+from netweight.methods.space.directions import direction_of
+from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
+from netweight.methods.space.entanglement import entanglement
+
+NAMES = ["red", "green", "blue"]
+
+
+def painted(scores):
+    """Pictures whose channels are the first three scores, brought to 0 to 1; two alike per point."""
+    colors = 0.5 + scores[:, None, :3, None, None] / 10
+    return colors.expand(len(scores), 2, 3, 12, 12)
+
+
+def seen(images):
+    return images.mean((2, 3))
+
+
+def curve(vector, strengths=(0.5, 1.0, 2.0), count=20, **how):
+    scores = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
+    direction = direction_of(scores, torch.tensor(vector), name="red", kind="encoder")
+    made = edit_curve(painted, seen, scores, direction, names=NAMES, ranges=[1.0, 1.0, 0.5], strengths=strengths, **how)
+    return made, direction
+
+
+def test_a_curve_tells_effect_and_cost():
+    made, direction = curve([0.8, 0.6, 0.0, 0.0, 0.0], unit="raw")
+    strengths = torch.tensor([0.0, 0.5, 1.0, 2.0]).double()
+    assert torch.allclose(made.strengths, strengths)
+    assert torch.allclose(made.effects.mean(1), strengths * 0.08, atol=1e-6)
+    assert torch.allclose(made.costs.mean(1), strengths * (0.06 + 0.0) / 2, atol=1e-6)
+    assert made.effect_at(0.03) == pytest.approx(0.08, abs=1e-5)
+    assert made.cost_of(0.12) == pytest.approx(0.045, abs=1e-5)
+    assert made.cost_of(0.5) is None
+    assert made.effect_at(1.0) == pytest.approx(0.16, abs=1e-5)  # never that dear: what the last strength does
+    back, _ = curve([0.8, 0.6, 0.0, 0.0, 0.0], (-0.5, -1.0), unit="raw")
+    assert torch.allclose(back.effects.mean(1), torch.tensor([0.0, 0.04, 0.08]).double(), atol=1e-6)
+    farthest, _ = curve([0.8, 0.6, 0.0, 0.0, 0.0], (1.0,))
+    assert float(farthest.effects[1].mean()) == pytest.approx(0.08 * direction.reach, rel=1e-4)
+
+
+def test_findings_of_a_curve_have_targets_and_say_what_was_not_reached():
+    keeps = dict([agreement(lambda images: (images[:, 1].mean((1, 2)) > 0.45).long(), "prompt")])
+    made, _ = curve([1.0, 0.1, 0.0, 0.0, 0.0], (2.0, 4.0, 8.0), unit="raw", compare=keeps)
+    effect, cost, kept = curve_findings(made, kept="prompt kept")
+    assert effect.passed
+    assert effect.value == pytest.approx(0.8, abs=0.01)
+    assert cost.passed
+    assert cost.value == pytest.approx(0.03, abs=1e-4)
+    assert kept.target == 0.99
+    assert 0.5 < kept.value < 0.99
+    assert kept.passed is False
+    weak, _ = curve([1.0, 0.0, 0.0, 0.0, 0.0], (1.0,), unit="raw")
+    effect, cost = curve_findings(weak)
+    assert effect.passed is False
+    assert cost.value is None
+    assert "reaches 0.10" in cost.detail["reason"]
+
+
+def test_an_interval_over_points_covers_their_spread():
+    noise = torch.Generator().manual_seed(1)
+    effects = torch.stack([torch.zeros(40), 0.7 + 0.2 * torch.randn(40, generator=noise)]).double()
+    made = EditCurve("x", torch.tensor([0.0, 1.0]), "reach", effects, 0.01 * effects.abs(), label="encoder")
+    found = curve_findings(made)[0]
+    assert found.ci95[0] < 0.7 < found.ci95[1]
+    assert found.ci95[1] - found.ci95[0] == pytest.approx(4 * 0.2 / 40**0.5, rel=0.4)
+
+
+def test_curves_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match="do not grow"):
+        curve([1.0, 0, 0, 0, 0], (1.0, 0.5))
+    with pytest.raises(UsageError, match="do not grow"):
+        curve([1.0, 0, 0, 0, 0], ())
+    with pytest.raises(NameNotFound, match="'pink'"):
+        curve([1.0, 0, 0, 0, 0], target="pink")
+    scores = torch.randn(5, 5)
+    direction = direction_of(scores, torch.ones(5), name="red", kind="encoder")
+    with pytest.raises(UsageError, match="do not fit 5 points and 3 attributes"):
+        edit_curve(
+            painted, lambda images: seen(images)[:, :2], scores, direction, names=NAMES, ranges=[1, 1, 1], strengths=[1]
+        )
+
+
+def test_calibration_takes_back_what_an_edit_changed_besides():
+    generator = torch.Generator().manual_seed(2)
+    training = torch.randn(60, 5, generator=generator)
+    mixing = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=generator)
+
+    def bent(scores):
+        """Attributes are mixed and bent, so that no direction of the scores is that of one attribute."""
+        seen = scores[:, :3] @ mixing
+        return painted(torch.cat([seen + 0.05 * seen.square(), scores[:, 3:]], 1))
+
+    directions = [
+        direction_of(training, torch.eye(5)[place], name=name, kind="encoder") for place, name in enumerate(NAMES)
+    ]
+    ranges = [1.0, 1.0, 0.5]
+    found = calibrated(bent, seen, training[:20], training, directions, "red", ranges=ranges, strength=1.0)
+    curves = [
+        edit_curve(bent, seen, training[20:40], each, names=NAMES, ranges=ranges, strengths=[0.5, 1.0])
+        for each in (directions[0], found)
+    ]
+    plain, corrected = (float(each.costs[2].mean() / each.effects[2].mean()) for each in curves)
+    assert corrected < 0.4 * plain
+    assert found.length == pytest.approx(1)
+    with pytest.raises(NameNotFound, match="'pink'"):
+        calibrated(bent, seen, training[:9], training, directions, "pink", ranges=ranges)
+    with pytest.raises(UsageError, match="correct nothing"):
+        calibrated(bent, seen, training[:9], training, directions[:1], "red", ranges=[1.0])
+    with pytest.raises(UsageError, match="2 directions"):
+        calibrated(bent, seen, training[:9], training, directions[:2], "red", ranges=[1.0, 1.0])
+
+
+def test_comparisons_say_what_they_are():
+    images, others = torch.rand(4, 3, 16, 16), torch.rand(4, 3, 16, 16)
+    name, same = identity(CenteredPixels())
+    assert name == "identity by NCC"
+    assert torch.allclose(same(images, images), torch.ones(4).double())
+    pairs = zip(images.flatten(1).numpy(), others.flatten(1).numpy(), strict=True)
+    correlations = [np.corrcoef(one, other)[0, 1] for one, other in pairs]
+    assert same(images, others).tolist() == pytest.approx(correlations, abs=1e-5)
+    name, distance = perceptual_distance()
+    assert "stand-in" in name
+    assert torch.allclose(distance(images, images), torch.zeros(4).double(), atol=1e-9)
+    assert (distance(images, others) > 0.5).all()
+    assert perceptual_distance(lambda x: [x])[0] == "LPIPS"
+    name, score = alignment(lambda x: x.mean((1, 2, 3)), "brightness (stand-in for CLIP)")
+    assert "stand-in" in name
+    assert torch.equal(score(images, others), images.mean((1, 2, 3)))
+
+
+def test_entanglement_falls_with_models_and_counts_true_overlap():
+    scores, labels, _ = known_scores(400, 60, noise=1.0)
+    few, many, every = entanglement(scores, labels, ["beard", "width", "hue"], [20, 100, 400], repeats=10)
+    assert few.mean > many.mean > every.mean
+    assert len(few.each) == 10
+    assert len(every.each) == 1
+    assert few.middle[0] <= few.mean <= few.middle[1]
+    directions = [fit_direction(scores, labels, name, kind="difference") for name in ("beard", "width", "hue")]
+    cosines = [abs(directions[a].cosine(directions[b])) for a, b in ((0, 1), (0, 2), (1, 2))]
+    assert every.mean == pytest.approx(np.mean(cosines))
+    findings = audits.entangled(audits.EntanglementSubject([few, many, every], 3), None, seed=0, progress=QUIET)
+    assert [finding.value for finding in findings] == [few.mean, many.mean, every.mean]
+    assert findings[2].baseline == few.mean
+    again = entanglement(scores, labels, ["beard", "width"], [50], repeats=2, fidelity="reference")
+    assert 0 <= again[0].mean <= 1
+    with pytest.raises(UsageError, match="sizes from 4"):
+        entanglement(scores, labels, ["beard"], [20])
+    with pytest.raises(UsageError, match="sizes from 4"):
+        entanglement(scores, labels, ["beard", "width"], [500])
+
+
+def test_every_audit_that_is_named_is_written():
+    assert unwritten_audits("space") == ()
+    assert set(audits_of("space")) >= {"directions", "edits", "samples", "inversion", "entanglement"}
+
+
+def test_directions_and_samples_are_audited_by_name():
+    scores, labels, _ = known_scores(200)
+    directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
+    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"]
+    assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
+    assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
+    with pytest.raises(UsageError, match="no held-out score"):
+        audits.direction_findings([fit_direction(scores, labels, "hue", folds=0)], None, seed=0, progress=QUIET)
+    subject = audits.SampleSubject(scores[:50], scores, scores[:50, :2], scores[:, :2], ["a", "b"])
+    found = audits.sample_findings(subject, None, seed=0, progress=QUIET)
+    assert next(each for each in found if "copy" in each.name).value == 1
+
+
+def test_inversion_is_held_against_adapters():
+    noise = torch.Generator().manual_seed(0)
+    truth = torch.randn(300, 2, generator=noise)
+    readings = {
+        "inversion": truth + torch.randn(300, 2, generator=noise),
+        "adapter of many images": truth + 0.5 * torch.randn(300, 2, generator=noise),
+    }
+    subject = audits.InversionSubject(truth, readings, ["a", "b"])
+    found = {each.name: each for each in audits.inversion_findings(subject, None, seed=0, progress=QUIET)}
+    ours, against = (found[f"R² of attributes, {way}"].value for way in readings)
+    expected = 1 - (readings["inversion"] - truth).square().sum(0) / (truth - truth.mean(0)).square().sum(0)
+    assert ours == pytest.approx(float(expected.mean()), rel=1e-4)
+    share = found["R² of inversion as a share of that of adapter of many images"]
+    assert share.value == pytest.approx(ours / against)
+    assert share.passed is False
+    with pytest.raises(UsageError, match="no readings of 'magic'"):
+        audits.inversion_findings(
+            audits.InversionSubject(truth, readings, ["a", "b"], "magic"), None, seed=0, progress=QUIET
+        )
+    hopeless = {**readings, "adapter of many images": 9 * torch.randn(300, 2, generator=noise)}
+    found = audits.inversion_findings(
+        audits.InversionSubject(truth, hopeless, ["a", "b"]), None, seed=0, progress=QUIET
+    )
+    assert found[-1].value is None
