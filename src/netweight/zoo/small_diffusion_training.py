@@ -114,7 +114,7 @@ def trained(
         progress=progress,
         description=str(world.about["name"]),
     )
-    pipeline.unet.to(getattr(torch, dtype))
+    torch.nn.Module.to(pipeline.unet, getattr(torch, dtype))
     with silent_bars("transformers", "diffusers"):
         pipeline.save_pretrained(folder)
     weights = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))

@@ -10,6 +10,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.generate.adapter import Adapter
@@ -64,6 +65,7 @@ class WeightSpace:
         representation: Representation = "delta",
         folder: str | Path | None = None,
         workers: ShardSum = _ALONE,
+        engine: Engine | None = None,
         progress: Progress = QUIET,
         **settings: Any,
     ) -> Self:
@@ -77,6 +79,8 @@ class WeightSpace:
                 has grown is fitted again without the inner products that are known.
             workers: Who shares the work: `ProcessGroup()` under torch.distributed, in all processes of which this is
                 called; each reads its part of the bank, and all end with the same space.
+            engine: Where parts of the work run instead, for a bank on disk and with a folder: `local_processes`, or
+                that of `integrations.ray.ray_cluster`. "shared-down" and "factors" use it only where they stream.
             progress: Where to show it.
             settings: Further fields of `FitConfig`.
 
@@ -92,7 +96,7 @@ class WeightSpace:
                 f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
                 cure="Ask for fewer, or add adapters." if len(bank) > 1 else "Add adapters: hundreds to be of use.",
             )
-        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, progress))
+        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, engine, progress))
         deviations = found.variances.sqrt().float()
         return cls(
             tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
