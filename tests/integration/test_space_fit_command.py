@@ -46,6 +46,22 @@ def test_a_bank_is_fitted_and_said(bank, tmp_path):
     assert "exists already" in again.output
 
 
+def test_a_space_knows_where_its_bank_lies(bank, tmp_path):
+    together = tmp_path / "together"
+    together.mkdir()
+    bank.path.rename(together / "bank")
+    assert invoke(together / "bank", together / "space", "--components", 3).exit_code == 0
+    together.rename(tmp_path / "moved")
+    space = WeightSpace.open(tmp_path / "moved" / "space")
+    assert torch.isfinite(flat(space.changes(space.scores[0]))).all()
+    (tmp_path / "moved" / "bank").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"which lay at \.\./bank as seen from it\. Name the bank"):
+        WeightSpace.open(tmp_path / "moved" / "space")
+    bank_at(tmp_path / "moved" / "bank", random_adapters(24, seed=9, dtype=torch.float32))
+    with pytest.raises(UsageError, match="another bank than the space was fitted to"):
+        WeightSpace.open(tmp_path / "moved" / "space")
+
+
 def test_machines_get_an_object(bank, tmp_path):
     done = invoke(bank.path, tmp_path / "space", "--components", 3, "--solver", "streaming", "--sketch", 6,
                   "--standalone", "--json")  # fmt: skip

@@ -56,7 +56,7 @@ def fit(
         AdapterBank.open(bank), folder=work, engine=engine, progress=QUIET if output.as_json else Progress(),
         **{name: value for name, value in settings.items() if value is not None},
     )  # fmt: skip
-    fitted.save(space, standalone=standalone)
+    fitted.save(space, standalone=standalone, bank=bank)
     _show(fitted, space, output)
 
 

@@ -25,7 +25,7 @@ _AMOUNTS = ("components", "adapters", "samples")
 
 @click.command()
 @click.argument("folder", metavar="[SPACE]", type=FOLDER, required=False)
-@click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, unless it stands alone.")
+@click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, where it has moved.")
 @click.option("--pipeline", type=FOLDER, help="A diffusers pipeline, of whose adapters the space is made.")
 @click.option("--prompt", "prompts", multiple=True, help="One for all noises, or one for each.")
 @click.option("--direction", "directions", multiple=True, type=FILE,
