@@ -9,6 +9,14 @@ import click
 
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FOLDER, NEW
+from netweight.cli.space_direction import direction
+from netweight.cli.space_edit import edit
+from netweight.cli.space_export import export, merge
+from netweight.cli.space_fit import fit
+from netweight.cli.space_invert import invert
+from netweight.cli.space_neighbors import neighbors
+from netweight.cli.space_sample import sample
+from netweight.cli.space_view import view
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -22,6 +30,10 @@ _SHOWN = 20  # skipped adapters that are listed
 @click.group()
 def space() -> None:
     """See many customized models as one space: collect adapters, find its directions, edit, sample and invert."""
+
+
+for _command in (fit, direction, edit, sample, neighbors, invert, export, merge, view):
+    space.add_command(_command)
 
 
 @space.command()
