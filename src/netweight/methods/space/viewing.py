@@ -190,7 +190,8 @@ def _steps(space: WeightSpace, directions: Sequence[Direction], components: int)
     for direction in directions:
         direction.check(space.scores)
         said = "; ".join(
-            f"{finding.name} {finding.value:.2f}" + (f", n = {finding.n}" if finding.n else "")
+            f"{finding.name.removesuffix(f' of {direction.name}')} {finding.value:.2f}"
+            + (f", n = {finding.n}" if finding.n else "")
             for finding in direction.findings
             if isinstance(finding.value, float)
         )
