@@ -33,6 +33,7 @@ from netweight.methods.space.audit import (
     inversion_findings,
     sample_findings,
 )
+from netweight.methods.space.calibration import calibrated
 from netweight.methods.space.comparisons import agreement, identity, perceptual_distance
 from netweight.methods.space.denoising import DenoisingLoss
 from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction
@@ -53,6 +54,9 @@ from netweight.zoo.faces_diffusion import faces_pipeline
 
 PARTS = ("directions", "edits", "delays", "entanglement", "samples", "inversion")
 EDITED = ("beard", "glasses", "width", "skin")
+KINDS = ("encoder", "decoder", "difference", "calibrated")
+STRENGTHS = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+CALIBRATED_ON = 24  # points that directions are corrected on, which no curve is measured on
 RANGE = 2.0  # every attribute reaches from -1 to 1
 CAPTIONS = [caption(ground) for ground in GROUNDS]
 SEEDS = list(range(len(CAPTIONS)))
@@ -60,9 +64,7 @@ STEPS = 15
 STRANGERS = 977  # the seed of people who are in no bank
 INVERSIONS = {
     "inversion": {},
-    "inversion, prior 1e-6": {"prior": 1e-6},
     "inversion, prior 1e-5": {"prior": 1e-5},
-    "inversion, prior 1e-4": {"prior": 1e-4},
     "inversion, prior 1e-3": {"prior": 1e-3},
     "inversion, not scaled": {"scaled": False, "learning_rate": 0.1},
 }
@@ -78,7 +80,9 @@ class World:
         self.labels = read_labels(options.bank / "labels.csv", self.space.names)
         self.model = text_to_image(faces_pipeline())
         generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randperm(len(bank), generator=generator)[: options.points]
+        order = torch.randperm(len(bank), generator=generator)
+        self.rows, apart = order[: options.points], order[options.points :][:CALIBRATED_ON]
+        self.apart = apart
         self.points = self.space.scores[self.rows]
 
     def paint(self, scores, **how):
@@ -122,23 +126,27 @@ def directions(world):
     return found
 
 
+def calibration(world, name):
+    """An encoder corrected by what it does to pictures of people whom no curve is measured on."""
+    fitted = [world.direction(each, "encoder", folds=0) for each in ATTRIBUTES]
+    ranges = [RANGE] * len(ATTRIBUTES)
+    lower = world.apart[world.labels[name].values[world.apart] < 0]
+    return calibrated(
+        world.paint, attributes, world.space.scores[lower], world.space.scores, fitted, name, ranges=ranges
+    )
+
+
 def edits(world):
     keep = dict([agreement(lambda images: read(images).ground, "prompt"), identity(Reader()),
                  perceptual_distance()])  # fmt: skip
     curves = []
     for name in EDITED:
-        for kind in ("encoder", "decoder", "difference"):
-            for joint in (True, False):
-                fitted = (
-                    world.direction(name, kind, folds=0)
-                    if joint
-                    else fit_direction(world.space.scores, world.labels, name, kind=kind, folds=0)
-                )
-                curves.append(
-                    edit_curve(world.paint, attributes, world.without(name), fitted, names=ATTRIBUTES, compare=keep,
-                               ranges=[RANGE] * len(ATTRIBUTES), strengths=[0.25, 0.5, 0.75, 1.0, 1.5, 2.0],
-                               label=f"{kind}{', all others joint' if joint else ''}")
-                )  # fmt: skip
+        for kind in KINDS:
+            fitted = calibration(world, name) if kind == "calibrated" else world.direction(name, kind, folds=0)
+            curves.append(
+                edit_curve(world.paint, attributes, world.without(name), fitted, names=ATTRIBUTES, compare=keep,
+                           ranges=[RANGE] * len(ATTRIBUTES), strengths=STRENGTHS, label=kind)
+            )  # fmt: skip
     return edit_findings(curves, "prompt kept", seed=0, progress=QUIET)
 
 
@@ -167,15 +175,16 @@ def tangles(world):
 def samples(world):
     scores, count = world.space.scores, world.options.points
     training = world.read(world.points)
+    kernel = KernelSampler.fit(scores)
     made = {
         "gaussian": GaussianSampler.fit(scores).draw(count, seed=1),
-        "kernel": KernelSampler.fit(scores).draw(count, seed=1),
+        "kernel": kernel.draw(count, seed=1),
         "kernel, bandwidth 0.5": KernelSampler.fit(scores, bandwidth=0.5).draw(count, seed=1),
         "mixture": MixtureSampler.fit(scores).draw(count, seed=1),
         "conditional": ConditionalSampler.fit(scores, world.labels).draw(count, seed=1),
         "conditional, bandwidth 0.5": ConditionalSampler.fit(scores, world.labels, bandwidth=0.5).draw(count, seed=1),
     }
-    found = []
+    found = [{"likeliest bandwidth": kernel.bandwidth}]
     for name, points in made.items():
         subject = SampleSubject(points, scores, world.read(points), training, ATTRIBUTES)
         found += [
@@ -204,7 +213,7 @@ def inversion(world):
             readings["adapter of many images, projected"] = world.read(projected)
     images = torch.stack([shown[0] for _, shown in pictures])
     prompts = [words[0] for words, _ in pictures]
-    loss = DenoisingLoss(world.model, images, prompts, draws=people.each, said=said)
+    loss = DenoisingLoss(world.model, images, prompts, draws=world.options.draws, said=said)
     for name, how in INVERSIONS.items():
         began = time.process_time()
         found = invert(world.space, loss, people.people, InversionSettings(steps=world.options.steps, **how))
@@ -230,6 +239,7 @@ def main():
     parser.add_argument("--points", type=int, default=64, help="points that are edited, and samples that are drawn")
     parser.add_argument("--strangers", type=int, default=32, help="people who are inverted")
     parser.add_argument("--steps", type=int, default=400, help="of an inversion")
+    parser.add_argument("--draws", type=int, default=4, help="noisy pictures of each at a step of an inversion")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

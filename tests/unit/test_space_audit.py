@@ -10,6 +10,7 @@ from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
 from netweight.evidence.descriptors import CenteredPixels
+from netweight.methods.space.calibration import calibrated
 from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.directions import direction_of
@@ -92,6 +93,36 @@ def test_curves_that_cannot_be_are_refused():
         edit_curve(
             painted, lambda images: seen(images)[:, :2], scores, direction, names=NAMES, ranges=[1, 1, 1], strengths=[1]
         )
+
+
+def test_calibration_takes_back_what_an_edit_changed_besides():
+    generator = torch.Generator().manual_seed(2)
+    training = torch.randn(60, 5, generator=generator)
+    mixing = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=generator)
+
+    def bent(scores):
+        """Attributes are mixed and bent, so that no direction of the scores is that of one attribute."""
+        seen = scores[:, :3] @ mixing
+        return painted(torch.cat([seen + 0.05 * seen.square(), scores[:, 3:]], 1))
+
+    directions = [
+        direction_of(training, torch.eye(5)[place], name=name, kind="encoder") for place, name in enumerate(NAMES)
+    ]
+    ranges = [1.0, 1.0, 0.5]
+    found = calibrated(bent, seen, training[:20], training, directions, "red", ranges=ranges, strength=1.0)
+    curves = [
+        edit_curve(bent, seen, training[20:40], each, names=NAMES, ranges=ranges, strengths=[0.5, 1.0])
+        for each in (directions[0], found)
+    ]
+    plain, corrected = (float(each.costs[2].mean() / each.effects[2].mean()) for each in curves)
+    assert corrected < 0.4 * plain
+    assert found.length == pytest.approx(1)
+    with pytest.raises(NameNotFound, match="'pink'"):
+        calibrated(bent, seen, training[:9], training, directions, "pink", ranges=ranges)
+    with pytest.raises(UsageError, match="correct nothing"):
+        calibrated(bent, seen, training[:9], training, directions[:1], "red", ranges=[1.0])
+    with pytest.raises(UsageError, match="2 directions"):
+        calibrated(bent, seen, training[:9], training, directions[:2], "red", ranges=[1.0, 1.0])
 
 
 def test_comparisons_say_what_they_are():
