@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["STRENGTHS", "Edited", "Way", "direction_of", "edited", "measured", "painted", "tuned"]
 
-Way: TypeAlias = Literal["prompting", "Concept Sliders", "w2w", "w2w, the paper's directions"]
+Way: TypeAlias = Literal[
+    "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions"
+]
 
 STRENGTHS = (0.5, 1.0, 2.0, 3.0)
 """Tried in tuning: in multiples of the farthest training model (the paper's rule) or of the slider."""
@@ -88,14 +90,17 @@ def edited(ground: Ground, folder: Path, ways: Sequence[Way]) -> dict[tuple[str,
         By title and way. A way that cannot express an edit is left out.
     """
     wanted = {one.title: one for one in ground.wanted}
-    runs = [
-        _Run(one.title, way, ground.digest)
-        for one in ground.wanted
-        for way in ways
-        if (way != "prompting" or one.prompt is not None) and (way != "Concept Sliders" or one.slider)
-    ]
+    runs = [_Run(one.title, way, ground.digest) for one in ground.wanted for way in ways if _can(ground, one, way)]
     found = run_each(lambda run: _measure(ground, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
     return {(each.config.title, each.config.way): _read(each.value) for each in found}
+
+
+def _can(ground: Ground, wanted: Wanted, way: Way) -> bool:
+    if way == "prompting":
+        return wanted.prompt is not None
+    if way == "w2w, corrected by images":
+        return ground.read is not None
+    return way != "Concept Sliders" or wanted.slider
 
 
 def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Sequence[str] | None = None) -> Tensor:
@@ -189,7 +194,7 @@ def _measure(ground: Ground, wanted: Wanted, way: Way) -> dict[str, Any]:
         images = painted(ground, points, prompts=(str(wanted.prompt),))
         return {"strength": None, "reached": True, **measured(ground, wanted, images, painted(ground, points))}
     strength, reached = 1.0, True
-    make = _slide(ground, wanted) if way == "Concept Sliders" else _move(ground, wanted, way)
+    make = _slide(ground, wanted) if way == "Concept Sliders" else _move(ground, wanted, way, others)
     if ground.effect is not None and way != "w2w, the paper's directions":
         points = ground.space.scores[others]
         before = _mean_match(ground, wanted, painted(ground, points))
@@ -200,11 +205,29 @@ def _measure(ground: Ground, wanted: Wanted, way: Way) -> dict[str, Any]:
     return {"strength": strength, "reached": reached, **found}
 
 
-def _move(ground: Ground, wanted: Wanted, way: Way) -> Any:
+def _move(ground: Ground, wanted: Wanted, way: Way, others: Sequence[int]) -> Any:
     from netweight.methods.space.edits import Move, edit
 
-    direction = direction_of(ground, wanted, reference=way != "w2w")
+    direction = direction_of(ground, wanted, reference=way == "w2w, the paper's directions")
+    if way == "w2w, corrected by images":
+        direction = _corrected(ground, wanted, direction, others)
     return lambda points, strength: painted(ground, edit(points, [Move(direction, strength, "reach")]))
+
+
+def _corrected(ground: Ground, wanted: Wanted, direction: Direction, others: Sequence[int]) -> Direction:
+    """Correct a direction by what it does to images of people who are not measured."""
+    from netweight.methods.space.calibration import calibrated
+
+    assert ground.read is not None
+    found = {wanted.column: direction}
+    for name in ground.attributes:
+        if name != wanted.column:
+            held = tuple(other for other in ground.attributes if other != name)
+            found[name] = direction_of(ground, replace(wanted, column=name, confounders=held))
+    return calibrated(
+        lambda points: painted(ground, points), ground.read, ground.space.scores[list(others)], ground.part()[0],
+        [found[name] for name in ground.attributes], wanted.column, ranges=[2.0] * len(ground.attributes),
+    )  # fmt: skip
 
 
 def _slide(ground: Ground, wanted: Wanted) -> Any:

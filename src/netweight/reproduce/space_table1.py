@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["table1"]
 
-_WAYS: tuple[Way, ...] = ("prompting", "Concept Sliders", "w2w", "w2w, the paper's directions")
+_WAYS: tuple[Way, ...] = (
+    "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions",
+)  # fmt: skip
 _SHOWN = 4
 _SEED = 0  # of intervals
 
@@ -36,6 +38,7 @@ def table1(ground: Ground, folder: Path) -> Measured:
             Row(f"{wanted.title}, {way}", _values(found.get((wanted.title, way))))
             for wanted in ground.wanted
             for way in _WAYS
+            if way == "prompting" or (wanted.title, way) in found or way == "Concept Sliders"
         ),
         labels={own[key]: name for key, name in names.items()},
         differs=(*ground.differs, *_differs(ground)),
@@ -89,9 +92,12 @@ def _differs(ground: Ground) -> tuple[str, ...]:
     )
     if ground.effect is None:
         return how, "Directions have the paper's strength, the farthest training model; sliders 1."
-    return how, (
+    return (
+        how,
         f"Sliders and w2w are made so strong that the match moves by {ground.effect:g} on other people, since ways "
-        "can only be compared at the same effect; the paper's directions are those of its code, at its strength."
+        "can only be compared at the same effect; the paper's directions are those of its code, at its strength.",
+        "Corrected by images: what the edit changed beside its attribute, on average over people who are not measured, "
+        "is taken back along other directions.",
     )
 
 
