@@ -179,10 +179,11 @@ def samples(world):
     made = {
         "gaussian": GaussianSampler.fit(scores).draw(count, seed=1),
         "kernel": kernel.draw(count, seed=1),
-        "kernel, bandwidth 0.5": KernelSampler.fit(scores, bandwidth=0.5).draw(count, seed=1),
+        "kernel, bandwidth 0.7": KernelSampler.fit(scores, bandwidth=0.7).draw(count, seed=1),
         "mixture": MixtureSampler.fit(scores).draw(count, seed=1),
         "conditional": ConditionalSampler.fit(scores, world.labels).draw(count, seed=1),
-        "conditional, bandwidth 0.5": ConditionalSampler.fit(scores, world.labels, bandwidth=0.5).draw(count, seed=1),
+        "gaussian, factor 1.4": GaussianSampler.fit(scores, factor=1.4).draw(count, seed=1),
+        "conditional, emphasis 1.5": ConditionalSampler.fit(scores, world.labels, emphasis=1.5).draw(count, seed=1),
     }
     found = [{"likeliest bandwidth": kernel.bandwidth}]
     for name, points in made.items():
