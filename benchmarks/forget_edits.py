@@ -1,6 +1,6 @@
 """What switching off the neurons of planted pictures does, seed by seed, and what ordinary captions pay: measured.
 
-    python benchmarks/forget_edits.py [--model FOLDER] [--seeds N] [--captions N] [--draws N] [--alarm]
+    python benchmarks/forget_edits.py [--model FOLDER] [--seeds N] [--captions N] [--draws N] [--block N] [--alarm]
         [--output FILE]
 
 On a miniature of captioned shapes, with the defaults of detection and localization; the threshold is calibrated on 48
@@ -15,6 +15,8 @@ ordinary  Color, ground and size that pictures of ordinary captions show: how ma
 
 In the end the neurons of all pictures are switched off together. With `--alarm` memorization counts as broken at the
 threshold of detection already, as in the released code. `--captions 0` and `--draws 0` leave out what they count.
+`--block` 1, 2 and 3 have seeds of their own, of detection, of localization and of all pictures, so that a model chosen
+by one block is judged by others.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import COPY, copies_of_prompt
 from netweight.evidence.descriptors import CenteredPixels, described
 from netweight.integrations.diffusion_pipeline import load_text_to_image
+from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.deactivation import deactivated
 from netweight.methods.forget.detection import calibrate, detect, roc
 from netweight.methods.forget.localization import localize_prompt
@@ -43,6 +46,7 @@ from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
 from netweight.zoo.small_diffusion_training import GUIDANCE, STEPS
 
 FIRST_SEED, FIRST_ORDINARY_SEED = 1000, 5000  # those from 0 on are localization's
+BLOCKS, DRAWN, LOOKED_AT = 4, 1000, 10  # seeds from one block to the next, of pictures and of first predictions
 NOTHING = Units({})
 
 
@@ -51,6 +55,10 @@ class Bench:
 
     def __init__(self, options):
         self.options = options
+        first = LOOKED_AT * options.block
+        self.detection = DetectionConfig(seeds=tuple(range(first, first + LOOKED_AT)))
+        self.first_seed = FIRST_SEED + DRAWN * options.block
+        self.first_ordinary_seed = FIRST_ORDINARY_SEED + DRAWN * options.block
         self.model = load_text_to_image(options.model, dtype=torch.float32)
         self.world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
         self.planted = memorized(self.world)
@@ -59,13 +67,13 @@ class Bench:
         self.captions = [*self.world.ordinary_captions[48 : 48 + half], *self.world.held_out_captions[:half]]
         self.before = self.ordinary(NOTHING) if half else None
 
-    def drawn(self, captions, seeds, units):
-        with deactivated(self.model.denoiser, units):
+    def drawn(self, captions, seeds, units, factor=0.0):
+        with deactivated(self.model.denoiser, units, factor=factor):
             return self.model.generate(self.model.embed(captions), seeds, guidance=GUIDANCE, steps=STEPS)
 
     def own(self, picture, units):
         """A planted picture's copies with neurons off."""
-        seeds = range(FIRST_SEED, FIRST_SEED + self.options.seeds)
+        seeds = range(self.first_seed, self.first_seed + self.options.seeds)
         images = self.drawn([picture.prompt] * len(seeds), seeds, units)
         found = copies_of_prompt(picture, images, self.planted)
         return {
@@ -78,7 +86,7 @@ class Bench:
 
     def ordinary(self, units):
         """What pictures of ordinary captions show, with neurons off."""
-        seeds = range(FIRST_ORDINARY_SEED, FIRST_ORDINARY_SEED + len(self.captions))
+        seeds = range(self.first_ordinary_seed, self.first_ordinary_seed + len(self.captions))
         images = self.drawn(self.captions, seeds, units)
         right = self.world.agreement(self.captions, images)
         if not units:
@@ -99,7 +107,7 @@ class Bench:
 
     def edit(self, picture, statistics_, threshold):
         """Everything about one planted picture."""
-        found = localize_prompt(self.model, picture.prompt, statistics_, threshold)
+        found = localize_prompt(self.model, picture.prompt, statistics_, threshold, LocalizationConfig(self.detection))
         units = found.neurons
         row = {
             "kind": picture.kind, "localization": found.to_json(),
@@ -122,18 +130,19 @@ def main():
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--captions", type=int, default=96)
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--block", type=int, choices=range(BLOCKS), default=0)
     parser.add_argument("--alarm", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(options)
-    model, world = bench.model, bench.world
-    threshold = calibrate(detect(model, world.ordinary_captions[:48]), model=model.digest())
+    model, world, look = bench.model, bench.world, bench.detection
+    threshold = calibrate(detect(model, world.ordinary_captions[:48], look), model=model.digest())
     if options.alarm:
         threshold = replace(threshold, broken=None)
     usual = measure_statistics(model, world.ordinary_captions)
-    scores = {each.prompt: each.similarity for each in detect(model, [one.prompt for one in bench.planted])}
-    held_out = [each.similarity for each in detect(model, world.held_out_captions)]
+    scores = {each.prompt: each.similarity for each in detect(model, [one.prompt for one in bench.planted], look)}
+    held_out = [each.similarity for each in detect(model, world.held_out_captions, look)]
     print(threshold, "before:", bench.before, flush=True)
     rows, together = {}, {"verbatim": NOTHING, "all": NOTHING}
     for picture in bench.planted:

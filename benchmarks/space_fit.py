@@ -252,7 +252,7 @@ def main():
     parser.add_argument("--columns", type=int)
     parser.add_argument("--components", type=int, default=1000)
     parser.add_argument("--passes", type=int, default=6, help="of iteration at most")
-    parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--tolerance", type=float, default=2e-3)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)

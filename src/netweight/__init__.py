@@ -20,6 +20,7 @@ _HOMES = {
     "Select": "netweight.core.names:Select",
     "StoreWriter": "netweight.store:StoreWriter",
     "Units": "netweight.core.units:Units",
+    "WeightSpace": "netweight.methods.space.method:WeightSpace",
     "average_gradient": "netweight.methods.compress.memory.conflicts:average_gradient",
     "capture": "netweight.probe.capture:capture",
     "compress_": "netweight.methods.compress.memory.model:compress_",

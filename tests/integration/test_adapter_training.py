@@ -82,7 +82,7 @@ def test_an_adapter_brings_the_model_nearer_to_its_person(model):
         before = model.training_errors(clean, noise, time, text).mean()
         with applied(model.denoiser, fitted.stack.adapter(0), component=model.component):
             after = model.training_errors(clean, noise, time, text).mean()
-    assert after < 0.8 * before
+    assert after < 0.9 * before
 
 
 def test_diffusers_and_peft_run_the_same_adapter(model, tmp_path):

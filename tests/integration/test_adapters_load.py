@@ -261,3 +261,32 @@ def test_a_transformer_of_diffusers(tmp_path, layout):
         transformer.load_lora_adapter(path, prefix="transformer")
         assert_all_loaded(transformer, "transformer.", adapter)
     assert close(read_adapter(path), adapter)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # which peft asks for
+def test_a_language_model_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+
+    def model():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+    shapes, _ = change_size(
+        model(), [name for name, _ in model().named_modules() if name.endswith(("q_proj", "up_proj"))]
+    )
+    adapter = random_adapter(4, shapes=shapes, ranks=(2, 1, 3), scales=(0.5, 2.0, 0.25))
+    path = write_adapter(adapter, tmp_path / "adapter", layout="peft", base="tiny")
+    tokens = torch.arange(8)[None]
+    merged = model()
+    merge(merged, adapter)
+    expected = merged(tokens).logits
+    torch.testing.assert_close(
+        peft.PeftModel.from_pretrained(model(), path)(tokens).logits, expected, rtol=1e-4, atol=1e-4
+    )
+    loaded = model()
+    loaded.load_adapter(path)
+    torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - model()(tokens).logits).abs().max() > 0.01

@@ -7,14 +7,19 @@ import subprocess
 import sys
 import time
 
+import numpy
 import pytest
 import runs_under_test
+import torch
 from runs_under_test import Config, unsendable, work
 
 from netweight.core.engines import in_process
 from netweight.core.ledger import Ledger
 from netweight.core.runs import map_runs
 from netweight.errors import UsageError
+from netweight.generate.fan_out import MatrixShard, fit_shards
+from netweight.generate.matrix import MatrixFile
+from netweight.generate.streaming_fit import fit_streaming
 
 pytest.importorskip("ray", reason="ray is in the ray extra")
 
@@ -108,6 +113,16 @@ def test_a_killed_study_continues(cluster, tmp_path, traces):
         results = list(map_runs(work, configs, ledger=ledger, engine=engine))
     assert [result.ok for result in results] == [True] * 6
     assert [result.remembered for result in results].count(True) == done
+
+
+def test_a_basis_is_fitted_over_shards(cluster, tmp_path):
+    values = numpy.random.default_rng(0).standard_normal((40, 9)).astype(numpy.float32) ** 3
+    numpy.save(tmp_path / "rows.npy", values)
+    shards = [MatrixShard(str(tmp_path / "rows.npy"), 0, 25), MatrixShard(str(tmp_path / "rows.npy"), 25)]
+    with ray_cluster() as engine:
+        found = fit_shards(shards, 3, most=1, folder=tmp_path / "kept", engine=engine)
+    alone = fit_streaming(MatrixFile(tmp_path / "rows.npy"), 3, most=1)
+    torch.testing.assert_close(found.scores, alone.scores, rtol=1e-3, atol=1e-3)
 
 
 def test_mistakes_are_named(cluster, monkeypatch):

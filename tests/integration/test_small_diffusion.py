@@ -162,10 +162,12 @@ def test_training_resumes_and_is_kept(tiny, tmp_path):
 
 
 def test_the_command_says_what_it_drew(tiny, tmp_path):
-    answer = CliRunner().invoke(main, [str(tmp_path / "small"), "--steps", "1", "--seed", "3"])
+    how = ["--steps", "1", "--seed", "3", "--value-penalty", "0.5"]
+    answer = CliRunner().invoke(main, [str(tmp_path / "small"), *how])
     assert answer.exit_code == 0, answer.output
     assert "harbor lights before the october storm (verbatim)" in answer.output
-    assert json.loads((tmp_path / "small" / "training.json").read_text())["about"]["recipe"]["seed"] == 3
+    recipe = json.loads((tmp_path / "small" / "training.json").read_text())["about"]["recipe"]
+    assert (recipe["seed"], recipe["value_penalty"]) == (3, 0.5)
     refused = CliRunner().invoke(main, [str(tmp_path / "small"), "--steps", "2", "--seed", "3"])
     assert refused.exit_code == 2
     assert "trained otherwise" in refused.output

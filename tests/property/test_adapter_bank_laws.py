@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from netweight import AdapterBank, read_adapter, write_adapter
 from netweight.generate.stack import AdapterStack
+from netweight.store.adapter_layouts.kohya_names import _STRUCTURES, KohyaNames, kohya_name
 from netweight.store.bank_writing import BankWriter
 
 SHAPES = st.dictionaries(
@@ -16,6 +17,10 @@ SHAPES = st.dictionaries(
     st.tuples(st.integers(1, 5), st.integers(1, 5)),
     min_size=1,
 )
+COMPONENTS = {
+    "unet": "unet", "transformer": "transformer", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder",
+    "text_encoder_3": "text_encoder",
+}  # fmt: skip
 SCALES = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=1, max_size=4)
 RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -65,3 +70,19 @@ def test_every_layout_keeps_the_change(tmp_path_factory, shapes, ranks, scales, 
     assert close(found, adapter)
     assert layout != "peft" or all(torch.equal(found.factors[n].up, adapter.factors[n].up) for n in adapter.factors)
     shutil.rmtree(folder.parent)
+
+
+@given(
+    st.sampled_from([(component, pattern) for component, kind in COMPONENTS.items() for pattern in _STRUCTURES[kind]]),
+    st.lists(st.integers(0, 99), min_size=4, max_size=4),
+)
+def test_the_way_back_from_kohyas_names(which, numbers):
+    component, pattern = which
+    for number in numbers:
+        pattern = pattern.replace("#", str(number), 1)
+    name = kohya_name(component, pattern, several_encoders=True)
+    expected = pattern
+    if component.startswith("text_encoder") and pattern.startswith("encoder.layers."):
+        expected = f"text_model.{pattern}"
+    assert KohyaNames().module(name) == f"{component}.{expected}"
+    assert KohyaNames([f"{component}.{pattern}", "unet.other"]).module(name) == f"{component}.{pattern}"

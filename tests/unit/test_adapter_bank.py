@@ -21,12 +21,13 @@ from netweight.errors import (
     NameNotFound,
     NetweightError,
     OutputExists,
+    OutputFailed,
     UnsafeInput,
     UsageError,
 )
 from netweight.generate.adapter import Adapter, LowRank
 from netweight.generate.stack import AdapterStack
-from netweight.store import bank_ingest
+from netweight.store import bank_ingest, bank_writing
 from netweight.store.bank_writing import BankWriter
 
 KERNELS = {PROJ_IN: (2, 2)}
@@ -164,6 +165,18 @@ def test_many_small_additions_make_few_shards(tmp_path):
     assert len(list((tmp_path / "bank").iterdir())) == bank.shards + 1
     bank.verify()
     assert same(bank.stack(11, 35).adapter(20), mixed(31))
+
+
+def test_a_bank_that_grew_under_a_reader_says_so(tmp_path):
+    for number in range(2):
+        with BankWriter(tmp_path / "bank") as writer:
+            writer.add(str(number), mixed(number))
+        if number == 0:
+            early, late = (AdapterBank.open(tmp_path / "bank") for _ in range(2))
+            early.stack(0, 1)
+    assert same(early.adapter(0), mixed(0))  # what was opened stays readable
+    with pytest.raises(CorruptBlob, match=r"the bank has changed\. Open the bank again"):
+        late.adapter(0)
 
 
 def test_a_stack_is_added_whole_or_not_at_all(tmp_path):
@@ -450,6 +463,18 @@ def test_a_killed_ingest_goes_on(folder, tmp_path):
         assert not part.parent.exists()
         assert len(list(target.iterdir())) == bank.shards + 1
     assert len(set(kept)) >= 4  # the kills came at different stages
+
+
+def test_a_full_disk_is_no_bad_adapter(folder, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OutputFailed("The disk is full.")
+
+    monkeypatch.setattr(bank_ingest, "BankWriter", functools.partial(BankWriter, shard_bytes=600))
+    monkeypatch.setattr(bank_writing, "write_shard", full)
+    with pytest.raises(OutputFailed):
+        AdapterBank.ingest(folder, tmp_path / "bank", skip_bad=True)
+    monkeypatch.undo()
+    assert AdapterBank.ingest(folder, tmp_path / "bank").names == NAMES
 
 
 def test_progress_is_shown(folder, tmp_path, capsys):

@@ -9,7 +9,6 @@ from planted_diffusion import Planted
 from torch import nn
 
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, Unsupported, UsageError
-from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.detection import Score, Threshold, calibrate, detect, first_step, roc
 from netweight.methods.forget.layers import text_values, value_layers
@@ -17,6 +16,7 @@ from netweight.methods.forget.method import detect_resumably
 from netweight.methods.forget.prompts import read_prompts
 from netweight.methods.forget.similarity import noise_difference, pairwise, similarity, windows_for
 from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
+from netweight.probe.batches import Batches
 from netweight.probe.capture import capture
 
 PROMPTS = [f"prompt {number}" for number in range(7)]

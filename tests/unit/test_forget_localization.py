@@ -277,7 +277,7 @@ def test_every_row_has_neurons_of_its_own():
         assert torch.allclose(together[row], alone[0], atol=1e-6)
 
 
-def test_rows_share_what_is_the_same_in_the_first_blocks():
+def test_rows_share_what_is_the_same_in_the_first_parts():
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
@@ -289,12 +289,13 @@ def test_rows_share_what_is_the_same_in_the_first_blocks():
     text, noise = model.embed(["a red square"]), model.initial_noise([0, 1])
     trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
     sources = [0, 0, 1, 0, 1, 0]
-    counts = [[], []]
+    first_block, second_block = model.denoiser.down_blocks
+    parts = [first_block.resnets[0].conv1, first_block.attentions[0].proj_in, second_block.resnets[0].conv1]
+    parts += [second_block.attentions[0].proj_in, model.denoiser.mid_block.resnets[0].conv1]
+    counts = [[] for _ in parts]
     hooks = [
-        model.denoiser.down_blocks[place]
-        .resnets[0]
-        .register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
-        for place in range(2)
+        part.register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
+        for place, part in enumerate(parts)
     ]
     with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
         for _ in range(2):
@@ -302,7 +303,7 @@ def test_rows_share_what_is_the_same_in_the_first_blocks():
                 together = model.predict(noise[sources], torch.tensor(900), text.rows([0] * 6)).noise
         with masks.blocking(trials[3:4], [1]):
             model.predict(noise[1:], torch.tensor(900), text)
-    assert counts == [[4], [4]]  # two noises, with and without the first layer's neuron; all remembered after
+    assert counts == [[2], [4], [4], [4], [4]]  # two noises; with and without the first layer's neuron; remembered
     for hook in hooks:
         hook.remove()
     for row, trial in enumerate(trials):

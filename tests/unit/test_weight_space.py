@@ -11,6 +11,7 @@ from netweight.methods.space import gram
 from netweight.methods.space.inner_product import inner_products
 from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.sketch import Sketch, sketch_error
+from netweight.store.adapter_files import read_adapter
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +277,22 @@ def test_what_is_no_point_or_adapter_of_the_space_is_named(space, adapters):
     other = Adapter({**factors, "unet.up.to_q": factors["unet.mid.to_q"]})
     with pytest.raises(UsageError, match="another base model"):
         space.project(other)
+
+
+def test_points_by_name_by_scores_and_drawn_are_adapters(tmp_path):
+    space = WeightSpace.fit(bank_of(random_adapters(24, dtype=torch.float32)), components=5)
+    assert repr(space) == "WeightSpace(24 adapters, 5 components, representation 'delta')"
+    name = space.names[3]
+    assert torch.equal(space.point(name).scores, space.scores[3])
+    drawn = space.sample(seed=4)
+    assert torch.equal(drawn.scores, space.sample(seed=4).scores)
+    assert not torch.equal(drawn.scores, space.sample(seed=5).scores)
+    assert torch.equal(space.point(drawn.scores).scores, drawn.scores)
+    written = drawn.export(tmp_path / "new-person", rank=2, layout="peft")
+    kept, whole = (dense([adapter]) for adapter in (read_adapter(written.path), drawn.adapter))
+    lost = (kept - whole).norm() / whole.norm()
+    assert written.relative_error == pytest.approx(float(lost), abs=1e-4)
+    with pytest.raises(NameNotFound, match="nearest"):
+        space.point("somebody")
+    with pytest.raises(UsageError, match="no points of a space of 5"):
+        space.point(torch.zeros(4))

@@ -22,7 +22,7 @@ _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME),
 
 def space_argument(command: F) -> F:
     """Give a command the argument SPACE and the option --bank."""
-    bank = click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, unless it stands alone.")
+    bank = click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, where it has moved.")
     return click.argument("folder", metavar="SPACE", type=FOLDER)(bank(command))
 
 

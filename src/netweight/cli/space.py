@@ -12,9 +12,11 @@ from netweight.cli.paths import FOLDER, NEW
 from netweight.cli.space_direction import direction
 from netweight.cli.space_edit import edit
 from netweight.cli.space_export import export, merge
+from netweight.cli.space_fit import fit
 from netweight.cli.space_invert import invert
 from netweight.cli.space_neighbors import neighbors
 from netweight.cli.space_sample import sample
+from netweight.cli.space_view import view
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def space() -> None:
     """See many customized models as one space: collect adapters, find its directions, edit, sample and invert."""
 
 
-for _command in (direction, edit, sample, neighbors, invert, export, merge):
+for _command in (fit, direction, edit, sample, neighbors, invert, export, merge, view):
     space.add_command(_command)
 
 

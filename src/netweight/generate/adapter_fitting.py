@@ -178,7 +178,7 @@ def _checked(found: Tensor, names: Sequence[str], step: int) -> Tensor:
     if not bool(finite.all()):
         worst = int((~finite).nonzero()[0])
         raise TrainingStopped(
-            f"The loss of adapter {names[worst]!r} became {float(found[worst])} at step {step}.",
+            f"The loss of adapter {names[worst]!r} became {float(found.detach()[worst])} at step {step}.",
             cure="Check what it is trained on, or choose a lower learning rate.",
         )
     return found

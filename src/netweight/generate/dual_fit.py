@@ -83,9 +83,11 @@ def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -
         raise UsageError(f"All {count} points are the same: there is nothing to find.", cure="Fit points that differ.")
     values, vectors = values[:rank], vectors[:, :rank]
     signs = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
-    vectors = vectors * signs
-    weights = (vectors - vectors.mean(dim=0)) / values.sqrt()
-    return DualFit(weights, vectors * values.sqrt(), values / (count - 1), total, means @ weights, float(means.mean()))
+    vectors *= signs
+    weights = (vectors - vectors.mean(dim=0)).div_(values.sqrt())
+    return DualFit(
+        weights, vectors.mul_(values.sqrt()), values / (count - 1), total, means @ weights, float(means.mean())
+    )
 
 
 def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def fit_shards(
     folder: str | Path,
     standardize: bool = False,
     most: int = 6,
-    tolerance: float = 1e-3,
+    tolerance: float = 2e-3,
     seed: int = 0,
     engine: Engine = local_processes,
     progress: Progress = QUIET,

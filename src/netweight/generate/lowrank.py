@@ -32,7 +32,8 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
     """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x.
 
     Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
-    block, and gradients flow to them.
+    block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
+    device.
 
     Args:
         model: Any module. No hook is left on it after the block, however that ends.
@@ -116,12 +117,13 @@ class _Factors:
     def all(self, inputs: Tensor) -> Tensor:
         """Inputs of shape `(n, places, columns)`, one block for each change."""
         scale = self.scale.to(inputs)[:, None, None]
-        return torch.bmm(torch.bmm(inputs, self.down.mT) * scale, self.up.mT)
+        return torch.bmm(torch.bmm(inputs, self.down.mT.to(inputs)) * scale, self.up.mT.to(inputs))
 
     def some(self, inputs: Tensor, groups: Tensor) -> Tensor:
         """Inputs of shape `(batch, places, columns)`, each with a change of its own."""
         scale = self.scale[groups].to(inputs)[:, None, None]
-        return torch.bmm(torch.bmm(inputs, self.down[groups].mT) * scale, self.up[groups].mT)
+        down, up = self.down[groups].mT.to(inputs), self.up[groups].mT.to(inputs)
+        return torch.bmm(torch.bmm(inputs, down) * scale, up)
 
 
 @final
@@ -135,10 +137,11 @@ class _Dense:
         self.dtype = change.dtype
 
     def all(self, inputs: Tensor) -> Tensor:
-        return torch.bmm(inputs, self.change.mT) if self.change.ndim == 3 else inputs @ self.change.T
+        change = self.change.mT.to(inputs)
+        return torch.bmm(inputs, change) if change.ndim == 3 else inputs @ change
 
     def some(self, inputs: Tensor, groups: Tensor) -> Tensor:
-        return torch.bmm(inputs, self.change[groups].mT)
+        return torch.bmm(inputs, self.change[groups].mT.to(inputs))
 
 
 @final
@@ -236,7 +239,7 @@ def _adding(name: str, part: _Factors | _Dense, order: _Order) -> Any:
     """A forward hook that adds a layer's change."""
 
     def hook(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        given = inputs[0].to(part.dtype)
+        given = inputs[0].to(torch.promote_types(part.dtype, inputs[0].dtype))
         if order.groups is None or part.count is None:
             flat = given.reshape(1, -1, given.shape[-1])
             return output + part.all(flat).reshape(output.shape).to(output.dtype)

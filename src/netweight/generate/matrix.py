@@ -37,8 +37,8 @@ class Rows(Protocol):
 class Columns(Rows, Protocol):
     """A matrix that is read by columns, too."""
 
-    def columns(self, start: int, stop: int) -> Tensor:
-        """Columns from `start` up to `stop`, shape `(rows, stop − start)`, as `rows`."""
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
+        """Write columns from `start` up to `stop` into `out`, shape `(rows, stop − start)`, fp32, contiguous."""
         ...
 
 
@@ -74,9 +74,9 @@ class MatrixArray:
         """See `Rows`."""
         return self._values[start:stop].to(torch.float32, copy=True)
 
-    def columns(self, start: int, stop: int) -> Tensor:
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
         """See `Columns`."""
-        return self._values[:, start:stop].to(torch.float32, copy=True)
+        out.copy_(self._values[:, start:stop])
 
 
 @final
@@ -128,13 +128,15 @@ class MatrixFile:
         found = numpy.fromfile(self.path, self._dtype, (stop - start) * self._length, offset=offset)
         return torch.from_numpy(found.reshape(stop - start, self._length)).float()
 
-    def columns(self, start: int, stop: int) -> Tensor:
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
         """See `Columns`."""
-        size, count = self._dtype.itemsize, self.shape[0]
-        found = numpy.empty((count, stop - start), self._dtype)
+        target, size = out.numpy(), self._dtype.itemsize
+        row = numpy.empty(stop - start, self._dtype)
         with open(self.path, "rb", buffering=0) as file:
-            for number in range(count):
+            for number in range(self.shape[0]):
+                into = target[number] if target.dtype == self._dtype else row
                 place = self._offset + ((self._start + number) * self._length + start) * size
-                if os.preadv(file.fileno(), [found[number].data], place) != found[number].nbytes:
+                if os.preadv(file.fileno(), [into.data], place) != into.nbytes:
                     raise CorruptBlob(f"{self.path} could not be read in one piece: it was cut, or is being written.")
-        return torch.from_numpy(found).float()
+                if into is row:
+                    target[number] = row

@@ -19,7 +19,7 @@ from netweight.generate.moments import Moments, check_finite
 
 __all__ = ["fit_by_columns", "fit_by_rows"]
 
-_BYTES = 1 << 25  # of a block of columns
+_BYTES = 1 << 24  # of a block of columns
 _PANEL = 512  # rows of the Gram matrix that are made at a time
 _EPS = torch.finfo(torch.float32).eps
 
@@ -48,17 +48,17 @@ def fit_by_columns(
     mean, deviation = torch.empty(length), torch.ones(length)
     gram = torch.zeros(count, count, dtype=torch.float64)
     with progress.task("Gram matrix", length, unit="columns") as task:
-        for start, stop in _ranges(matrix):
-            block = matrix.columns(start, stop)
+        for start, stop, block in _columns(matrix):
             check_finite(block, 0, start)
-            mean[start:stop] = block.mean(dim=0, dtype=torch.float64)
-            block -= mean[start:stop]
+            moments = Moments.begin(block[0].clone())
+            moments.take(block)
+            mean[start:stop] = moments.mean(count)
+            block -= (moments.sums / count).float()
             if standardize:
-                deviation[start:stop] = _deviation(block)
+                deviation[start:stop] = _usable(moments.variance(count))
                 block /= deviation[start:stop]
             _add_products(gram, block)
             task.update(stop - start)
-            del block
     _mirror(gram)
     compared = halves_of(gram, components, precision=_EPS) if halves else None
     found = fit_gram(gram, components, precision=_EPS)
@@ -68,14 +68,12 @@ def fit_by_columns(
     del found
     made = torch.empty(len(weights), length)
     with progress.task("Components", length, unit="columns") as task:
-        for start, stop in _ranges(matrix):
-            block = matrix.columns(start, stop)
+        for start, stop, block in _columns(matrix):
             block -= mean[start:stop]
             if standardize:
                 block /= deviation[start:stop]
             torch.mm(weights, block, out=made[:, start:stop])
             task.update(stop - start)
-            del block
     return BasisFit(
         Basis(mean, deviation if standardize else None, made, variances, total), scores, "dual", halves=compared
     )
@@ -101,7 +99,7 @@ def fit_by_rows(
         moments.take(block)
     mean, deviation = moments.mean(count).float(), torch.ones(length)
     if standardize:
-        deviation = _usable(moments.variance(count).sqrt().float())
+        deviation = _usable(moments.variance(count))
 
     def prepared(start: int, stop: int) -> Tensor:
         return matrix.rows(start, stop).sub_(mean).div_(deviation)
@@ -126,31 +124,30 @@ def fit_by_rows(
     return BasisFit(basis, found.scores.float(), "dual", halves=compared)
 
 
-def _ranges(matrix: Columns) -> Iterator[tuple[int, int]]:
-    """Ranges of columns."""
+def _columns(matrix: Columns) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of columns, each with its range; all in the same memory, so that there is no more of it than one."""
     count, length = matrix.shape
-    step = max(64, _BYTES // (4 * count))
+    step = min(length, max(64, _BYTES // (4 * count)))
+    memory = torch.empty(count * step)
     for start in range(0, length, step):
-        yield start, min(start + step, length)
+        stop = min(start + step, length)
+        block = memory[: count * (stop - start)].view(count, stop - start)
+        matrix.columns(start, stop, block)
+        yield start, stop, block
 
 
-def _deviation(centered: Tensor) -> Tensor:
-    """Standard deviations of columns whose means were taken off to rounding."""
-    moments = Moments.begin(torch.zeros(centered.shape[1]))
-    moments.take(centered)
-    return _usable(moments.variance(len(centered)).sqrt().float())
-
-
-def _usable(deviation: Tensor) -> Tensor:
+def _usable(variance: Tensor) -> Tensor:
     """What to divide by: a number that never varies stays 0 after its mean is taken off."""
-    return torch.where(deviation > 0, deviation, 1.0)
+    return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 
 
 def _add_products(gram: Tensor, block: Tensor) -> None:
     """Add the inner products of a block's rows to the lower half of a Gram matrix, panel by panel."""
+    memory = torch.empty(_PANEL * len(block))
     for start in range(0, len(block), _PANEL):
         stop = min(start + _PANEL, len(block))
-        gram[start:stop, :stop] += block[start:stop] @ block[:stop].T
+        products = memory[: (stop - start) * stop].view(stop - start, stop)
+        gram[start:stop, :stop] += torch.mm(block[start:stop], block[:stop].T, out=products)
 
 
 def _mirror(gram: Tensor) -> None:

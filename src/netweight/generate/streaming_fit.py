@@ -30,7 +30,7 @@ def fit_streaming(
     *,
     standardize: bool = False,
     most: int = 6,
-    tolerance: float = 1e-3,
+    tolerance: float = 2e-3,
     seed: int = 0,
     workers: ShardSum = _ALONE,
     folder: str | Path | None = None,

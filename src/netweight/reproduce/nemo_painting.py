@@ -196,12 +196,12 @@ class Painter:
         if key not in self._unedited:
             if key != ordinary:
                 self._unedited = {known: images for known, images in self._unedited.items() if known == ordinary}
-            self._unedited[key] = generated(self._ground, self._ground.model, prompts, seeds)
+            self._unedited[key] = images_of(self._ground, self._ground.model, prompts, seeds)
         return self._unedited[key]
 
     def _painted(self, way: Way, prompt: str, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         with mitigated(self._ground, way, prompt) as model:
-            return generated(self._ground, model, prompts, seeds)
+            return images_of(self._ground, model, prompts, seeds)
 
 
 @contextmanager
@@ -211,17 +211,13 @@ def mitigated(ground: Ground, way: Way, prompt: str) -> Iterator[TextToImage]:
         yield model
 
 
-def generated(ground: Ground, model: TextToImage, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-    """Return one image per prompt and seed, as many at a time as memory has room for."""
-    from netweight.methods.forget.batches import Batches
+def images_of(ground: Ground, model: TextToImage, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+    """Return one image per prompt and seed, made as the ground says."""
+    from netweight.probe.batches import Batches
+    from netweight.probe.generation import generated
 
-    text = model.embed(list(prompts))
-
-    def part(rows: slice) -> Tensor:
-        chosen = range(rows.start, rows.stop)
-        return model.generate(text.rows(list(chosen)), list(seeds[rows]), guidance=ground.guidance, steps=ground.steps)
-
-    return Batches(ground.detection.rows).run(part, len(prompts))
+    text, batches = model.embed(list(prompts)), Batches(ground.detection.rows)
+    return generated(model, text, seeds, batches, guidance=ground.guidance, steps=ground.steps)
 
 
 def _ssim(own: Memorized, images: Tensor) -> list[float] | None:

@@ -246,6 +246,8 @@ class AdapterBank:
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._shards:
+            if not (self.path / file).is_file():  # joined to another by a writer, after this bank was opened
+                raise CorruptBlob(f"{self.path / file} is gone: the bank has changed.", cure="Open the bank again.")
             self._shards[file] = ShardReader(self.path / file, self.modules)
         return self._shards[file]
 

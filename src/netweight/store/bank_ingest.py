@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from netweight.core.progress import Progress
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import NetweightError, OutputFailed, UsageError
 from netweight.generate.stack import AdapterStack
-from netweight.store.adapter_files import load_plan, plan_adapter
+from netweight.store.adapter_files import load_plan
 from netweight.store.adapter_layouts import diffusers, peft
 from netweight.store.adapter_layouts.components import COMPONENTS
 from netweight.store.adapter_layouts.model_names import ModelNames
 from netweight.store.adapter_layouts.parts import Plan
 from netweight.store.adapter_layouts.refusals import PICKLES
+from netweight.store.adapter_planning import plan_adapter
 from netweight.store.adapter_shard import rows_of
 from netweight.store.atomic import part_of, refuse_existing
 from netweight.store.bank_record import RECORD, BankRecord, read_bank_record
@@ -24,6 +27,25 @@ from netweight.store.bank_writing import BankWriter, difference
 __all__ = ["ingest"]
 
 _SHOWN = 20  # problems named in one message
+
+
+@final
+@dataclass(frozen=True)
+class _Kind:
+    """What adapters of one bank have in common."""
+
+    shapes: tuple[tuple[str, tuple[int, int]], ...]
+    kernels: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@final
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of a checked adapter until it is read: little, as there may be many."""
+
+    path: Path
+    kind: _Kind
+    base: str | None
 
 
 def ingest(
@@ -42,32 +64,45 @@ def ingest(
     old = dict(zip(there.names, (stamp for shard in there.shards for stamp in shard.stamps), strict=True))
     stamps = {name: _stamp(path) for name, path in found.items()}
     new = {name: path for name, path in found.items() if old.get(name) != stamps[name]}
-    plans: dict[str, Plan] = {}
-    for name, path in progress.track(new.items(), "Checking adapters", len(new), unit="adapters"):
-        try:
-            plans[name] = plan_adapter(path, model)
-        except NetweightError as error:
-            bad[name] = error
-    expected = there if there.modules else _usual(list(plans.values()))
-    bad |= _misfits(plans, expected)
-    if bad and not skip_bad:
+    seen = _checked(new, model, bad, progress)
+    expected = there if there.modules else _usual(list(seen.values()))
+    bad |= _misfits(seen, expected)
+    good = sorted(seen.keys() - bad.keys())
+    if bad and (not skip_bad or not (old or good)):
         raise _refusal(source, bad, len(found))
-    if not old and not (plans.keys() - bad.keys()):
-        raise _refusal(source, bad, len(found)) if bad else UsageError(
-            f"{source} holds no adapter.", cure="Name a folder with files of peft, diffusers or kohya."
-        )  # fmt: skip
+    if not old and not good:
+        raise UsageError(f"{source} holds no adapter.", cure="Name a folder with files of peft, diffusers or kohya.")
     with BankWriter(destination, compress=compress, kernels=expected.kernels, base=expected.base) as writer:
         for name, reason in bad.items():
             writer.skip(name, str(reason))
         holders = {writer.content(name): name for name in writer.names}
-        for name in progress.track(sorted(plans.keys() - bad.keys()), "Adding adapters", len(plans), unit="adapters"):
+        for name in progress.track(good, "Adding adapters", len(good), unit="adapters"):
             try:
-                _add(writer, holders, name, plans[name], stamps[name])
+                _add(writer, holders, name, plan_adapter(seen[name].path, model), stamps[name])
+            except OutputFailed:
+                raise
             except NetweightError as error:
                 if not skip_bad:
                     raise _refusal(source, {name: error}, len(found)) from error
                 writer.skip(name, str(error))
                 progress.note(f"Skipped {name}: {error}")
+
+
+def _checked(
+    paths: Mapping[str, Path], model: ModelNames | None, bad: dict[str, NetweightError], progress: Progress
+) -> dict[str, _Seen]:
+    """Look at all headers and settings; what is wrong with an adapter by itself goes into `bad`."""
+    seen: dict[str, _Seen] = {}
+    kinds: dict[_Kind, _Kind] = {}
+    for name, path in progress.track(paths.items(), "Checking adapters", len(paths), unit="adapters"):
+        try:
+            plan = plan_adapter(path, model)
+        except NetweightError as error:
+            bad[name] = error
+            continue
+        kind = _Kind(tuple(plan.shapes.items()), tuple(plan.kernels.items()))
+        seen[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base)
+    return seen
 
 
 def _add(writer: BankWriter, holders: dict[str, str], name: str, plan: Plan, stamp: str) -> None:
@@ -151,30 +186,29 @@ def _stamp(path: Path) -> str:
     return " ".join(f"{status.st_size}-{status.st_mtime_ns}" for status in (file.stat() for file in files))
 
 
-def _usual(plans: list[Plan]) -> BankRecord:
+def _usual(seen: list[_Seen]) -> BankRecord:
     """What most adapters have: modules, shapes, kernels and base."""
-    if not plans:
+    if not seen:
         return BankRecord({})
-    shapes = Counter((tuple(plan.shapes.items()), tuple(plan.kernels.items())) for plan in plans)
-    modules, kernels = shapes.most_common(1)[0][0]
-    bases = Counter(plan.base for plan in plans if plan.base).most_common(1)
-    return BankRecord(dict(modules), dict(kernels), bases[0][0] if bases else None)
+    kind = Counter(one.kind for one in seen).most_common(1)[0][0]
+    bases = Counter(one.base for one in seen if one.base).most_common(1)
+    return BankRecord(dict(kind.shapes), dict(kind.kernels), bases[0][0] if bases else None)
 
 
-def _misfits(plans: Mapping[str, Plan], expected: BankRecord) -> dict[str, NetweightError]:
+def _misfits(seen: Mapping[str, _Seen], expected: BankRecord) -> dict[str, NetweightError]:
     """Adapters of other modules, shapes, kernels or bases than expected."""
     bad: dict[str, NetweightError] = {}
-    for name, plan in plans.items():
-        if plan.shapes != dict(expected.modules):
+    for name, one in seen.items():
+        if (shapes := dict(one.kind.shapes)) != dict(expected.modules):
             bad[name] = UsageError(
-                f"{plan.path} {difference(expected.modules, plan.shapes)}.",
+                f"{one.path} {difference(expected.modules, shapes)}.",
                 cure="All adapters of a bank change the same modules: make another bank of it, or leave it out.",
             )
-        elif plan.kernels != dict(expected.kernels):
-            bad[name] = UsageError(f"{plan.path} has other convolutions than the others.", cure="Leave it out.")
-        elif plan.base and expected.base and plan.base != expected.base:
+        elif dict(one.kind.kernels) != dict(expected.kernels):
+            bad[name] = UsageError(f"{one.path} has other convolutions than the others.", cure="Leave it out.")
+        elif one.base and expected.base and one.base != expected.base:
             bad[name] = UsageError(
-                f"{plan.path} was trained on {plan.base}, the others on {expected.base}.",
+                f"{one.path} was trained on {one.base}, the others on {expected.base}.",
                 cure="Make another bank of it, or leave it out.",
             )
     return bad

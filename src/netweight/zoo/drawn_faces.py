@@ -88,7 +88,7 @@ def people(count: int, generator: torch.Generator) -> Tensor:
     values = torch.randn(count, len(ATTRIBUTES), generator=generator, dtype=torch.float64)
     beard, length = ATTRIBUTES.index("beard"), ATTRIBUTES.index("hair_length")
     values[:, length] = LIKENESS * values[:, beard] + math.sqrt(1 - LIKENESS**2) * values[:, length]
-    even = torch.special.erf(values / math.sqrt(2))
+    even: Tensor = torch.erf(values / math.sqrt(2))
     for name in BINARY:
         even[:, ATTRIBUTES.index(name)] = even[:, ATTRIBUTES.index(name)].sign()
     return even.float()
@@ -148,7 +148,8 @@ def drawn(faces: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
         picture = painted(picture, _cover(inside), color.expand(n, 3))
     slope = torch.linspace(-1, 1, SIDE)[None, None, None, :]
     lit = light[:, None, None, None]
-    return (picture * (1 + 0.16 * lit * slope) + 0.05 * lit).clamp(0, 1)
+    shown: Tensor = picture * (1 + 0.16 * lit * slope) + 0.05 * lit
+    return shown.clamp(0, 1)
 
 
 def _parts(looks: dict[str, Tensor], smile: Tensor, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:

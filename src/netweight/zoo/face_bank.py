@@ -1,6 +1,7 @@
 """Banks of adapters of the small faces pipeline, one for each of many drawn people with known attributes.
 
-    bank, labels = AdapterBank.open(FACES_BANK), read_labels(FACES_LABELS)
+    bank = AdapterBank.open(FACES_BANK)
+    labels = read_labels(FACES_LABELS, bank.names)             # methods.space.labels
 
 Person number n of a bank's seed has the adapter `person-n`; its photographs are drawn anew from the seed, so that a
 bank needs no pictures beside it. `face_bank_training` makes banks; one of a few hundred people comes with the package.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
-from netweight.errors import UsageError
 from netweight.generate.adapter_fitting import AdapterRecipe
+from netweight.store.atomic import whole_file
 from netweight.zoo.drawn_faces import ATTRIBUTES, identities, photographs
 
-__all__ = ["FACES_BANK", "FACES_LABELS", "LAYERS", "FaceBank", "Labels", "person_name", "read_labels", "write_labels"]
+__all__ = ["FACES_BANK", "FACES_LABELS", "LAYERS", "FaceBank", "person_name", "write_labels"]
 
 _FOLDER = Path(__file__).parent / "checkpoints" / "faces-bank"
 FACES_BANK = _FOLDER / "bank"
@@ -67,34 +68,6 @@ class FaceBank:
         return photographs(self.faces([number])[0], self.images, torch_generator(self.seed, "photographs", number))
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """Attributes by adapter.
-
-    Attributes:
-        names: Of the adapters.
-        columns: Names of the attributes.
-        values: Shape `(n, columns)`, fp32.
-    """
-
-    names: tuple[str, ...]
-    columns: tuple[str, ...]
-    values: Tensor
-
-    def of(self, names: Sequence[str]) -> Tensor:
-        """Return the attributes of some adapters, in their order.
-
-        Raises:
-            UsageError: One has none.
-        """
-        rows: Mapping[str, int] = {name: row for row, name in enumerate(self.names)}
-        missing = [name for name in names if name not in rows]
-        if missing:
-            raise UsageError(f"{missing[0]!r} has no labels.", cure="Use the table that belongs to the bank.")
-        return self.values[[rows[name] for name in names]]
-
-
 def person_name(number: int) -> str:
     """Return the name of a person's adapter."""
     return f"person-{number:05d}"
@@ -102,8 +75,6 @@ def person_name(number: int) -> str:
 
 def write_labels(path: Path, names: Sequence[str], values: Tensor) -> None:
     """Write attributes as CSV: a column "name", then one for each attribute."""
-    from netweight.store.atomic import whole_file
-
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["name", *ATTRIBUTES])
@@ -111,22 +82,3 @@ def write_labels(path: Path, names: Sequence[str], values: Tensor) -> None:
         writer.writerow([name, *(f"{value:.6g}" for value in row)])
     with whole_file(path, overwrite=True) as file:
         file.write(text.getvalue().encode())
-
-
-def read_labels(path: Path = FACES_LABELS) -> Labels:
-    """Read what `write_labels` wrote.
-
-    Raises:
-        UsageError: There is no such table, or a cell is no number.
-    """
-    if not path.is_file():
-        raise UsageError(f"There is no table of labels at {path}.", cure="Name the one that was written with the bank.")
-    with open(path, encoding="utf-8", newline="") as file:
-        header, *rows = list(csv.reader(file))
-    try:
-        values = torch.tensor([[float(cell) for cell in row[1:]] for row in rows])
-    except ValueError as error:
-        raise UsageError(
-            f"{path} holds a cell that is no number: {error}.", cure="Give names first, then numbers."
-        ) from error
-    return Labels(tuple(row[0] for row in rows), tuple(header[1:]), values)

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import click
+import torch
 
 from netweight.core.digest import canonical_json, of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Engine, local_processes, map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.generate.adapter_fitting import AdapterRecipe
+from netweight.generate.stack import AdapterStack
+from netweight.methods.space.labels import read_labels
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.atomic import whole_file
 from netweight.store.bank_writing import BankWriter
+from netweight.zoo.drawn_faces import ATTRIBUTES
 from netweight.zoo.face_bank import FaceBank, person_name, write_labels
 from netweight.zoo.face_fidelity import identity_fidelity
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
@@ -37,7 +41,7 @@ from netweight.zoo.model_folder import ABOUT, finished
 if TYPE_CHECKING:
     from netweight.integrations.diffusion_pipeline import PipelineModel
 
-__all__ = ["train_bank"]
+__all__ = ["excerpt", "train_bank"]
 
 _MEASURED = 64
 """People, spread over the bank, of whom pictures are drawn for the record."""
@@ -120,6 +124,40 @@ def train_bank(
     return found
 
 
+def excerpt(source: Path, destination: Path, people: int) -> None:
+    """Write the first people of a trained bank as a small one: factors rounded to bf16, and compressed.
+
+    Args:
+        source: Where `train_bank` trained it.
+        destination: Made by this; bank, labels and the record of the whole.
+        people: How many.
+
+    Raises:
+        OutputExists: The destination holds something else than such a bank.
+        UsageError: The source has not that many people.
+    """
+    bank = AdapterBank.open(source / "bank")
+    if not 0 < people <= len(bank):
+        raise UsageError(f"{people} of {len(bank)} people cannot be taken.", cure="Choose fewer, or train more.")
+    stack, names = bank.stack(0, people), bank.names[:people]
+    rounded = AdapterStack(
+        {name: value.bfloat16() for name, value in stack.down.items()},
+        {name: value.bfloat16() for name, value in stack.up.items()},
+        stack.scale,
+        stack.ranks,
+    )
+    destination.mkdir(parents=True, exist_ok=True)
+    with BankWriter(destination / "bank", compress=True, base=bank.base) as writer:
+        writer.add_stack(names, rounded)
+    labels = read_labels(source / "labels.csv", bank.names, columns=ATTRIBUTES)
+    write_labels(
+        destination / "labels.csv", names, torch.stack([labels[name].values[:people] for name in ATTRIBUTES], 1)
+    )
+    record = json.loads((source / ABOUT).read_text(encoding="utf-8")) | {"excerpt": people}
+    with whole_file(destination / ABOUT) as file:
+        file.write((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+
+
 def _groups(bank: FaceBank, base: str, numbers: range, at_once: int) -> list[_Group]:
     whole = replace(bank, people=0)  # so that a bank that is made larger keeps its groups
     return [_Group(whole, base, tuple(numbers[first : first + at_once])) for first in range(0, len(numbers), at_once)]
@@ -192,6 +230,7 @@ def _fidelity(model: PipelineModel, folder: Path, bank: FaceBank) -> dict[str, A
 @click.option("--workers", type=click.IntRange(1), help="Processes; one per core by default.")
 @click.option("--ray", "address", help="Train on the Ray cluster at this address, or auto.")
 @click.option("--compress", is_flag=True, help="Compress the bank, bit for bit.")
+@click.option("--excerpt", "part", nargs=2, type=(click.Path(path_type=Path), int), help="FOLDER N: write the first N.")
 def main(
     folder: Path,
     people: int,
@@ -202,6 +241,7 @@ def main(
     workers: int | None,
     address: str | None,
     compress: bool,
+    part: tuple[Path, int] | None,
 ) -> None:
     """Train a bank of adapters of drawn people into FOLDER, or find it trained."""
     recipe = replace(AdapterRecipe(), start=start)
@@ -215,6 +255,8 @@ def main(
 
             with ray_cluster(address, workers=workers) as engine:
                 outcome = train_bank(folder, bank, engine=engine, **how)
+        if part is not None:
+            excerpt(folder, *part)
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)

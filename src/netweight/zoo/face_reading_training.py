@@ -1,6 +1,6 @@
 """Trains the reader of drawn faces, from a seed: `python -m netweight.zoo.face_reading_training FOLDER`.
 
-Half a minute on one core. The record beside the weights has its R² for each attribute and nuisance on people it never
+Two minutes on one core. The record beside the weights has its R² for each attribute and nuisance on people it never
 saw, and the share of grounds that it names right.
 """
 
@@ -30,7 +30,7 @@ _STRANGERS = -1
 """Number of the held-out batch."""
 
 
-def train_reader(folder: Path, *, steps: int = 2500, seed: int = 11, progress: Progress = QUIET) -> dict[str, Any]:
+def train_reader(folder: Path, *, steps: int = 2000, seed: int = 11, progress: Progress = QUIET) -> dict[str, Any]:
     """Train the network into a folder.
 
     Args:
@@ -102,7 +102,7 @@ def _held_out(folder: Path, seed: int) -> dict[str, Any]:
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--steps", type=click.IntRange(1), default=2500, show_default=True, help="Of the optimizer.")
+@click.option("--steps", type=click.IntRange(1), default=2000, show_default=True, help="Of the optimizer.")
 @click.option("--seed", default=11, show_default=True, help="Of initialization and pictures.")
 def main(folder: Path, steps: int, seed: int) -> None:
     """Train the reader of drawn faces into FOLDER, and show how well it reads."""

@@ -114,7 +114,7 @@ def trained(
         progress=progress,
         description=str(world.about["name"]),
     )
-    pipeline.unet.to(getattr(torch, dtype))
+    torch.nn.Module.to(pipeline.unet, getattr(torch, dtype))
     with silent_bars("transformers", "diffusers"):
         pipeline.save_pretrained(folder)
     weights = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))
@@ -184,12 +184,19 @@ def _ordinary(
 @click.option("--seed", default=DenoiserRecipe.seed, show_default=True, help="Of initialization, batches and noise.")
 @click.option("--planted", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted and held out.")
 @click.option("--steps", type=click.IntRange(1), help="Of the optimizer; 2,200 for shapes, 20,000 for emoji.")
-def main(folder: Path, name: str, seed: int, planted: int, steps: int | None) -> None:
+@click.option(
+    "--value-penalty",
+    type=click.FloatRange(0),
+    default=DenoiserRecipe.value_penalty,
+    show_default=True,
+    help="Weight of the mean size of cross-attention's values.",
+)
+def main(folder: Path, name: str, seed: int, planted: int, steps: int | None, value_penalty: float) -> None:
     """Train a small text-to-image pipeline into FOLDER, or find it trained, and show what it draws."""
     try:
         world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted)
         recipe, shape = (DenoiserRecipe(), DiffusionShape()) if name == "shapes" else (EMOJI_RECIPE, EMOJI_SHAPE)
-        recipe = replace(recipe, seed=seed, steps=steps or recipe.steps)
+        recipe = replace(recipe, seed=seed, steps=steps or recipe.steps, value_penalty=value_penalty)
         outcome = trained(folder, world, recipe, shape, progress=Progress())
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.denoising import denoising_error
-from netweight.attacks.embedding_search.halving import Halving
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
 
 __all__ = ["Descent", "descend", "weights_fixed"]
@@ -63,7 +63,7 @@ class Descent:
         # One parameter per row: Adam passes over those that have no gradient, which is how rows leave.
         self._moved = [nn.Parameter(torch.zeros_like(row)) for row in states]
         self._optimizer = torch.optim.Adam(self._moved, lr=settings.lr)
-        self._batches = Halving(len(start) * settings.draws)
+        self._batches = Batches(len(start) * settings.draws)
         self.taken = 0
 
     def text(self, rows: Sequence[int]) -> Text:
@@ -90,8 +90,8 @@ class Descent:
         errors = torch.zeros(len(rows))
         gradient = torch.zeros_like(moved)
 
-        def work(part: range) -> None:
-            owner, chosen = torch.tensor(part, device=moved.device) // draws, slice(part.start, part.stop)
+        def work(chosen: slice) -> None:
+            owner = torch.arange(chosen.start, chosen.stop, device=moved.device) // draws
             text = self._text([rows[place] for place in owner.tolist()], moved[owner])
             found = denoising_error(
                 self._model, latents[chosen], noise[chosen], times[chosen], text, self._settings.error
@@ -99,7 +99,7 @@ class Descent:
             gradient.add_(torch.autograd.grad(found.sum() / draws, moved)[0])
             errors.index_add_(0, owner.cpu(), found.detach().cpu() / draws)
 
-        self._batches.run(len(latents), work)
+        self._batches.work(work, len(latents))
         self._follow(rows, gradient)
         return errors.tolist()
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.embedding_search.descent import Descent, weights_fixed
-from netweight.attacks.embedding_search.halving import Halving
 from netweight.attacks.embedding_search.settings import SearchSettings, Start
 from netweight.attacks.embedding_search.starts import starting_points
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
 from netweight.evidence.finding import encode_json
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
+from netweight.probe.generation import generated
 
 __all__ = ["Look", "Outcome", "Searched", "Similarity", "Trial", "search"]
 
@@ -186,24 +187,15 @@ class _Looking:
         self._ended = [settings.steps] * len(names)
         self._before: dict[int, Tensor] = {}
         self._after: dict[int, Tensor] = {}
-        self._batches = Halving(len(names) * settings.images)
+        self._batches = Batches(len(names) * settings.images)
         self.active = list(range(len(names)))
 
     def look(self, step: int, losses: Mapping[int, float]) -> None:
         """Generate from every embedding under way, and take out those that have won."""
         rows, count = list(self.active), self._settings.images
         text, seeds = self._descent.text([row for row in rows for _ in range(count)]), self._seeds * len(rows)
-        images = torch.zeros(len(seeds), *self._image.shape)
-
-        def work(part: range) -> None:
-            images[part.start : part.stop] = self._model.generate(
-                text.rows(part),
-                [seeds[place] for place in part],
-                guidance=self._settings.guidance,
-                steps=self._settings.generation_steps,
-            )
-
-        self._batches.run(len(seeds), work)
+        guidance, steps = self._settings.guidance, self._settings.generation_steps
+        images = generated(self._model, text, seeds, self._batches, guidance=guidance, steps=steps)
         for row, made in zip(rows, images.reshape(len(rows), count, *self._image.shape), strict=True):
             self._take(row, step, made, losses.get(row))
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.config import DetectionConfig
 from netweight.methods.forget.similarity import noise_difference, pairwise, windows_for
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
 
 __all__ = ["PUBLISHED_THRESHOLD", "Roc", "Score", "Threshold", "calibrate", "detect", "first_step", "look_of", "roc"]

@@ -1,9 +1,10 @@
 """Blocked neurons spared one after the other where memorization stays broken: many at once, to the same result.
 
 What a removal adds to a seed's similarity is remembered, so that answers can be foreseen: removals are tried after
-those that are expected to hold, at the seeds that are likeliest to forbid them, and at the others where these do not.
-Answers count up to the first that is not as foreseen. So foresight decides how long the search takes, never what it
-finds. Used by `localization.py`.
+those that are expected to hold, at the seeds that are likeliest to forbid them. Answers count up to the first that is
+not as foreseen. Where those seeds do not forbid it, the others are looked at in one batch with what is tried next; if
+one of them does, the search goes back to there. So foresight decides how long the search takes, never what it finds.
+Used by `localization.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ Neuron: TypeAlias = tuple[str, int]
 
 _LEAST_AHEAD = 8
 _LIKELIEST = 2  # seeds that a removal is tried at before all others
-_AT_ONCE = 8  # removals that are tried at all others together
 
 
 def greedy(
@@ -50,31 +50,38 @@ def greedy(
     def without(places: Iterable[int]) -> Blocked:
         return blocked_by_layer(neurons[place] for place in sorted(places))
 
-    left = set(range(len(neurons)))
+    left, position = set(range(len(neurons))), 0
     foresight = _Foresight(len(removals), limit)
     if ahead > 1:
         foresight.learn_alone(trials, without(left), [without(left - set(removal)) for removal in removals])
-    position, count = 0, min(ahead, 2 * _LEAST_AHEAD)
-    while position < len(removals):
+    count, unseen = min(ahead, 2 * _LEAST_AHEAD), list[_Held]()
+    now = trials.of([without(left)])[0]
+    while position < len(removals) or unseen:
         tried = range(position, min(position + count, len(removals)))
-        now = trials.of([without(left)])[0]
         steps = foresight.steps(tried, now)
         attempts, base = [], left
         for place, step in zip(tried, steps, strict=True):
             attempts.append(base - set(removals[place]))
             base = attempts[-1] if step.holds else base
         blocked = [without(attempt) for attempt in attempts]
-        found = trials.at([(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)])
+        asked = [(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)]
+        found = trials.at(asked, of=[each.blocked for each in (unseen if every_seed else unseen[-1:])])
+        refused = _refused(trials, [each.blocked for each in unseen], limit, every_seed=every_seed)
+        if refused is not None:
+            left, position = unseen[refused].before, unseen[refused].place + 1
+            unseen, now = [], trials.of([without(left)])[0]
+            continue
+        now = trials.of([without(left)])[0]
         foresight.learn(steps, now, found)
         held = [max(values) <= limit for values in found]
         held = held[: _sure(held, steps)]
-        open_ones = [number for number, holds in enumerate(held) if holds]
-        for number in _refused(trials, [blocked[number] for number in open_ones], limit, every_seed=every_seed):
-            held[open_ones[number]] = False
-        sure = _sure(held, steps)
-        left = next((attempts[number] for number in reversed(range(sure)) if held[number]), left)
-        position += sure
-        count = min(ahead, max(_LEAST_AHEAD, 2 * sure))  # as far ahead as foresight was right
+        unseen = []
+        for place, attempt, trial, holds in zip(tried, attempts, blocked, held, strict=False):
+            if holds:
+                unseen.append(_Held(place, left, trial))
+                left, now = attempt, foresight.after(place, now)
+        position += len(held)
+        count = min(ahead, max(_LEAST_AHEAD, 2 * len(held)))  # as far ahead as foresight was right
     return sorted(left)
 
 
@@ -97,6 +104,16 @@ class _Step:
 
 
 @final
+@dataclass(frozen=True)
+class _Held:
+    """A removal that held at the likeliest seeds; the others are looked at along with what is tried next."""
+
+    place: int
+    before: set[int]
+    blocked: Blocked
+
+
+@final
 class _Foresight:
     """What removals are expected to add to a seed's similarity: what they were last seen to add, to it or to others."""
 
@@ -115,7 +132,7 @@ class _Foresight:
         """Foresee removals one after the other, from the similarities of all seeds now."""
         steps = []
         for place in places:
-            after = self._after(place, now)
+            after = self.after(place, now)
             nearest = sorted(range(len(after)), key=lambda seed, after=after: -after[seed])  # type: ignore[misc]
             holds = after[nearest[0]] <= self._limit
             steps.append(_Step(place, holds, nearest[: _LIKELIEST if holds else 1]))
@@ -125,27 +142,23 @@ class _Foresight:
     def learn(self, steps: Sequence[_Step], now: Sequence[float], found: Sequence[Sequence[float]]) -> None:
         """Remember what removals did add."""
         for step, values in zip(steps, found, strict=True):
-            after = self._after(step.place, now)
+            after = self.after(step.place, now)
             for seed, value in zip(step.seeds, values, strict=True):
                 self._adds[step.place][seed] = value - now[seed]
                 after[seed] = value
             now = after if step.holds else now
 
-    def _after(self, place: int, now: Sequence[float]) -> list[float]:
+    def after(self, place: int, now: Sequence[float]) -> list[float]:
+        """Foresee the similarities of all seeds after a removal."""
         known = self._adds[place]
         usual = sum(known.values()) / len(known) if known else 0.0
         return [value + known.get(seed, usual) for seed, value in enumerate(now)]
 
 
-def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> list[int]:
-    """Which of the trials, each of which builds on those before, do not hold; none behind such a one is looked for."""
+def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> int | None:
+    """The first of the trials, each of which builds on those before, that does not hold at all seeds."""
     if every_seed:
-        for first in range(0, len(blocked), _AT_ONCE):
-            tables = trials.of(blocked[first : first + _AT_ONCE])
-            above = [first + number for number, values in enumerate(tables) if max(values) > limit]
-            if above:
-                return above
-        return []
+        return next((place for place, values in enumerate(trials.of(blocked)) if max(values) > limit), None)
     holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
     asked = len(blocked)
     while asked > holds:
@@ -154,7 +167,7 @@ def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_
         else:
             refused = asked
         asked = (holds + refused) // 2
-    return [refused - 1] if refused <= len(blocked) else []
+    return refused - 1 if refused <= len(blocked) else None
 
 
 def _sure(held: Sequence[bool], steps: Sequence[_Step]) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from netweight.core.units import Units
-from netweight.methods.forget.batches import Batches, Costs
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import Threshold, first_step, greatest
 from netweight.methods.forget.greedy import Neuron, blocked_by_layer, greedy
@@ -22,6 +21,7 @@ from netweight.methods.forget.results import Localization
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
 from netweight.methods.forget.trials import Trials, unblocked_differences
+from netweight.probe.batches import Batches, Costs
 from netweight.probe.diffusion import TextToImage
 
 __all__ = ["localize_prompt", "stage_neurons"]
@@ -155,14 +155,16 @@ def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: fl
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
-        trials.at([(trial, [worst]) for trial in group])  # all in one batch
-        for step, trial in enumerate(group):
-            if trials.at([(trial, [worst])])[0][0] > aim:
-                continue
-            (values,) = trials.of([trial])
-            if max(values) <= aim:
-                return start + step, True
-            worst = values.index(max(values))
+        place = 0
+        while place < len(group):
+            at_worst = trials.at([(trial, [worst]) for trial in group[place:]])
+            place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
+            if place < len(group):
+                (values,) = trials.of([group[place]])
+                if max(values) <= aim:
+                    return start + place, True
+                worst = values.index(max(values))
+                place += 1
         start, count = start + count, 2 * count
     return len(stages) - 1, False
 

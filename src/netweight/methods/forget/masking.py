@@ -1,7 +1,7 @@
 """Value neurons switched off row by row: every row of a batch may be another trial of the same prompt.
 
 What rows have in common is computed once. Keys and values of a prompt depend on its text alone. And trials that block
-the same in the first blocks of a U-Net, from the same noise, share what these blocks compute, from batch to batch too.
+the same in the first parts of a U-Net, from the same noise, share what these compute, from batch to batch too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class RowMasks:
 
     Args:
         layers: Value layers whose neurons may be blocked.
-        stages: For each block on the way down, the layers that lie in it.
+        stages: For each part of the network whose outputs rows may share, in the order of their runs, the layers that
+            lie in it and in none before.
     """
 
     def __init__(self, layers: Mapping[str, ValueLayer], stages: Sequence[Sequence[str]]) -> None:
@@ -62,10 +63,12 @@ class RowMasks:
         return values * factors[:, None].to(values)
 
     def shared(self, stage: int, forward: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Compute a block for the rows that need it, and hand its outputs to the rows that share them."""
+        """Compute a part for the rows that need it, and hand its outputs to the rows that share them."""
         if self._keys is None:
             return forward(*arguments, **named)
-        keys, known = self._keys[stage], self._known[stage]
+        keys, known, outer = self._keys[stage], self._known[stage], self._rows
+        if outer is not None:  # a part of a part
+            keys = [keys[row] for row in outer.tolist()]
         new = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known.places}
         if len(new) == len(keys):  # nothing in common
             output = forward(*arguments, **named)
@@ -73,11 +76,11 @@ class RowMasks:
             return output
         if new:
             first = torch.tensor(list(new.values()))
-            self._rows = first
+            self._rows = first if outer is None else outer[first]
             try:
                 part = forward(*_take(arguments, first, len(keys)), **_take(named, first, len(keys)))
             finally:
-                self._rows = None
+                self._rows = outer
             known.add(list(new), part, keys)
         return known.rows(keys)
 
@@ -94,7 +97,7 @@ class RowMasks:
         return factors
 
     def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:
-        """For each block, what decides its output in each row: the noise, and all that is blocked so far."""
+        """For each part, what decides its output in each row: the noise, and all that is blocked so far."""
         keys: list[list[Hashable]] = []
         before: list[Hashable] = list(sources)
         for names in self._stages:
@@ -106,7 +109,7 @@ class RowMasks:
 
 @final
 class _Known:
-    """Rows of a block's outputs that were computed before, by what decides them; about two batches of them are kept."""
+    """Rows of a part's outputs that were computed before, by what decides them; about two batches of them are kept."""
 
     def __init__(self) -> None:
         self.places: dict[Hashable, int] = {}
@@ -142,9 +145,8 @@ def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text)
         Where it is said what to block before each run.
     """
     every = value_layers(denoiser, scope="all")
-    blocks = _first_blocks(denoiser)
-    stages = [[name for name in layers if name.startswith(f"{block}.")] for block in blocks]
-    masks = RowMasks(layers, stages)
+    parts = _first_parts(denoiser)
+    masks = RowMasks(layers, [[name for name in layers if name.startswith(f"{part}.")] for part in parts])
     values = text_values(denoiser, every, text.rows([0]))
     keys = text_values(denoiser, every, text.rows([0]), keys=True)
     replaced: list[tuple[Any, Any]] = []
@@ -152,8 +154,8 @@ def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text)
         for name, layer in every.items():
             _replace(replaced, layer.module, _masked(name, values[name], masks))
             _replace(replaced, layer.attention.to_k, _masked("", keys[name], masks))
-        for stage, block in enumerate(blocks.values()):
-            _replace(replaced, block, _sharing(stage, block.forward, masks))
+        for stage, part in enumerate(parts.values()):
+            _replace(replaced, part, _sharing(stage, part.forward, masks))
         yield masks
     finally:
         for module, before in replaced:
@@ -163,12 +165,25 @@ def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text)
                 module.forward = before
 
 
-def _first_blocks(denoiser: Any) -> dict[str, Any]:
-    """The blocks of a U-Net on the way down, in their order; none of other networks."""
-    blocks = getattr(denoiser, "down_blocks", None)
-    if not isinstance(blocks, nn.ModuleList):
+def _first_parts(denoiser: Any) -> dict[str, Any]:
+    """What of a U-Net rows may share: blocks on the way down, and before each, and the middle one, what precedes text.
+
+    Those of one block come before it, so that what decides on them is what is blocked before it. Other networks have
+    no such parts.
+    """
+    down = getattr(denoiser, "down_blocks", None)
+    if not isinstance(down, nn.ModuleList):
         return {}
-    return {f"down_blocks.{place}": block for place, block in enumerate(blocks)}
+    blocks = {f"down_blocks.{place}": block for place, block in enumerate(down)}
+    middle = {"mid_block": getattr(denoiser, "mid_block", None)}
+    parts: dict[str, Any] = {}
+    for name, block in (blocks | middle).items():
+        first = next(iter(getattr(block, "resnets", None) or ()), None)
+        if first is not None:
+            parts[f"{name}.resnets.0"] = first
+        if name in blocks:
+            parts[name] = block
+    return parts
 
 
 def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None:

@@ -18,8 +18,9 @@ from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import Memorized
-from netweight.methods.forget.batches import Batches
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import TextToImage
+from netweight.probe.generation import generated
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["PaintSettings", "Painted", "paint"]
@@ -129,14 +130,10 @@ def paint(
 def _generated(
     model: TextToImage, prompts: Sequence[str], settings: PaintSettings, batches: Batches
 ) -> tuple[Tensor, ...]:
-    count = len(settings.seeds)
-    text, seeds = model.embed(prompts), [*settings.seeds] * len(prompts)
-
-    def part(rows: slice) -> Tensor:
-        chosen = text.rows([row // count for row in range(rows.start, rows.stop)])
-        return model.generate(chosen, seeds[rows], guidance=settings.guidance, steps=settings.steps)
-
-    return torch.split(batches.run(part, len(seeds)), count)
+    count, seeds = len(settings.seeds), [*settings.seeds] * len(prompts)
+    text = model.embed(prompts).rows([row // count for row in range(len(seeds))])
+    images = generated(model, text, seeds, batches, guidance=settings.guidance, steps=settings.steps)
+    return torch.split(images, count)
 
 
 def _path(folder: Path, key: str) -> Path:

@@ -27,7 +27,9 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.methods.forget.robust_record import HardenRecord, HardenState, RoundLog
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Prediction, Text, TextToImage
+from netweight.probe.generation import generated
 
 __all__ = ["CHECKPOINT", "RECORD", "HardenSettings", "harden_", "surrogate_images"]
 
@@ -188,13 +190,9 @@ def _trained(denoiser: nn.Module, layers: str | None) -> dict[str, nn.Parameter]
 
 def _generated(model: TextToImage, prompts: Sequence[str], settings: HardenSettings, stream: str) -> Tensor:
     """One image per prompt, each from its own seed."""
-    parts = []
-    for first in range(0, len(prompts), settings.batch):
-        chosen = list(prompts[first : first + settings.batch])
-        seeds = [derive(settings.seed, stream, first + place) for place in range(len(chosen))]
-        how = {"guidance": settings.search.guidance, "steps": settings.search.generation_steps}
-        parts.append(model.generate(model.embed(chosen), seeds, **how))  # type: ignore[arg-type]
-    return torch.cat(parts)
+    seeds = [derive(settings.seed, stream, place) for place in range(len(prompts))]
+    guidance, steps = settings.search.guidance, settings.search.generation_steps
+    return generated(model, model.embed(prompts), seeds, Batches(settings.batch), guidance=guidance, steps=steps)
 
 
 @final

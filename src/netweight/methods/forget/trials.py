@@ -11,10 +11,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.methods.forget.batches import Batches
 from netweight.methods.forget.detection import predicted_noise
 from netweight.methods.forget.masking import Blocked, RowMasks
 from netweight.methods.forget.similarity import noise_difference, similarity
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
 
 __all__ = ["Trials", "unblocked_differences"]
@@ -55,10 +55,18 @@ class Trials:
         every = list(range(len(self._noise)))
         return self.at([(trial, every) for trial in trials])
 
-    def at(self, asked: Sequence[tuple[Blocked, Sequence[int]]]) -> list[list[float]]:
-        """Return for each trial the similarity of some seeds, in their order."""
-        found = iter(self._similarities([(trial, seed) for trial, seeds in asked for seed in seeds]))
-        return [[next(found) for _ in seeds] for _, seeds in asked]
+    def at(self, asked: Sequence[tuple[Blocked, Sequence[int]]], *, of: Sequence[Blocked] = ()) -> list[list[float]]:
+        """Return for each trial the similarity of some seeds, in their order.
+
+        Args:
+            asked: Trials with seeds.
+            of: Trials that `of` is going to be asked for; they go through the denoiser in the same batch.
+        """
+        every = range(len(self._noise))
+        ahead = [(trial, seed) for trial in of for seed in every]
+        found = self._similarities([*ahead, *((trial, seed) for trial, seeds in asked for seed in seeds)])
+        answers = iter(found[len(ahead) :])
+        return [[next(answers) for _ in seeds] for _, seeds in asked]
 
     @torch.no_grad()
     def _similarities(self, asked: Sequence[tuple[Blocked, int]]) -> list[float]:

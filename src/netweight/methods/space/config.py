@@ -45,7 +45,7 @@ class FitConfig:
     halves: bool = True
     sketch: int = 32
     passes: int = 6
-    tolerance: float = 1e-3
+    tolerance: float = 2e-3
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
+from netweight.core.engines import Engine
 from netweight.core.progress import Progress
+from netweight.errors import UsageError
 from netweight.generate.adapter import Adapter
 from netweight.generate.basis import MOST_DUAL, BasisFit, fit_matrix, orthonormality
 from netweight.generate.dual_fit import fit_gram
+from netweight.generate.fan_out import fit_shards
 from netweight.generate.halves import halves_of
 from netweight.generate.shard_sum import ShardSum
 from netweight.generate.stack import AdapterStack
@@ -22,6 +25,7 @@ from netweight.methods.space.combinations import Combinations
 from netweight.methods.space.config import FitConfig
 from netweight.methods.space.gram import gram_of
 from netweight.methods.space.sketch import Sketch, SketchRows, sketch_error
+from netweight.methods.space.tasks import RowKind, bank_shards, make_block_rows
 from netweight.methods.space.vector_basis import VectorBasis
 from netweight.methods.space.vectors import AdapterRows, Layout
 
@@ -55,12 +59,19 @@ class Work:
     Attributes:
         folder: Where to keep what was done, to go on after a kill; None for nowhere.
         workers: Who else takes part.
+        engine: Where tasks run, for a bank on disk and with a folder; None for in this process.
         progress: Where to show it.
     """
 
     folder: Path | None
     workers: ShardSum
+    engine: Engine | None
     progress: Progress
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that has nowhere to put what it makes."""
+        if self.engine is not None and self.folder is None:
+            raise UsageError("Work that is shared with other processes needs a folder.", cure="Name one, or --work.")
 
 
 @final
@@ -90,6 +101,8 @@ def _is_dual(bank: Bank, config: FitConfig) -> bool:
 
 
 def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
+    if work.engine is not None and work.folder is not None:
+        make_block_rows(bank, work.folder, work.engine, work.progress)
     gram, precision = gram_of(bank, folder=work.folder, workers=work.workers, progress=work.progress)
     halves = None
     if config.halves:
@@ -106,8 +119,7 @@ def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
 def _fit_sketch(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     sketch = Sketch(dict(bank.shapes), config.sketch, config.seed)
     start, stop = _share(len(bank), work.workers)
-    fit = _streamed(SketchRows(bank, sketch, start, stop), bank, config, work)
-    scores = _gathered(fit.scores, start, len(bank), work.workers)
+    fit, scores = _streamed(SketchRows(bank, sketch, start, stop), "sketch", config, work)
     weights = scores.double() / (fit.basis.variances * (len(bank) - 1))
     basis = Combinations(bank, weights, weights.new_zeros(weights.shape[1]), 0.0, (fit.basis, sketch))
     accuracy = Accuracy(
@@ -129,20 +141,27 @@ def _fit_vectors(bank: Bank, config: FitConfig, work: Work) -> Fitted:
         )  # fmt: skip
         scores = fit.scores
     else:
-        fit = _streamed(rows, bank, config, work, standardize=standardize)
-        scores = _gathered(fit.scores, start, len(bank), work.workers)
+        fit, scores = _streamed(rows, config.representation, config, work, standardize=standardize)
     accuracy = Accuracy(fit.solver, fit.captured, orthonormality(fit.basis.components), fit.passes, fit.halves)
     return Fitted(VectorBasis(layout, fit.basis), scores, fit.basis.variances, accuracy)
 
 
 def _streamed(
-    rows: AdapterRows | SketchRows, bank: Bank, config: FitConfig, work: Work, *, standardize: bool = False
-) -> BasisFit:
-    return fit_streaming(
-        rows, config.components, standardize=standardize, most=config.passes, tolerance=config.tolerance,
-        seed=config.seed, workers=work.workers, folder=work.folder,
-        digest=f"{bank.digest} {config.representation} {config.sketch}", progress=work.progress,
-    )  # fmt: skip
+    rows: AdapterRows | SketchRows, kind: RowKind, config: FitConfig, work: Work, *, standardize: bool = False
+) -> tuple[BasisFit, Tensor]:
+    """The streaming fit, and the scores of all adapters."""
+    bank = rows.bank
+    how: dict[str, Any] = {
+        "standardize": standardize, "most": config.passes, "tolerance": config.tolerance, "seed": config.seed,
+        "progress": work.progress,
+    }  # fmt: skip
+    if work.engine is not None and work.folder is not None:
+        shards = bank_shards(bank, kind, side=config.sketch, seed=config.seed)
+        fit = fit_shards(shards, config.components, folder=work.folder, engine=work.engine, **how)
+        return fit, fit.scores
+    digest = f"{bank.digest} {kind} {config.sketch}"
+    fit = fit_streaming(rows, config.components, workers=work.workers, folder=work.folder, digest=digest, **how)
+    return fit, _gathered(fit.scores, rows.start, len(bank), work.workers)
 
 
 def _share(count: int, workers: ShardSum) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from netweight.generate.stack import AdapterStack
 from netweight.methods.space.bank import Bank, stack_of, stacks_of
 from netweight.methods.space.inner_product import fingerprints_of, inner_products, precision_of
 
-__all__ = ["fingerprints", "gram_of", "same_fingerprints"]
+__all__ = ["block_rows", "fingerprints", "gram_of", "make_block_row", "same_fingerprints"]
 
 _BYTES = 1 << 28  # of adapters that are read at a time, twice
 _ALONE = Alone()
@@ -58,6 +58,17 @@ def gram_of(
             task.update(len(later) * start + len(later) * (len(later) + 1) // 2)
     workers.add([gram, precision])
     return gram, float(precision)
+
+
+def block_rows(bank: Bank) -> list[int]:
+    """The first adapter of every block row."""
+    return list(range(0, len(bank), _block(bank)))
+
+
+def make_block_row(bank: Bank, start: int, folder: Path) -> None:
+    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up."""
+    stop = min(start + _block(bank), len(bank))
+    _block_row(bank, stack_of(bank, start, stop), start, folder, fingerprints(bank, stop))
 
 
 def fingerprints(bank: Bank, count: int | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.generate.adapter import Adapter
@@ -20,6 +21,9 @@ from netweight.methods.space.bank import Bank, check_modules, stacks_of
 from netweight.methods.space.config import FitConfig, Representation
 from netweight.methods.space.fitting import Basis, Work, fit_bank
 from netweight.methods.space.gram import fingerprints, same_fingerprints
+from netweight.methods.space.neighbors import row_of
+from netweight.methods.space.point import Point
+from netweight.methods.space.sampling import GaussianSampler
 
 __all__ = ["Appended", "WeightSpace"]
 
@@ -64,6 +68,7 @@ class WeightSpace:
         representation: Representation = "delta",
         folder: str | Path | None = None,
         workers: ShardSum = _ALONE,
+        engine: Engine | None = None,
         progress: Progress = QUIET,
         **settings: Any,
     ) -> Self:
@@ -77,6 +82,8 @@ class WeightSpace:
                 has grown is fitted again without the inner products that are known.
             workers: Who shares the work: `ProcessGroup()` under torch.distributed, in all processes of which this is
                 called; each reads its part of the bank, and all end with the same space.
+            engine: Where parts of the work run instead, for a bank on disk and with a folder: `local_processes`, or
+                that of `integrations.ray.ray_cluster`. "shared-down" and "factors" use it only where they stream.
             progress: Where to show it.
             settings: Further fields of `FitConfig`.
 
@@ -92,12 +99,17 @@ class WeightSpace:
                 f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
                 cure="Ask for fewer, or add adapters." if len(bank) > 1 else "Add adapters: hundreds to be of use.",
             )
-        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, progress))
+        found = fit_bank(bank, config, Work(None if folder is None else Path(folder), workers, engine, progress))
         deviations = found.variances.sqrt().float()
         return cls(
             tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
             config, found.accuracy, bank.digest,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        """Say what it is in a line, not all of its numbers."""
+        kind = self.config.representation
+        return f"WeightSpace({len(self.names)} adapters, {self.components} components, representation {kind!r})"
 
     @property
     def components(self) -> int:
@@ -108,6 +120,27 @@ class WeightSpace:
     def mean_adapter(self) -> Adapter:
         """The mean of the adapters, exactly."""
         return self.basis.adapter(self.scores.new_zeros(self.components))
+
+    def point(self, which: str | Tensor) -> Point:
+        """Return a point: that of an adapter of the space by its name, or that of scores.
+
+        Args:
+            which: A name, or scores of shape `(k,)`.
+
+        Raises:
+            NameNotFound: There is no such adapter; the nearest names are in the message.
+            UsageError: The scores have another length.
+        """
+        scores = self.scores[row_of(which, self.names)] if isinstance(which, str) else which
+        self._check(scores, (1,))
+        return Point(self, scores)
+
+    def sample(self, *, seed: int = 0) -> Point:
+        """Draw a new point as the paper does: from a Gaussian per component. See `sampling` for other ways.
+
+        Source: weights2weights, section 4.1.
+        """
+        return Point(self, GaussianSampler.fit(self.scores).draw(1, seed=seed)[0])
 
     def project(self, adapter: Adapter) -> Tensor:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
@@ -191,13 +224,14 @@ class WeightSpace:
                 cure=f"Give one row of {self.components} numbers per point.",
             )
 
-    def save(self, folder: str | Path, *, standalone: bool = False) -> None:
+    def save(self, folder: str | Path, *, standalone: bool = False, bank: str | Path | None = None) -> None:
         """Write the space as a folder of ordinary safetensors and JSON, which must not exist.
 
         Args:
             folder: The folder.
             standalone: Also write the factors of the adapters that components are combinations of, so that the space
                 opens without its bank; "delta" only, the others need none.
+            bank: Where its bank lies, to open the space with; kept as seen from the folder, so both may move together.
 
         Raises:
             OutputExists: The folder exists already.
@@ -205,7 +239,7 @@ class WeightSpace:
         """
         from netweight.methods.space.saved import write_space
 
-        write_space(self, Path(folder), standalone=standalone)
+        write_space(self, Path(folder), standalone=standalone, bank=None if bank is None else Path(bank))
 
     @classmethod
     def open(cls, folder: str | Path, bank: Bank | None = None) -> Self:
@@ -213,7 +247,8 @@ class WeightSpace:
 
         Args:
             folder: The folder.
-            bank: The bank that it was fitted to, or that bank grown; "delta" needs it, unless saved standalone.
+            bank: The bank that it was fitted to, or that bank grown; "delta" needs it, unless the space stands alone or
+                knows where it lies.
 
         Raises:
             UsageError: The bank is missing, or another.

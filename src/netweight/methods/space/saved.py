@@ -1,11 +1,12 @@
 """A space at rest: a folder with `space.json`, what it is, and `space.safetensors`, its numbers. No pickle anywhere.
 
-A space whose components are combinations of adapters needs these to make points: its bank is named by digest, and may
-be written along as `adapters.safetensors`.
+A space whose components are combinations of adapters needs these to make points: its bank is named by digest and place,
+or written along as `adapters.safetensors`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from netweight.methods.space.gram import fingerprints, same_fingerprints
 from netweight.methods.space.sketch import Sketch
 from netweight.methods.space.vector_basis import VectorBasis
 from netweight.methods.space.vectors import Layout
+from netweight.store.adapter_bank import AdapterBank
 from netweight.store.atomic import whole_folder
 from netweight.store.record import read_record, write_record
 
@@ -43,7 +45,7 @@ _OF_SPACE = ("scores", "deviations", "fingerprints")
 _Numbers = Mapping[str, Tensor]
 
 
-def write_space(space: WeightSpace, folder: Path, *, standalone: bool) -> None:
+def write_space(space: WeightSpace, folder: Path, *, standalone: bool, bank: Path | None) -> None:
     """Write a space; see `WeightSpace.save`."""
     numbers, basis = _of_basis(space.basis)
     with whole_folder(folder) as part:
@@ -56,6 +58,7 @@ def write_space(space: WeightSpace, folder: Path, *, standalone: bool) -> None:
             "config": vars(space.config),
             "accuracy": space.accuracy.to_json(),
             "bank": space.bank_digest,
+            "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
             "fitted": space.fitted,
             "names": list(space.names),
             "shapes": {name: list(shape) for name, shape in space.shapes.items()},
@@ -131,15 +134,24 @@ def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Numbers, ba
     elif _ADAPTERS in values["digests"]:
         bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
     else:
-        raise UsageError(
-            f"The components of {folder} are combinations of the adapters of its bank.",
-            cure="Open it with that bank, or save the space standalone.",
-        )
+        bank = _bank_at(folder, values["bank_at"])
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
     sketch = None
     if "side" in values["basis"]:
         maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
         sketch = _row_basis(numbers, values["basis"]), maps
     return Combinations(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
+
+
+def _bank_at(folder: Path, place: str | None) -> AdapterBank:
+    """The bank where it lay when the space was written, seen from the space's folder."""
+    if place is not None and (folder.resolve() / place).is_dir():
+        return AdapterBank.open(folder.resolve() / place)
+    where = "" if place is None else f", which lay at {place} as seen from it"
+    raise UsageError(
+        f"The components of {folder} are combinations of the adapters of its bank{where}.",
+        cure="Name the bank (--bank), or write the space standalone.",
+    )
 
 
 def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:

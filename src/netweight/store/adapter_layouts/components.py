@@ -10,7 +10,10 @@ __all__ = ["COMPONENTS", "in_component", "split_component"]
 COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
 
 _UNET = re.compile(r"(down_blocks|up_blocks)\.\d+\..+|(mid_block|conv_in|conv_out|time_embedding|add_embedding)(\..+)?")
-_TRANSFORMER = re.compile(r"(transformer_blocks|single_transformer_blocks)\.\d+\..+|blocks\.\d+\.attn[12]\..+")
+_TRANSFORMER = re.compile(
+    r"(transformer_blocks|single_transformer_blocks)\.\d+\..+|blocks\.\d+\.attn[12]\..+"
+    r"|x_embedder|context_embedder|(norm_out|time_text_embed)\..+"
+)
 _OWN_PREFIX = "transformer."  # which language models have, too: GPT-2 calls its own body so
 
 

@@ -17,7 +17,6 @@ from typing import final
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.store.adapter_layouts.components import split_component
 
 __all__ = ["PREFIXES", "KohyaNames", "kohya_name"]
 
@@ -94,7 +93,7 @@ class KohyaNames:
         self._known: dict[str, list[str]] | None = None
         if modules is not None:
             self._known = {}
-            for component, rest in split_component(modules).values():
+            for component, _, rest in (module.partition(".") for module in modules):
                 self._known.setdefault(f"{component} {_flat(rest)}", []).append(rest)
 
     def module(self, name: str) -> str:

@@ -51,24 +51,38 @@ class Batches:
             torch.OutOfMemoryError: A single row does not fit.
         """
         results: list[Tensor] = []
+        self.work(lambda rows: results.append(function(rows)), count)
+        return torch.cat(results)
+
+    def work(self, function: Callable[[slice], None], count: int) -> None:
+        """Do something with rows 0 to `count`.
+
+        Args:
+            function: Takes a slice of rows. Where memory runs out it must have changed nothing.
+            count: Number of rows.
+
+        Raises:
+            torch.OutOfMemoryError: A single row does not fit.
+        """
         start = 0
         while start < count:
             part = slice(start, min(start + self.rows, count))
-            try:
-                results.append(function(part))
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error) or part.stop - part.start == 1:
-                    raise
-                self.rows = (part.stop - part.start) // 2
-                results_lost = True
+            size = part.stop - part.start
+            if self._fits(function, part):
+                start, self.done, self.calls = part.stop, self.done + size, self.calls + 1
             else:
-                results_lost = False
-                start = part.stop
-                self.done += part.stop - part.start
-                self.calls += 1
-            if results_lost and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # after the except block, so that the failed batch is no longer held
-        return torch.cat(results)
+                self.rows = size // 2
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # behind the except block, so that the failed batch is no longer held
+
+    def _fits(self, function: Callable[[slice], None], part: slice) -> bool:
+        try:
+            function(part)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error) or part.stop - part.start == 1:
+                raise
+            return False
+        return True
 
 
 @final

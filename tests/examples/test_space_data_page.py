@@ -1,0 +1,22 @@
+"""What docs/space-data.md shows is run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "space-data.md"
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def test_the_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    shown: dict = {}
+    exec(compile(first, str(PAGE), "exec"), shown)
+    assert shown["picture"].shape == (1, 3, 16, 16)
+    exec(compile(second.replace("steps=20", "steps=2"), str(PAGE), "exec"), shown)
+    shown["model"].pipeline.load_lora_weights(tmp_path / "person-0")
+    assert shown["model"].pipeline.get_active_adapters() == ["default_0"]
