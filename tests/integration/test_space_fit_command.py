@@ -69,7 +69,9 @@ def test_machines_get_an_object(bank, tmp_path):
     assert (said["adapters"], said["components"], said["representation"]) == (24, 3, "delta")
     assert said["accuracy"]["sketch"]["captured"] > 0.5
     space = WeightSpace.open(tmp_path / "space")
-    assert said["deviations"] == pytest.approx(space.deviations.tolist())
+    assert said["accuracy"] == json.loads(json.dumps(space.accuracy.to_json()))
+    shown = CliRunner().invoke(netweight, ["space", "info", str(tmp_path / "space"), "--json"])
+    assert json.loads(shown.stdout) == said
     assert torch.isfinite(flat(space.changes(space.scores[0]))).all()
 
 

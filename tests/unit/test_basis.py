@@ -116,6 +116,8 @@ def test_what_cannot_be_fitted_is_named(solver):
         fit(torch.ones(9, 4), 2)
     with pytest.raises(UsageError, match="at most 0 components"):
         fit(rows_of(1), 1)
+    with pytest.raises(UsageError, match="has no principal components"):
+        fit(rows_of(1), None)
     for bad in (float("nan"), float("inf")):
         values = rows_of()
         values[37, 11] = bad

@@ -12,7 +12,7 @@ from netweight.cli.paths import FOLDER, NEW
 from netweight.cli.space_direction import direction
 from netweight.cli.space_edit import edit
 from netweight.cli.space_export import export, merge
-from netweight.cli.space_fit import fit
+from netweight.cli.space_fit import fit, show_space
 from netweight.cli.space_invert import invert
 from netweight.cli.space_neighbors import neighbors
 from netweight.cli.space_sample import sample
@@ -73,10 +73,13 @@ def ingest(
 @click.option("--verify", is_flag=True, help="Compare every shard with its digest.")
 @output_option
 def info(path: Path, verify: bool, output: Output) -> None:
-    """Say what a bank of adapters holds.
+    """Say what a bank of adapters holds, or how good the fit of a space is.
 
-    With --verify it exits with 3 if a shard is damaged.
+    With --verify it exits with 3 if a bank's shard is damaged.
     """
+    if (path / "space.json").is_file() and not verify:
+        show_space(path, output)
+        return
     from netweight.store.adapter_bank import AdapterBank
 
     bank = AdapterBank.open(path)

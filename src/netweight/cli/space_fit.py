@@ -1,4 +1,4 @@
-"""`netweight space fit`: the principal components of a bank of adapters."""
+"""`netweight space fit`: the principal components of a bank of adapters; and what `space info` says of a space."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from netweight.cli.paths import FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.space.method import WeightSpace
+    from netweight.methods.space.accuracy import Accuracy
 
-__all__ = ["fit"]
+__all__ = ["fit", "show_space"]
 
 
 @click.command()
@@ -57,29 +57,37 @@ def fit(
         **{name: value for name, value in settings.items() if value is not None},
     )  # fmt: skip
     fitted.save(space, standalone=standalone, bank=bank)
-    _show(fitted, space, output)
+    show_space(space, output)
 
 
-def _show(fitted: WeightSpace, space: Path, output: Output) -> None:
-    accuracy = fitted.accuracy
+def show_space(folder: Path, output: Output) -> None:
+    """Say what a fitted space is and how good its fit is; its bank is not needed."""
+    from netweight.methods.space.accuracy import Accuracy
+    from netweight.methods.space.saved import read_about
+
+    about = read_about(folder)
+    accuracy = Accuracy.from_json(about["accuracy"])
     how = "exactly" if accuracy.solver == "dual" else f"by {len(accuracy.passes)} passes"
     output.line(
-        f"{fitted.components} components of {len(fitted.names)} adapters capture {accuracy.captured:.1%} of their "
-        f"variance, found {how}: {space}",
+        f"{folder}: {about['components']} components of {about['fitted']} adapters capture {accuracy.captured:.1%} of "
+        f"their variance, found {how}",
         bold=True,
     )
-    for text in _remarks(fitted):
+    appended = len(about["names"]) - about["fitted"]
+    output.line(f"Representation {about['config']['representation']}, {len(about['shapes'])} modules"
+                + (f", {appended} more adapters appended" if appended else ""))  # fmt: skip
+    for text in _remarks(accuracy):
         output.line(text)
     output.result({
-        "space": str(space), "adapters": len(fitted.names), "components": fitted.components,
-        "representation": fitted.config.representation, "bank": fitted.bank_digest,
-        "deviations": fitted.deviations.tolist(), "accuracy": accuracy.to_json(),
+        "space": str(folder), "adapters": len(about["names"]), "fitted": about["fitted"],
+        "components": about["components"], "representation": about["config"]["representation"],
+        "config": about["config"], "bank": about["bank"], "accuracy": accuracy.to_json(),
     })  # fmt: skip
 
 
-def _remarks(fitted: WeightSpace) -> list[str]:
+def _remarks(accuracy: Accuracy) -> list[str]:
     """What is to be known of a fit besides."""
-    accuracy, found = fitted.accuracy, []
+    found = []
     if len(accuracy.passes) > 1:
         found.append("Captured pass by pass: " + ", ".join(f"{share:.2%}" for share in accuracy.passes))
     if accuracy.halves is not None:

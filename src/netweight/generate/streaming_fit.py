@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from netweight.core.progress import QUIET, Progress
+from netweight.errors import UsageError
 from netweight.generate.basis import BasisFit
 from netweight.generate.kept_sums import KeptSums
 from netweight.generate.matrix import Rows
@@ -20,7 +21,13 @@ _ALONE = Alone()
 
 
 def wanted(components: int | None, count: int, length: int) -> int:
-    """Number of components of a fit: what was asked for, or as many as there are, at most 1,000."""
+    """Number of components of a fit: what was asked for, or as many as there are, at most 1,000.
+
+    Raises:
+        UsageError: There are fewer than 2 rows.
+    """
+    if count < 2:
+        raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
     return min(1000, count - 1, length) if components is None else components
 
 

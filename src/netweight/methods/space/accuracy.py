@@ -19,8 +19,8 @@ class Accuracy:
     Attributes:
         solver: "dual" captures all that so many components can; "streaming" nearly.
         captured: Share of the variance along the components.
-        orthonormality: The greatest magnitude in C Cᵀ − I of the components C; None through a sketch, where they are
-            orthonormal in the sketch only.
+        orthonormality: The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors
+            that they are made of; None through a sketch, where components are orthonormal in the sketch only.
         passes: Streaming: the captured share after each pass; growth that has stopped says that it is near the best.
         halves: How well two halves agree; None where they were not fitted.
         sketch: What the sketch gets wrong; None without one.

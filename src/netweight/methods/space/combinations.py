@@ -75,7 +75,7 @@ class Combinations:
         """Return the changes at points; see `WeightSpace.changes`."""
         dtype = torch.promote_types(scores.dtype, torch.float32)
         scores = scores.to(dtype)
-        if self._dense:
+        if self.dense:
             return {
                 name: mean + (scores @ components.flatten(1)).view(*scores.shape[:-1], *mean.shape)
                 for name, (mean, components) in self._components(dtype, scores.device).items()
@@ -100,7 +100,7 @@ class Combinations:
         return Adapter(changes)
 
     @property
-    def _dense(self) -> bool:
+    def dense(self) -> bool:
         """Whether components as matrices are small, and fewer than factors by enough to be worth making."""
         size = sum(rows * columns for rows, columns in self.bank.shapes.values())
         components = self.weights.shape[1]

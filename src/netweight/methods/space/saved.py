@@ -35,7 +35,7 @@ from netweight.store.record import read_record, write_record
 if TYPE_CHECKING:
     from netweight.methods.space.method import WeightSpace
 
-__all__ = ["RECORD", "read_space", "write_space"]
+__all__ = ["RECORD", "read_about", "read_space", "write_space"]
 
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
@@ -60,6 +60,7 @@ def write_space(space: WeightSpace, folder: Path, *, standalone: bool, bank: Pat
             "bank": space.bank_digest,
             "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
             "fitted": space.fitted,
+            "components": space.components,
             "names": list(space.names),
             "shapes": {name: list(shape) for name, shape in space.shapes.items()},
             "basis": basis,
@@ -71,9 +72,7 @@ def write_space(space: WeightSpace, folder: Path, *, standalone: bool, bank: Pat
 
 def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> WeightSpace:
     """Read a space; see `WeightSpace.open`."""
-    if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
-    values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
+    values = read_about(folder)
     numbers = _read(folder / _NUMBERS, values["digests"][_NUMBERS])
     shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
     basis: Basis
@@ -86,6 +85,19 @@ def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> Weigh
         shapes, basis,
         FitConfig(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
     )  # fmt: skip
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Read what a space is, without its numbers: the values of its record.
+
+    Raises:
+        UsageError: The folder holds no space.
+        CorruptBlob: Its record is damaged.
+    """
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
+    values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
+    return values
 
 
 def _of_basis(basis: Basis) -> tuple[dict[str, Tensor], dict[str, Any]]:
