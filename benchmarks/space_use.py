@@ -140,8 +140,8 @@ def edits(world):
     keep = dict([agreement(lambda images: read(images).ground, "prompt"), identity(Reader()),
                  perceptual_distance()])  # fmt: skip
     curves = []
-    for name in EDITED:
-        for kind in KINDS:
+    for name in world.options.edited:
+        for kind in world.options.kinds:
             fitted = calibration(world, name) if kind == "calibrated" else world.direction(name, kind, folds=0)
             curves.append(
                 edit_curve(world.paint, attributes, world.without(name), fitted, names=ATTRIBUTES, compare=keep,
@@ -179,10 +179,11 @@ def samples(world):
     made = {
         "gaussian": GaussianSampler.fit(scores).draw(count, seed=1),
         "kernel": kernel.draw(count, seed=1),
-        "kernel, bandwidth 0.5": KernelSampler.fit(scores, bandwidth=0.5).draw(count, seed=1),
+        "kernel, bandwidth 0.7": KernelSampler.fit(scores, bandwidth=0.7).draw(count, seed=1),
         "mixture": MixtureSampler.fit(scores).draw(count, seed=1),
         "conditional": ConditionalSampler.fit(scores, world.labels).draw(count, seed=1),
-        "conditional, bandwidth 0.5": ConditionalSampler.fit(scores, world.labels, bandwidth=0.5).draw(count, seed=1),
+        "gaussian, factor 1.4": GaussianSampler.fit(scores, factor=1.4).draw(count, seed=1),
+        "conditional, emphasis 1.5": ConditionalSampler.fit(scores, world.labels, emphasis=1.5).draw(count, seed=1),
     }
     found = [{"likeliest bandwidth": kernel.bandwidth}]
     for name, points in made.items():
@@ -237,6 +238,8 @@ def main():
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--components", type=int)
     parser.add_argument("--points", type=int, default=64, help="points that are edited, and samples that are drawn")
+    parser.add_argument("--edited", nargs="+", choices=ATTRIBUTES, default=EDITED)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--strangers", type=int, default=32, help="people who are inverted")
     parser.add_argument("--steps", type=int, default=400, help="of an inversion")
     parser.add_argument("--draws", type=int, default=4, help="noisy pictures of each at a step of an inversion")

@@ -110,6 +110,11 @@ def test_conditions_are_kept_and_other_attributes_follow():
     gap = along[1.0]["beard"].mean() - along[0.0]["beard"].mean()
     assert gap > 2 * along[0.0]["beard"].std()
     assert along[1.0]["width"].mean() > along[0.0]["width"].mean() + 0.5  # they go together in training
+    bold = ConditionalSampler.fit(scores, labels, emphasis=2.0).draw(400, seed=0).double() @ decoders["beard"].vector
+    plain = sampler.draw(400, seed=0).double() @ decoders["beard"].vector
+    assert float(bold.std() / plain.std()) > 1.5  # the rest keeps its spread
+    with pytest.raises(UsageError, match="emphasis above 0"):
+        ConditionalSampler.fit(scores, labels, emphasis=0)
     with pytest.raises(NameNotFound, match="'bread'"):
         sampler.draw(1, seed=0, given={"bread": 1.0})
     with pytest.raises(NameNotFound, match="'bread'"):

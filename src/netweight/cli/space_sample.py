@@ -36,6 +36,8 @@ _LEAST_AUDITED = 5
 )
 @click.option("--labels", "labels_file", type=FILE, help="Attributes of models, for conditional.")
 @click.option("--name-column", default="name", show_default=True, help="The column that names the model.")
+@click.option("--emphasis", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
+              help="Of attributes, for conditional; images of new combinations show less of them.")  # fmt: skip
 @click.option("--given", multiple=True, metavar="COLUMN=VALUE", help="An attribute that all points have.")
 @click.option("--seed", default=0, show_default=True, help="Of the draw.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
@@ -82,7 +84,7 @@ def _drawn(space: WeightSpace, count: int, seed: int, options: dict[str, Any]) -
     if kind == "mixture":
         return MixtureSampler.fit(space.scores, clusters=options["clusters"], seed=seed).draw(count, seed=seed)
     labels = read_labels(options["labels_file"], space.names, key=options["name_column"])
-    fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=options["bandwidth"])
+    fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=options["bandwidth"], emphasis=options["emphasis"])
     return fitted.draw(count, seed=seed, given=given)
 
 

@@ -55,7 +55,7 @@ class InversionSettings:
         learning_rate: In standard deviations of the training models, if `scaled`.
         components: Only the first so many components move; None for all. A space of fewer moves all of them.
         prior: Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a
-            mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-3 is far too strong.
+            mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
         weight_decay: Of Adam, on what is moved.
         scaled: Whether components are moved in units of their deviations, or as they are.
         averaged: The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.

@@ -122,6 +122,8 @@ class ConditionalSampler:
         center: Scores of a model whose attributes are 0, shape `(k,)`.
         effects: What each attribute adds, shape `(a, k)`.
         rest: Draws what is left.
+        emphasis: What differs from the mean attributes is multiplied with it. Images of new combinations show less of
+            an attribute than those of trained models; read some, and raise this until their spread is as wanted.
     """
 
     columns: tuple[str, ...]
@@ -129,10 +131,17 @@ class ConditionalSampler:
     center: Tensor
     effects: Tensor
     rest: KernelSampler
+    emphasis: float = 1.0
 
     @classmethod
     def fit(
-        cls, scores: Tensor, labels: Labels, columns: Sequence[str] | None = None, *, bandwidth: float | None = None
+        cls,
+        scores: Tensor,
+        labels: Labels,
+        columns: Sequence[str] | None = None,
+        *,
+        bandwidth: float | None = None,
+        emphasis: float = 1.0,
     ) -> ConditionalSampler:
         """Regress scores on labels.
 
@@ -141,6 +150,7 @@ class ConditionalSampler:
             labels: Of the same models; those that lack one of the columns are left out.
             columns: Which attributes; all by default.
             bandwidth: As for `KernelSampler`, of the rest.
+            emphasis: Above 0.
 
         Raises:
             NameNotFound: There is no such column.
@@ -150,6 +160,8 @@ class ConditionalSampler:
         chosen = [labels[name] for name in names]
         for column in chosen:
             column.check()
+        if not emphasis > 0:
+            raise UsageError(f"Attributes cannot be multiplied with {emphasis}.", cure="Give an emphasis above 0.")
         known = torch.stack([column.known for column in chosen]).all(0)
         if len(scores) != len(known) or int(known.sum()) < len(names) + 3:
             raise UsageError(
@@ -159,9 +171,8 @@ class ConditionalSampler:
         ours, values = _checked(scores)[known], torch.stack([column.values[known] for column in chosen], 1)
         sides = torch.cat([values, torch.ones(len(values), 1, dtype=torch.float64)], 1)
         solved = torch.linalg.lstsq(sides, ours, driver="gelsd").solution
-        return cls(
-            tuple(names), values, solved[-1], solved[:-1], KernelSampler.fit(ours - sides @ solved, bandwidth=bandwidth)
-        )
+        rest = KernelSampler.fit(ours - sides @ solved, bandwidth=bandwidth)
+        return cls(tuple(names), values, solved[-1], solved[:-1], rest, emphasis)
 
     def draw(self, count: int, *, seed: int, given: Mapping[str, float] | None = None) -> Tensor:
         """Return points, shape `(count, k)`, fp32.
@@ -185,7 +196,9 @@ class ConditionalSampler:
         pool = self._alike(places, wanted)
         values = self.values[pool[_rows(seed, _positive(count), len(pool), "attributes")]].clone()
         values[:, places] = wanted
-        return (self.center + values @ self.effects + self.rest.draw(count, seed=seed).double()).float()
+        mean = self.values.mean(0)
+        shown = mean + self.emphasis * (values - mean)
+        return (self.center + shown @ self.effects + self.rest.draw(count, seed=seed).double()).float()
 
     def _alike(self, places: Sequence[int], wanted: Tensor) -> Tensor:
         """The labeled models whose attributes may go with those that are given."""
