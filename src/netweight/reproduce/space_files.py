@@ -213,7 +213,7 @@ def ground_of_recipe(path: Path) -> Ground:
         attributes=(),
         sliders=lambda: _sliders(recipe.edits),
         fitting=Fitting(
-            adapters, ATTENTION, 1, SETTINGS[recipe.inversion], trained_prediction(model), recipe.together
+            adapters, ATTENTION, 1, 1, SETTINGS[recipe.inversion], trained_prediction(model), recipe.together
         ),
         small=False,
         differs=(

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
     from netweight.generate.stack import AdapterStack
 
-__all__ = ["MANY", "ONE", "PROJECTED", "SPACE", "SPACE_MANY", "Fit", "Met", "met"]
+__all__ = ["MANY", "ONE", "SPACE", "Fit", "Met", "met"]
 
 MANY, ONE = "DreamBooth LoRA, several images", "DreamBooth LoRA, one image"
-SPACE, SPACE_MANY = "w2w inversion, one image", "w2w inversion, several images"
-PROJECTED = "DreamBooth LoRA, several images, projected into the space"
+SPACE = "w2w inversion, one image"
 
 
 @final
@@ -84,23 +83,22 @@ def _run(ground: Ground, fit: Fit) -> dict[str, Any]:
     for start in range(0, len(ground.strangers), together):
         strangers = ground.strangers[start : start + together]
         began = time.process_time()
-        if fit.way in (SPACE, SPACE_MANY):
+        if fit.way == SPACE:
             scores = _inverted(ground, fit, strangers)
             seconds += time.process_time() - began
             parameters = fit.components or ground.space.components
             images.append(painted(ground, scores))
-            continue
-        stack = _trained(ground, strangers, many=fit.way != ONE)
-        seconds += time.process_time() - began
-        parameters = _size(stack)
-        whole = fit.way != PROJECTED
-        images.append(_painted(ground, stack) if whole else painted(ground, _projected(ground, stack)))
+        else:
+            stack = _trained(ground, strangers, many=fit.way == MANY)
+            seconds += time.process_time() - began
+            parameters = _size(stack)
+            images.append(_painted(ground, stack))
     seen = _seen(ground, torch.cat(images))
     return {"parameters": parameters, "seconds": seconds / len(ground.strangers), **seen}
 
 
 def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
-    """Points of strangers from one image or all of them."""
+    """Points of strangers from one image each."""
     from dataclasses import replace
 
     import torch
@@ -110,15 +108,10 @@ def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor
     from netweight.methods.space.inversion import invert
 
     how = ground.fitting
-    count = how.each if fit.way == SPACE_MANY else 1
-    parts = [DenoisingLoss(
-        ground.model, torch.stack([each.images[place % len(each.images)] for each in strangers]),
-        [each.prompts[place % len(each.images)] for each in strangers], draws=max(1, how.each // count), said=how.said,
-    ) for place in range(count)]  # fmt: skip
-
-    def loss(changes: Any, generator: torch.Generator, /) -> Tensor:
-        return torch.stack([part(changes, generator) for part in parts]).mean(0)
-
+    loss = DenoisingLoss(
+        ground.model, torch.stack([each.images[0] for each in strangers]), [each.prompts[0] for each in strangers],
+        draws=how.draws, said=how.said,
+    )  # fmt: skip
     settings = replace(how.inversion, components=fit.components)
     with weights_fixed(ground.model.denoiser):
         return invert(ground.space, loss, len(strangers), settings, device=ground.model.device).scores
@@ -148,12 +141,6 @@ def _painted(ground: Ground, stack: AdapterStack) -> Tensor:
         with torch.no_grad(), applied(model.denoiser, stack.adapter(number), component=model.component):
             found.append(model.generate(text, seeds, guidance=ground.guidance, steps=ground.steps))
     return torch.stack(found)
-
-
-def _projected(ground: Ground, stack: AdapterStack) -> Tensor:
-    import torch
-
-    return torch.stack([ground.space.project(stack.adapter(number)) for number in range(len(stack))])
 
 
 def _seen(ground: Ground, images: Tensor) -> dict[str, Any]:

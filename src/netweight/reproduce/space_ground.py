@@ -92,7 +92,8 @@ class Fitting:
     Attributes:
         recipe: Of adapters.
         layers: That adapters change.
-        each: Noisy images of a person at a step, of adapters and of inversion.
+        each: Noisy images of a person at a step, of adapters.
+        draws: The same of inversion.
         inversion: Settings of the descent.
         said: The prediction that its error is counted in.
         together: People at a time.
@@ -101,6 +102,7 @@ class Fitting:
     recipe: AdapterRecipe
     layers: str
     each: int
+    draws: int
     inversion: InversionSettings
     said: Literal["velocity", "noise", "sample"]
     together: int = 32

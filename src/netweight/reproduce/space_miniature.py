@@ -32,7 +32,8 @@ __all__ = ["miniature"]
 
 _EDITS = {"Gender": "beard", "Chubby": "width", "Eyes": "eye_spacing"}
 """The paper's edits and what stands for them: one of everything, one of the face's shape, a fine one."""
-_HELD, _PEOPLE, _STRANGERS, _OTHERS = 64, 16, 20, 8
+_HELD, _PEOPLE, _STRANGERS, _OTHERS = 64, 16, 16, 8
+_INVERSION, _DRAWS = InversionSettings(steps=150), 2
 _SEED = 977
 """Of strangers, who are in no bank, and of pairs for sliders."""
 _STEPS = 15
@@ -73,7 +74,7 @@ def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Ground:
         read=_attributes,
         attributes=ATTRIBUTES,
         sliders=lambda: _sliders(model, how.layers),
-        fitting=Fitting(how.recipe, how.layers, how.each, InversionSettings(), trained_prediction(model)),
+        fitting=Fitting(how.recipe, how.layers, how.each, _DRAWS, _INVERSION, trained_prediction(model)),
         small=True,
         differs=(
             f"A miniature: drawn faces of 16 × 16 pixels with eight known attributes, {count} adapters, and a denoiser "
