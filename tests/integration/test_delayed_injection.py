@@ -15,7 +15,7 @@ from netweight.generate.lowrank import linear_layers
 from netweight.integrations.delayed_injection import delayed_injection, switch_on_step_end
 from netweight.integrations.diffusion_pipeline import text_to_image
 from netweight.methods.space.edits import Delay
-from netweight.methods.space.exporting import export_point
+from netweight.methods.space.exporting import export_adapter
 from netweight.methods.space.painting import paint
 from netweight.zoo.small_diffusion import shapes_pipeline
 
@@ -31,7 +31,7 @@ def world(tmp_path_factory):
     space.basis *= 0.7
     folder = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate(("before", "after")):
-        export_point(space, space.scores[number], folder / name)
+        export_adapter(space.adapter(space.scores[number]), folder / name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of a second adapter, which is what is wanted here
             pipeline.load_lora_weights(folder / name, weight_name="pytorch_lora_weights.safetensors", adapter_name=name)

@@ -47,14 +47,12 @@ def export(
     POINT is what `netweight space edit` takes. DST is a folder, or a .safetensors file; of several points each goes
     into a folder of its name under DST.
     """
-    from netweight.methods.space.exporting import export_point
-
     space = opened(folder, bank)
     points = points_of(space, point)
     found: dict[str, Exported] = {}
     for name, scores in zip(points.names, points.scores, strict=True):
         path = destination if len(points.names) == 1 else destination / name
-        found[name] = export_point(space, scores, path, rank=rank, layout=layout, overwrite=overwrite)
+        found[name] = space.point(scores).export(path, rank=rank, layout=layout, overwrite=overwrite)
     output.table(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in found.items()])
     output.result({name: _payload(each) for name, each in found.items()})
 

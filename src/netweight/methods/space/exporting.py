@@ -1,23 +1,17 @@
-"""Points of a space as ordinary adapters, alone or merged with others, at a chosen rank with what that costs."""
+"""Adapters as files for other tools, alone or merged with others, at a chosen rank with what that costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, final
-
-from torch import Tensor
+from typing import Literal, final
 
 from netweight.errors import UsageError
 from netweight.generate.adapter import Adapter, Truncation, combined
 from netweight.store.adapter_files import write_adapter
 
-__all__ = ["Exported", "export_adapter", "export_point", "merged"]
-
-
-class _Space(Protocol):
-    def adapter(self, scores: Tensor) -> Adapter: ...
+__all__ = ["Exported", "export_adapter", "merged"]
 
 
 @final
@@ -93,27 +87,3 @@ def export_adapter(
     written = write_adapter(kept.adapter, path, layout=layout, base=base, overwrite=overwrite)
     ranks = [change.rank for change in kept.adapter.factors.values()]
     return Exported(written, (min(ranks), max(ranks)), kept.relative_error)
-
-
-def export_point(
-    space: _Space,
-    scores: Tensor,
-    path: str | Path,
-    *,
-    rank: int | None = None,
-    layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
-    base: str | None = None,
-    overwrite: bool = False,
-) -> Exported:
-    """Write a point of a space as an adapter; see `export_adapter`.
-
-    Args:
-        space: The space.
-        scores: Shape `(k,)`.
-        path: As there.
-        rank: As there.
-        layout: As there.
-        base: As there.
-        overwrite: As there.
-    """
-    return export_adapter(space.adapter(scores), path, rank=rank, layout=layout, base=base, overwrite=overwrite)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, final
 from torch import Tensor
 
 from netweight.generate.adapter import Adapter
-from netweight.methods.space.exporting import Exported, export_point
+from netweight.methods.space.exporting import Exported, export_adapter
 
 if TYPE_CHECKING:
     from netweight.methods.space.method import WeightSpace
@@ -45,4 +45,4 @@ class Point:
         overwrite: bool = False,
     ) -> Exported:
         """Write the point as an adapter; arguments, result and errors are those of `exporting.export_adapter`."""
-        return export_point(self.space, self.scores, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
+        return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
