@@ -25,7 +25,7 @@ from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.directions import Direction
 from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.exporting import export_point
+from netweight.methods.space.exporting import export_adapter
 from netweight.methods.space.inversion import InversionSettings
 from netweight.methods.space.inversion_runs import InversionTask, Target, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
@@ -140,8 +140,8 @@ def _row_by_strength(world: _World, curve: EditCurve, direction: Direction, rows
 
 def _exported(space: WeightSpace, point: Tensor, models: Path) -> list[Finding]:
     """An edited person as files, whole and at rank 4, and read again."""
-    whole = export_point(space, point, models / "edited-person")
-    small = export_point(space, point, models / "edited-person-small", rank=4)
+    whole = export_adapter(space.adapter(point), models / "edited-person")
+    small = export_adapter(space.adapter(point), models / "edited-person-small", rank=4)
     again = read_adapter(whole.path)
     meant = space.changes(point)
     apart = max(float((again.factors[name].dense() - change).abs().max()) for name, change in meant.items())
