@@ -101,8 +101,8 @@ def components(ground: Ground, folder: Path) -> Measured:
         differs=(*ground.differs, "The paper compares 100, 1,000, 10,000 and 20,000 components."),
         findings=(*_kept(edits, names), *_inverted(fits, names)),
         notes=(
-            "The paper takes 1,000 for edits and 10,000 for inversion, and says that 20,000 overfit; it prints no "
-            "numbers.",
+            "The paper takes 1,000 for edits and 10,000 for inversion, and says that 20,000 overfit; numbers of it are "
+            "not at hand.",
             "Edits move a person's whole adapter along a direction of so many components; inversion moves so many.",
         ),
     )

@@ -55,7 +55,7 @@ def histograms(ground: Ground, folder: Path) -> Measured:
         ),
         figures=(_histogram(ground, scores[:, :_DRAWN]),),
         notes=(
-            "The paper shows histograms, and says that they are nearly normal; it prints no numbers.",
+            "The paper shows histograms; numbers of them are not at hand.",
             f"Of {len(scores)} adapters. The level is {_LEVEL:g} shared among {len(values)} tests; with many adapters "
             "the least departure is found, so look at W: a normal sample's is 1.",
         ),
@@ -84,7 +84,7 @@ def traversal(ground: Ground, folder: Path) -> Measured:
         findings=tuple(_most(names, readings)),
         figures=(_pictures(images),),
         notes=(
-            "The paper shows images and names what it sees in them; it prints no numbers.",
+            "The paper shows images; numbers of them are not at hand.",
             f"What an attribute changes from {-_END:g} to {_END:g} standard deviations of the adapters along the "
             f"component, mean over {len(ground.seeds)} images. The sign of a component means nothing.",
         ),
