@@ -63,10 +63,13 @@ def main():
     parser.add_argument("bank", type=Path, nargs="?", default=FACES_BANK.parent)
     parser.add_argument("--independent", type=Path, help="a bank whose adapters each began from another seed")
     parser.add_argument("--output", type=Path)
-    options, others = parser.parse_known_args()
+    ours, others = sys.argv[1:], []
+    if "--" in ours:  # what follows is for space_use.py
+        ours, others = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
+    options = parser.parse_args(ours)
     banks = [options.bank, *([options.independent] if options.independent else [])]
     gauge = run("space_gauge.py", *banks)
-    use = run("space_use.py", options.bank, "--only", *PARTS, *(each for each in others if each != "--"))
+    use = run("space_use.py", options.bank, "--only", *PARTS, *others)
     targets = [*probes(gauge["rows"]), *aimed(use)]
     for each in targets:
         told = {True: "met", False: "missed", None: ""}[each.passed]
