@@ -1,0 +1,56 @@
+"""Concept Sliders on drawn faces: added they make an attribute more, subtracted less; bad pairs are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from netweight.errors import UsageError
+from netweight.generate import Adapter
+from netweight.generate.adapter_fitting import AdapterRecipe
+
+pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
+
+from netweight.integrations.diffusion_pipeline import text_to_image
+from netweight.integrations.slider_training import SliderPairs, train_sliders
+from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
+from netweight.zoo.face_bank import LAYERS
+from netweight.zoo.face_fidelity import faces_drawn
+from netweight.zoo.face_reading import read
+from netweight.zoo.faces_diffusion import faces_pipeline
+
+SKIN = ATTRIBUTES.index("skin")
+
+
+def pairs(count=16):
+    noise = torch.Generator().manual_seed(0)
+    faces, changes = people(count, noise), nuisances(count, noise)
+    sides = []
+    for value in (-1.0, 1.0):
+        side = faces.clone()
+        side[:, SKIN] = value
+        sides.append(drawn(side, torch.zeros(count, dtype=torch.int64), changes))
+    return SliderPairs("skin", *sides, (caption(next(iter(GROUNDS))),) * count)
+
+
+def test_a_slider_goes_both_ways_and_leaves_the_model_as_it_was():
+    model = text_to_image(faces_pipeline())
+    before = model.digest()
+    found = train_sliders(model, [pairs()], AdapterRecipe(steps=40, learning_rate=0.02), layers=LAYERS)
+    assert model.digest() == before
+    assert not any(weight.grad is not None for weight in model.denoiser.parameters())
+    slider = found.stack.adapter(0)
+    negative = Adapter({name: replace(change, scale=-change.scale) for name, change in slider.factors.items()})
+    more, less = (
+        float(read(faces_drawn(model, each, samples=8, steps=8)[0]).attributes[:, SKIN].mean())
+        for each in (slider, negative)
+    )
+    assert more > less + 0.4
+
+
+def test_pairs_that_are_none_are_refused():
+    good = pairs(2)
+    with pytest.raises(UsageError, match="'skin' has images"):
+        replace(good, before=good.before[:1])
+    with pytest.raises(UsageError, match="not within 0 and 1"):
+        replace(good, after=good.after + torch.nan)
