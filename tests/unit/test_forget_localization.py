@@ -570,7 +570,7 @@ def test_adapters_are_hooked_but_must_be_merged_to_be_edited():
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "pixart"])
-def test_localization_in_a_pipeline_leaves_it_as_it_was(kind):
+def test_localization_in_a_pipeline_leaves_it_as_it_was(kind, tmp_path):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
@@ -586,3 +586,8 @@ def test_localization_in_a_pipeline_leaves_it_as_it_was(kind):
     assert found.initial == loop[0]
     assert found.refined == loop[1]
     assert model.digest() == digest
+    prompts = ["a photo", "a large blue circle", "the small green square"]
+    beside = localize(model, prompts, usual, Threshold(-0.5, "given"), config, ledger=tmp_path / "found")
+    assert (beside[1].initial, beside[1].refined) == loop[:2]
+    assert model.digest() == digest
+    assert all("forward" not in vars(module) for module in model.denoiser.modules())
