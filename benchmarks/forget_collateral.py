@@ -32,11 +32,12 @@ from netweight.methods.forget.detection import calibrate, detect, first_step, gr
 from netweight.methods.forget.greedy import blocked_by_layer, greedy
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localization import localize_prompt
-from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.masking import Row, RowMasks
+from netweight.methods.forget.side_by_side import Predictions, predicted, side_by_side
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
-from netweight.methods.forget.trials import Trials, unblocked_differences
-from netweight.probe.batches import Batches
+from netweight.methods.forget.trials import Trials
+from netweight.probe.batches import Batches, Costs
 from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
 
 ORDERS = ("paper", "harm", "usual", "far")
@@ -62,17 +63,17 @@ class Ways(Bench):
         neurons = [(name, index) for name, layer in self.layers.items() for index in range(layer.width)]
         trials = [{}] + [{name: {index}} for name, index in neurons]
         noise, timestep = first_step(self.model, self.detection)
+        masks = RowMasks(self.model.denoiser, self.layers)
         total = torch.zeros(len(neurons))
         for place, caption in enumerate(captions):
-            text, start = self.model.embed([caption]), noise[place % len(noise)]
+            prompt, start = masks.read(self.model.embed([caption])), noise[place % len(noise)]
 
-            def predicted(rows, text=text, start=start):
-                count = rows.stop - rows.start
-                with masks.blocking(trials[rows], [0] * count):
-                    return self.model.predict(start.expand(count, -1, -1, -1), timestep, text.rows([0] * count)).noise
+            def predicted(chosen, prompt=prompt, start=start):
+                rows = [Row(prompt, trial, 0) for trial in trials[chosen]]
+                with masks.blocking(rows) as text:
+                    return self.model.predict(start.expand(len(rows), -1, -1, -1), timestep, text).noise
 
-            with row_masks(self.model.denoiser, self.layers, text) as masks:
-                said = Batches(64).run(predicted, len(trials))
+            said = Batches(64).run(predicted, len(trials))
             total += (said[1:] - said[0]).square().flatten(1).mean(1)
         return dict(zip(neurons, total.tolist(), strict=True))
 
@@ -97,24 +98,29 @@ class Ways(Bench):
         far = self.usual.z({name: values[0].cpu() for name, values in active.items()})
         return lambda neuron: float(far[neuron[0]][neuron[1]])
 
-    @torch.no_grad()
     def refined(self, prompt, initial, limit, key):
         """Refinement as netweight does it, single neurons in the order of a key."""
-        text, batches = self.model.embed([prompt]), Batches(64)
-        noise, timestep = first_step(self.model, self.detection)
-        unblocked = unblocked_differences(self.model, text, noise, timestep, batches)
-        kept = greatest(pairwise(unblocked)) > self.threshold.value
-        with row_masks(self.model.denoiser, self.layers, text) as masks:
-            trials = Trials(
-                self.model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept], masks=masks,
-                batches=batches,
-            )  # fmt: skip
+        predictions = Predictions(self.model, self.layers, self.detection)
+
+        def search():
+            costs, text = Costs(), predictions.masks.read(self.model.embed([prompt]))
+            unblocked = yield from predicted([Row(text, {}, seed) for seed in range(len(self.detection.seeds))], costs)
+            kept = (greatest(pairwise(unblocked)) > self.threshold.value).nonzero().flatten().tolist()
+            trials = Trials(text, kept, unblocked[kept], costs)
             layers = [
                 [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in reversed(self.layers)
             ]
-            left = [initial[place] for place in greedy(trials, initial, [x for x in layers if x], limit, ahead=32)]
+            whole = yield from greedy(trials, initial, [layer for layer in layers if layer], limit, ahead=32)
+            left = [initial[place] for place in whole]
             single = [[place] for place in sorted(range(len(left)), key=lambda place: key(left[place]))]
-            return [left[place] for place in greedy(trials, left, single, limit, ahead=32)]
+            kept = yield from greedy(trials, left, single, limit, ahead=32)
+            return [left[place] for place in kept]
+
+        with torch.no_grad():
+            ((_, found),) = side_by_side([search()], predictions, 1)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def measured(self, way):
         """What a way comes to on every verbatim picture."""

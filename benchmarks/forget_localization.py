@@ -1,7 +1,7 @@
 """How fast memorized prompts are localized beside the one-by-one loop, to the same neurons: measured, written as JSON.
 
     python benchmarks/forget_localization.py [--model FOLDER] [--rounds N] [--prompts N] [--seeds N] [--threads N]
-        [--output FILE]
+        [--together N] [--output FILE]
 
 On a miniature of captioned shapes, with its own threshold and statistics. Two loops, written from what the paper and
 a description of the released code say; each is compared with netweight at the settings that must find the very same
@@ -14,12 +14,13 @@ released  What the released code computes for a prompt: every prediction is made
 clean     The same loop without any of that: one prediction per question, activations from the text, statistics in
           memory, every neuron once. Against the defaults.
 
-Beside them stands netweight with `every_seed=False` ("likeliest seeds"), which need not find the same neurons; for how
+Netweight is given all prompts in one call of `localize`, and searches several side by side; beside that stand one
+prompt at a time, to the same neurons, and `every_seed=False` ("likeliest seeds"), which need not find the same: for how
 many prompts it does is counted.
 
 Both block neurons by a hook on the layer, run the seeds of a question as one batch, and compare by netweight's own
-structural similarity, not by torchmetrics' slower one. Rounds alternate, so that both sides meet the same machine;
-ratios are of processor and of wall time, theirs over ours, prompt by prompt.
+structural similarity, not by torchmetrics' slower one. Sides take turns in every round, so that
+they meet the same machine; ratios are of all prompts together, theirs over ours.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +42,8 @@ from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.deactivation import deactivated
 from netweight.methods.forget.detection import calibrate, detect, first_step, greatest
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localization import localize_prompt, stage_neurons
+from netweight.methods.forget.localization import stage_neurons
+from netweight.methods.forget.method import localize
 from netweight.methods.forget.similarity import noise_difference, pairwise, similarity
 from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
 from netweight.probe.capture import capture
@@ -48,8 +51,7 @@ from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
-MEASURES = ("cpu", "wall", "runs", "rows")
-SIDES = ("netweight", "likeliest seeds")
+SIDES = ("loop", "netweight", "one prompt at a time", "likeliest seeds")
 
 
 class Loop:
@@ -155,30 +157,36 @@ def compared(model, prompts, ordinary, config, options, *, released):
     counter = Counter(model.denoiser)
     threshold = calibrate(detect(model, ordinary, config.detection))
     usual = measure_statistics(model, ordinary)
-    rounds, quicker = [], replace(config, every_seed=False)
+    ways = {"netweight": config, "one prompt at a time": replace(config, prompts=1),
+            "likeliest seeds": replace(config, every_seed=False)}  # fmt: skip
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "statistics.pt"
         usual.write_published(file)
         usual = Statistics.read_published(file, value_layers(model.denoiser))
         loop = Loop(model, file, threshold, config, released=released)
         for number in range(options.rounds + 1):  # the first warms both up, by one prompt, and is not counted
-            row = {}
-            for prompt in prompts if number else prompts[:1]:
-                theirs, cost = timed(counter, lambda prompt=prompt: loop.run(prompt))
-                ours, own = timed(
-                    counter, lambda prompt=prompt: localize_prompt(model, prompt, usual, threshold, config)
-                )
-                same(prompt, theirs, ours)
-                few, quick = timed(
-                    counter, lambda prompt=prompt: localize_prompt(model, prompt, usual, threshold, quicker)
-                )
-                row[prompt] = {
-                    "loop": cost, "netweight": own, "likeliest seeds": quick, "neurons": len(ours.neurons),
-                    "status": ours.status, "likeliest seeds find the same": few.refined == ours.refined,
-                }  # fmt: skip
+            asked = prompts if number else prompts[:1]
+            theirs = {prompt: timed(counter, lambda prompt=prompt: loop.run(prompt)) for prompt in asked}
+            row = {"loop": added([cost for _, cost in theirs.values()])}
+            found = {}
+            for name, how in ways.items():
+                work = partial(localize, model, asked, usual, threshold, how, ledger=Path(folder) / f"{number} {name}")
+                found[name], row[name] = timed(counter, work)
+            for name in ("netweight", "one prompt at a time"):
+                for ours in found[name]:
+                    same(ours.prompt, theirs[ours.prompt][0], ours)
             if number:
+                row["each prompt"] = {
+                    ours.prompt: {
+                        "loop": theirs[ours.prompt][1], "netweight, its share": added(ours.steps.values()),
+                        "neurons": len(ours.neurons), "status": ours.status,
+                        "likeliest seeds find the same": few.refined == ours.refined,
+                    }
+                    for ours, few in zip(found["netweight"], found["likeliest seeds"], strict=True)
+                }  # fmt: skip
                 rounds.append(row)
-                print("released" if released else "clean", number, summed(row), flush=True)
+                print("released" if released else "clean", number, {side: rounded(row[side]) for side in SIDES})
     return {"threshold": threshold.to_json(), "rounds": rounds, **ratios(rounds)}
 
 
@@ -190,28 +198,25 @@ def same(prompt, theirs, ours):
         raise AssertionError(f"{prompt}: {theirs} by the loop, {(ours.initial, ours.refined)} by netweight.")
 
 
-def summed(row):
-    return {
-        side: {what: round(sum(cost[side][what] for cost in row.values()), 3) for what in MEASURES}
-        for side in ("loop", *SIDES)
-    }
+def added(costs):
+    costs = list(costs)
+    return {what: sum(cost[what] for cost in costs) for what in costs[0]}
+
+
+def rounded(cost):
+    return {what: round(value, 3) for what, value in cost.items()}
 
 
 def ratios(rounds):
-    """Theirs over ours: of whole rounds the median with its range, and the median of each prompt."""
+    """Theirs over ours, of whole rounds: the median with its range."""
     found = {}
-    for side in SIDES:
+    for side in SIDES[1:]:
         found[side] = {}
-        for what in ("cpu", "wall", "rows"):
-            each = {
-                prompt: statistics.median(row[prompt]["loop"][what] / row[prompt][side][what] for row in rounds)
-                for prompt in rounds[0]
-            }
-            whole = [summed(row)["loop"][what] / summed(row)[side][what] for row in rounds]
-            found[side][what] = {"all prompts, median of rounds": statistics.median(whole), "least": min(whole),
-                                 "greatest": max(whole), "each prompt": each}  # fmt: skip
+        for what in ("cpu", "wall", "runs", "rows"):
+            whole = [row["loop"][what] / row[side][what] for row in rounds]
+            found[side][what] = {"median": statistics.median(whole), "least": min(whole), "greatest": max(whole)}
     found["prompts of which likeliest seeds find the same"] = sum(
-        row["likeliest seeds find the same"] for row in rounds[0].values()
+        each["likeliest seeds find the same"] for each in rounds[0]["each prompt"].values()
     )
     return {"ratios": found}
 
@@ -222,6 +227,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--together", type=int, default=LocalizationConfig.prompts, help="prompts side by side")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -229,7 +235,7 @@ def main():
     world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
     prompts = [each.caption for each in world.planted[: options.prompts]]
     detection = DetectionConfig(seeds=tuple(range(options.seeds)))
-    config = LocalizationConfig(detection)
+    config = LocalizationConfig(detection, prompts=options.together)
     as_released = replace(config, fidelity="reference", detection=replace(detection, timing="code"))
     results = {}
     for name, how in (("released", as_released), ("clean", config)):

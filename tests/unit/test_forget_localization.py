@@ -17,7 +17,7 @@ from netweight.methods.forget.detection import Threshold, first_step
 from netweight.methods.forget.edit_record import EditRecord, apply_edit_, undo_edit_
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localization import localize_prompt, stage_neurons
-from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.masking import Row, RowMasks
 from netweight.methods.forget.method import localize
 from netweight.methods.forget.results import Localization, read_neurons, read_published, write_published, write_results
 from netweight.methods.forget.similarity import noise_difference, similarity
@@ -262,18 +262,20 @@ def test_neurons_are_chosen_by_both_rules_in_order():
     assert stage_neurons(active, z, 9.0, 9) == {"a": [1, 3, 2, 0]}
 
 
-def test_every_row_has_neurons_of_its_own():
+def test_every_row_has_a_prompt_and_neurons_of_its_own():
     model = Planted()
     layers = value_layers(model.denoiser)
-    text = model.embed(["one"])
-    noise = model.initial_noise([0, 1, 2])
-    trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}]
-    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
-        with masks.blocking(trials):
-            together = model.predict(noise, torch.tensor(1), text.rows([0] * 3)).noise
+    texts = [model.embed([prompt]) for prompt in ("one", "two")]
+    noise = model.initial_noise([0, 1, 2, 3])
+    trials = [{}, {name: {0, 2} for name in layers}, {next(iter(layers)): {1}}, {next(iter(layers)): {1}}]
+    masks, of_text = RowMasks(model.denoiser, layers), [0, 1, 0, 1]
+    prompts = [masks.read(text) for text in texts]
+    rows = [Row(prompts[text], trial, seed) for seed, (text, trial) in enumerate(zip(of_text, trials, strict=True))]
+    with torch.no_grad(), masks.blocking(rows) as text:
+        together = model.predict(noise, torch.tensor(1), text).noise
     for row, trial in enumerate(trials):
         with torch.no_grad(), deactivated(model.denoiser, Units({name: sorted(part) for name, part in trial.items()})):
-            alone = model.predict(noise[row : row + 1], torch.tensor(1), text).noise
+            alone = model.predict(noise[row : row + 1], torch.tensor(1), texts[of_text[row]]).noise
         assert torch.allclose(together[row], alone[0], atol=1e-6)
 
 
@@ -286,9 +288,10 @@ def test_rows_share_what_is_the_same_in_the_first_parts():
     model = text_to_image(small_pipelines.stable_diffusion())
     layers = value_layers(model.denoiser)
     first, second, middle = layers
-    text, noise = model.embed(["a red square"]), model.initial_noise([0, 1])
+    texts, noise = [model.embed([prompt]) for prompt in ("a red square", "a circle")], model.initial_noise([0, 1])
     trials = [{first: {0}, middle: {index}} for index in range(3)] + [{second: {4}}, {second: {4}}, {first: {0}}]
-    sources = [0, 0, 1, 0, 1, 0]
+    sources, of_text = [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1]
+    trials.append(trials[0])
     first_block, second_block = model.denoiser.down_blocks
     parts = [first_block.resnets[0].conv1, first_block.attentions[0].proj_in, second_block.resnets[0].conv1]
     parts += [second_block.attentions[0].proj_in, model.denoiser.mid_block.resnets[0].conv1]
@@ -297,19 +300,24 @@ def test_rows_share_what_is_the_same_in_the_first_parts():
         part.register_forward_pre_hook(lambda module, inputs, place=place: counts[place].append(len(inputs[0])))
         for place, part in enumerate(parts)
     ]
-    with torch.no_grad(), row_masks(model.denoiser, layers, text) as masks:
+    masks = RowMasks(model.denoiser, layers)
+    prompts = [masks.read(text) for text in texts]
+    rows = [Row(prompts[text], *trial) for text, *trial in zip(of_text, trials, sources, strict=True)]
+    with torch.no_grad():
         for _ in range(2):
-            with masks.blocking(trials, sources):
-                together = model.predict(noise[sources], torch.tensor(900), text.rows([0] * 6)).noise
-        with masks.blocking(trials[3:4], [1]):
+            with masks.blocking(rows) as text:
+                together = model.predict(noise[sources], torch.tensor(900), text).noise
+        with masks.blocking([Row(prompts[0], trials[3], 1)]) as text:
             model.predict(noise[1:], torch.tensor(900), text)
-    assert counts == [[2], [4], [4], [4], [4]]  # two noises; with and without the first layer's neuron; remembered
+    # Two noises of one prompt and one of the other; with and without the first layer's neuron; remembered.
+    assert counts == [[3], [5], [5], [5], [5]]
     for hook in hooks:
         hook.remove()
     for row, trial in enumerate(trials):
         units = Units({name: sorted(part) for name, part in trial.items()})
         with torch.no_grad(), deactivated(model.denoiser, units):
-            alone = model.predict(noise[sources[row] : sources[row] + 1], torch.tensor(900), text).noise
+            start = noise[sources[row] : sources[row] + 1]
+            alone = model.predict(start, torch.tensor(900), texts[of_text[row]]).noise
         assert torch.allclose(together[row], alone[0], atol=1e-5)
     assert all("forward" not in vars(module) for module in model.denoiser.modules())
 
@@ -337,6 +345,89 @@ def test_prompts_are_remembered_one_by_one_and_none_is_dropped(usual, tmp_path):
     named = {each.name: each for each in neuron_findings(found, None, seed=0, progress=None)}
     assert named["prompts failed"].value == 1
     assert sum(each.value for name, each in named.items() if name.startswith("prompts ")) == 5
+
+
+def located(model, texts, usual, ledger, **options):
+    config = LocalizationConfig(DetectionConfig(seeds=SEEDS, rows=30), theta=2.0, theta_step=0.5, **options)
+    return localize(model, texts, usual, Threshold(0.6, "given"), config, ledger=ledger)
+
+
+@pytest.mark.parametrize("options", [{}, {"fidelity": "reference"}, {"every_seed": False}])
+def test_searches_side_by_side_find_what_each_finds_alone(usual, tmp_path, options):
+    prompts = [f"prompt {number}" for number in range(12)]
+    models = [Planted(2) for _ in range(2)]
+    alone, together = (
+        located(model, prompts, usual[2], tmp_path / f"{count}", prompts=count, **options)
+        for model, count in zip(models, (1, 4), strict=True)
+    )
+    assert [each.prompt for each in together] == prompts
+    assert len({each.status for each in alone}) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert (one.status, one.initial, one.refined, one.rows) == (
+            other.status, other.initial, other.refined, other.rows
+        )  # fmt: skip
+        assert one.seeds == pytest.approx(other.seeds, abs=1e-6)
+        assert one.refined_similarity == pytest.approx(other.refined_similarity, abs=1e-6)
+    assert models[0].denoiser.rows == models[1].denoiser.rows == sum(each.rows for each in together)
+    assert models[1].denoiser.calls < models[0].denoiser.calls
+    calls = sum(step["calls"] for each in together for step in each.steps.values())
+    assert calls == pytest.approx(models[1].denoiser.calls)
+
+
+def test_a_search_that_fails_takes_no_other_along(usual, tmp_path):
+    prompts = [f"prompt {number}" for number in range(6)]
+    expected = located(Planted(2), prompts, usual[2], tmp_path / "all", prompts=1)
+    model = Planted(2)
+    unread, unpredicted = model.embed([prompts[1]]).states, model.embed([prompts[2]]).states
+    embed, predict, looked = model.embed, model.predict, []
+
+    def failing_predict(latents, timestep, text):
+        looked.append(len({tuple(row.flatten().tolist()) for row in text.states}))
+        if any(torch.equal(row, unpredicted[0]) for row in text.states):
+            raise RuntimeError("not this one")
+        return predict(latents, timestep, text)
+
+    def failing_embed(texts):
+        states = embed(texts).states
+        if torch.equal(states, unread):
+            raise ValueError("unreadable")
+        return embed(texts)
+
+    model.embed, model.predict = failing_embed, failing_predict
+    found = located(model, prompts, usual[2], tmp_path / "some", prompts=4)
+    assert max(looked) > 1
+    assert [each.status == "failed" for each in found] == [False, True, True, False, False, False]
+    assert "unreadable" in found[1].error
+    assert "not this one" in found[2].error
+    assert [found[place].refined for place in (0, 3, 4, 5)] == [expected[place].refined for place in (0, 3, 4, 5)]
+    model.embed, model.predict = embed, predict
+    before = model.denoiser.rows
+    again = located(model, prompts, usual[2], tmp_path / "some", prompts=4)
+    assert [each.refined for each in again] == [each.refined for each in expected]
+    assert model.denoiser.rows - before == again[1].rows + again[2].rows
+
+
+def test_a_kill_loses_the_searches_under_way_alone(usual, tmp_path):
+    prompts = [f"prompt {number}" for number in range(8)]
+    model, whole = Planted(2), Planted(2)
+    located(whole, prompts, usual[2], tmp_path / "whole", prompts=2)
+    predict = model.predict
+
+    def killed(*arguments):
+        if model.denoiser.calls == whole.denoiser.calls // 2:
+            raise KeyboardInterrupt
+        return predict(*arguments)
+
+    model.predict = killed
+    with pytest.raises(KeyboardInterrupt):
+        located(model, prompts, usual[2], tmp_path / "found", prompts=2)
+    done = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    kept = {each["config"]["prompt"]: each["value"] for each in done if "config" in each}
+    assert 0 < len(kept) < len(prompts)
+    model.predict, before = predict, model.denoiser.rows
+    found = located(model, prompts, usual[2], tmp_path / "found", prompts=4)
+    assert all(Localization.from_json(kept[each.prompt]) == each for each in found if each.prompt in kept)
+    assert model.denoiser.rows - before == sum(each.rows for each in found if each.prompt not in kept)
 
 
 def test_what_is_of_another_model_is_refused(usual, tmp_path):
@@ -479,7 +570,7 @@ def test_adapters_are_hooked_but_must_be_merged_to_be_edited():
 
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "pixart"])
-def test_localization_in_a_pipeline_leaves_it_as_it_was(kind):
+def test_localization_in_a_pipeline_leaves_it_as_it_was(kind, tmp_path):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
@@ -495,3 +586,8 @@ def test_localization_in_a_pipeline_leaves_it_as_it_was(kind):
     assert found.initial == loop[0]
     assert found.refined == loop[1]
     assert model.digest() == digest
+    prompts = ["a photo", "a large blue circle", "the small green square"]
+    beside = localize(model, prompts, usual, Threshold(-0.5, "given"), config, ledger=tmp_path / "found")
+    assert (beside[1].initial, beside[1].refined) == loop[:2]
+    assert model.digest() == digest
+    assert all("forward" not in vars(module) for module in model.denoiser.modules())

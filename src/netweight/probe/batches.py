@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from netweight.errors import UsageError
 
-__all__ = ["Batches", "Costs"]
+__all__ = ["Batches", "Costs", "clock"]
 
 
 @final
@@ -87,32 +87,42 @@ class Batches:
 
 @final
 class Costs:
-    """What the steps of some work cost; the first begins where this is made.
-
-    Args:
-        batches: What the work's rows go through.
+    """What the steps of some work cost; the first begins where this is made. Other work may go on beside.
 
     Attributes:
         steps: By the step's name: "seconds", "processor seconds" of all threads, "rows" and "calls".
     """
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._since = self._now()
+    def __init__(self) -> None:
         self.steps: dict[str, dict[str, float]] = {}
+        self._step, self._since = _nothing(), clock()
+
+    def pause(self) -> None:
+        """Count no time from here on."""
+        self._add({name: value - self._since[name] for name, value in clock().items()})
+
+    def resume(self, cost: Mapping[str, float]) -> None:
+        """Go on, and count what this work's share of the pause did cost."""
+        self._add(cost)
+        self._since = clock()
 
     def end(self, step: str) -> None:
         """End a step; the next one begins."""
-        before, self._since = self._since, self._now()
-        self.steps[step] = {name: value - before[name] for name, value in self._since.items()}
+        self.pause()
+        self.steps[step], self._step, self._since = self._step, _nothing(), clock()
 
-    def _now(self) -> dict[str, float]:
-        return {
-            "seconds": time.perf_counter(),
-            "processor seconds": time.process_time(),
-            "rows": self._batches.done,
-            "calls": self._batches.calls,
-        }
+    def _add(self, cost: Mapping[str, float]) -> None:
+        for name, value in cost.items():
+            self._step[name] += value
+
+
+def clock() -> dict[str, float]:
+    """Return seconds of this moment and processor seconds of this process so far, as `Costs` counts them."""
+    return {"seconds": time.perf_counter(), "processor seconds": time.process_time()}
+
+
+def _nothing() -> dict[str, float]:
+    return {"seconds": 0.0, "processor seconds": 0.0, "rows": 0, "calls": 0}
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -56,6 +56,8 @@ class LocalizationConfig:
         fidelity: "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as
             often as both rules chose it, and demands less than the threshold in refinement, as the released code does.
         ahead: Removals tried at once in refinement; 1 is the one-by-one loop. The result is the same.
+        prompts: Prompts searched at a time: what they ask goes through the denoiser in the same batches. The result is
+            the same.
         every_seed: Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop
             finds. False looks at the two that are likeliest to forbid it, and at all after a run of removals: less
             work, memorization is as surely broken, but other neurons may be found to be spared.
@@ -75,6 +77,7 @@ class LocalizationConfig:
     theta_least: float = 1.0
     fidelity: Literal["corrected", "reference"] = "corrected"
     ahead: int = 32
+    prompts: int = 8
     every_seed: bool = True
     initial: float | None = None
     refinement: float | None = None
@@ -86,8 +89,9 @@ class LocalizationConfig:
                 f"theta from {self.theta} to {self.theta_least} by {self.theta_step} cannot be.",
                 cure="It falls from theta to theta_least, above 0, by a positive step.",
             )
-        if self.ahead < 1:
-            raise UsageError(f"ahead={self.ahead} cannot be.", cure="Give 1 or more.")
+        for name in ("ahead", "prompts"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} cannot be.", cure="Give 1 or more.")
         if any(limit is not None and not 0 <= limit <= 1 for limit in (self.initial, self.refinement)):
             raise UsageError(
                 f"Thresholds of {self.initial} and {self.refinement} cannot be.",

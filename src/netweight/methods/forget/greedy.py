@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from netweight.methods.forget.masking import Blocked
+from netweight.methods.forget.side_by_side import Search
 from netweight.methods.forget.trials import Trials
 
 __all__ = ["Neuron", "blocked_by_layer", "greedy"]
@@ -32,7 +33,7 @@ def greedy(
     *,
     ahead: int,
     every_seed: bool = True,
-) -> list[int]:
+) -> Search[list[int]]:
     """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit.
 
     Args:
@@ -53,9 +54,9 @@ def greedy(
     left, position = set(range(len(neurons))), 0
     foresight = _Foresight(len(removals), limit)
     if ahead > 1:
-        foresight.learn_alone(trials, without(left), [without(left - set(removal)) for removal in removals])
+        yield from foresight.learn_alone(trials, without(left), [without(left - set(removal)) for removal in removals])
     count, unseen = min(ahead, 2 * _LEAST_AHEAD), list[_Held]()
-    now = trials.of([without(left)])[0]
+    (now,) = yield from trials.of([without(left)])
     while position < len(removals) or unseen:
         tried = range(position, min(position + count, len(removals)))
         steps = foresight.steps(tried, now)
@@ -65,13 +66,14 @@ def greedy(
             base = attempts[-1] if step.holds else base
         blocked = [without(attempt) for attempt in attempts]
         asked = [(trial, step.seeds) for trial, step in zip(blocked, steps, strict=True)]
-        found = trials.at(asked, of=[each.blocked for each in (unseen if every_seed else unseen[-1:])])
-        refused = _refused(trials, [each.blocked for each in unseen], limit, every_seed=every_seed)
+        found = yield from trials.at(asked, of=[each.blocked for each in (unseen if every_seed else unseen[-1:])])
+        refused = yield from _refused(trials, [each.blocked for each in unseen], limit, every_seed=every_seed)
         if refused is not None:
             left, position = unseen[refused].before, unseen[refused].place + 1
-            unseen, now = [], trials.of([without(left)])[0]
+            unseen = []
+            (now,) = yield from trials.of([without(left)])
             continue
-        now = trials.of([without(left)])[0]
+        (now,) = yield from trials.of([without(left)])
         foresight.learn(steps, now, found)
         held = [max(values) <= limit for values in found]
         held = held[: _sure(held, steps)]
@@ -121,11 +123,12 @@ class _Foresight:
         self._adds: list[dict[int, float]] = [{} for _ in range(removals)]
         self._limit = limit
 
-    def learn_alone(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> None:
+    def learn_alone(self, trials: Trials, blocked: Blocked, alone: Sequence[Blocked]) -> Search[None]:
         """See what each removal adds by itself, to the seed that is nearest to the limit."""
-        values = trials.of([blocked])[0]
+        (values,) = yield from trials.of([blocked])
         seed = values.index(max(values))
-        for place, (value,) in enumerate(trials.at([(trial, [seed]) for trial in alone])):
+        found = yield from trials.at([(trial, [seed]) for trial in alone])
+        for place, (value,) in enumerate(found):
             self._adds[place][seed] = value - values[seed]
 
     def steps(self, places: Iterable[int], now: Sequence[float]) -> list[_Step]:
@@ -155,14 +158,16 @@ class _Foresight:
         return [value + known.get(seed, usual) for seed, value in enumerate(now)]
 
 
-def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> int | None:
+def _refused(trials: Trials, blocked: Sequence[Blocked], limit: float, *, every_seed: bool) -> Search[int | None]:
     """The first of the trials, each of which builds on those before, that does not hold at all seeds."""
     if every_seed:
-        return next((place for place, values in enumerate(trials.of(blocked)) if max(values) > limit), None)
+        found = yield from trials.of(blocked)
+        return next((place for place, values in enumerate(found) if max(values) > limit), None)
     holds, refused = 0, len(blocked) + 1  # so many hold, and the trial of this number does not
     asked = len(blocked)
     while asked > holds:
-        if max(trials.of([blocked[asked - 1]])[0]) <= limit:
+        (values,) = yield from trials.of([blocked[asked - 1]])
+        if max(values) <= limit:
             holds = asked
         else:
             refused = asked

@@ -13,25 +13,25 @@ from torch import Tensor
 
 from netweight.core.units import Units
 from netweight.methods.forget.config import LocalizationConfig
-from netweight.methods.forget.detection import Threshold, first_step, greatest
+from netweight.methods.forget.detection import Threshold, greatest
 from netweight.methods.forget.greedy import Neuron, blocked_by_layer, greedy
 from netweight.methods.forget.layers import ValueLayer, value_layers
-from netweight.methods.forget.masking import row_masks
+from netweight.methods.forget.masking import Row
 from netweight.methods.forget.results import Localization
+from netweight.methods.forget.side_by_side import Predictions, Search, predicted, side_by_side
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import Statistics, text_activations
-from netweight.methods.forget.trials import Trials, unblocked_differences
-from netweight.probe.batches import Batches, Costs
+from netweight.methods.forget.trials import Trials
+from netweight.probe.batches import Costs
 from netweight.probe.diffusion import TextToImage
 
-__all__ = ["localize_prompt", "stage_neurons"]
+__all__ = ["localize_prompt", "search", "stage_neurons"]
 
 _TOLERANCE = 1e-5
 """Similarities that differ by less are equal: the same row in another batch differs in its last bits."""
 _FIRST_STAGES = 4  # tried at once; each further batch doubles
 
 
-@torch.no_grad()
 def localize_prompt(
     model: TextToImage,
     prompt: str,
@@ -59,35 +59,53 @@ def localize_prompt(
     Source: arXiv 2406.02366, section 3 and its code.
     """
     config = config or LocalizationConfig()
+    predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
+    ((_, found),) = side_by_side([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@torch.no_grad()
+def search(
+    predictions: Predictions, prompt: str, statistics: Statistics, threshold: Threshold, config: LocalizationConfig
+) -> Search[Localization]:
+    """Find a prompt's neurons, as `localize_prompt` does, for `side_by_side`.
+
+    Args:
+        predictions: Of the model, for the configuration's scope and detection.
+        prompt: The prompt.
+        statistics: As for `localize_prompt`, and so are the others.
+        threshold: The threshold.
+        config: How.
+    """
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
-    layers = value_layers(model.denoiser, scope=config.scope)
-    batches = Batches(config.detection.rows)
-    costs = Costs(batches)
-    text = model.embed([prompt])
-    noise, timestep = first_step(model, config.detection)
-    unblocked = unblocked_differences(model, text, noise, timestep, batches)
-    seeds = greatest(pairwise(unblocked)).cpu()
-    score = float(seeds.max() if config.fidelity == "reference" else seeds.mean())
-    kept = (seeds > threshold.value).nonzero().flatten().to(noise.device)
+    model, layers = predictions.model, predictions.layers
+    costs = Costs()
+    text = predictions.masks.read(model.embed([prompt]))
+    every = range(len(config.detection.seeds))
+    unblocked = yield from predicted([Row(text, {}, seed) for seed in every], costs)
+    seeds = greatest(pairwise(unblocked)).tolist()
+    score = max(seeds) if config.fidelity == "reference" else sum(seeds) / len(seeds)
+    kept = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")
-    if not len(kept) or score <= threshold.value:
-        return Localization.not_memorized(prompt, seeds.tolist(), threshold.value, costs.steps)
+    if not kept or score <= threshold.value:
+        return Localization.not_memorized(prompt, seeds, threshold.value, costs.steps)
     wanted = aim if config.initial is None else config.initial
     goal = wanted if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
-    with row_masks(model.denoiser, layers, text) as masks:
-        trials = Trials(
-            model, text, noise=noise[kept], timestep=timestep, unblocked=unblocked[kept], masks=masks, batches=batches
-        )
-        stage, reached = _first_stage(trials, stages, wanted, int(seeds[kept.cpu()].argmax()))
-        initial = _flat(stages[stage])
-        first = max(trials.of([blocked_by_layer(initial)])[0])
-        limit = goal if reached else max(goal, first)
-        costs.end("initial selection")
-        demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
-        refined = _refine(trials, layers, initial, demanded, config)
-        last = max(trials.of([blocked_by_layer(refined)])[0])
-        costs.end("refinement")
+    trials = Trials(text, kept, unblocked[kept], costs)
+    stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
+    initial = _flat(stages[stage])
+    (similarities,) = yield from trials.of([blocked_by_layer(initial)])
+    first = max(similarities)
+    limit = goal if reached else max(goal, first)
+    costs.end("initial selection")
+    demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
+    refined = yield from _refine(trials, layers, initial, demanded, config)
+    (similarities,) = yield from trials.of([blocked_by_layer(refined)])
+    last = max(similarities)
+    costs.end("refinement")
     return Localization(
         prompt=prompt,
         status="resolved" if last <= goal + _TOLERANCE else "unresolved",
@@ -96,14 +114,14 @@ def localize_prompt(
         initial=_by_layer(layers, initial),
         theta=config.thetas[stage],
         top=stage,
-        seeds=tuple(seeds.tolist()),
+        seeds=tuple(seeds),
         kept=len(kept),
         threshold=threshold.value,
         broken=goal,
         refinement_threshold=limit,
         initial_similarity=first,
         refined_similarity=last,
-        rows=batches.done,
+        rows=int(sum(step["rows"] for step in costs.steps.values())),
         steps=costs.steps,
     )
 
@@ -150,17 +168,19 @@ def _stages(
     ]
 
 
-def _first_stage(trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int) -> tuple[int, bool]:
+def _first_stage(
+    trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int
+) -> Search[tuple[int, bool]]:
     """The first stage that breaks memorization, or the last, and whether it does; the worst seed is looked at first."""
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
         place = 0
         while place < len(group):
-            at_worst = trials.at([(trial, [worst]) for trial in group[place:]])
+            at_worst = yield from trials.at([(trial, [worst]) for trial in group[place:]])
             place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
             if place < len(group):
-                (values,) = trials.of([group[place]])
+                (values,) = yield from trials.of([group[place]])
                 if max(values) <= aim:
                     return start + place, True
                 worst = values.index(max(values))
@@ -175,19 +195,19 @@ def _refine(
     initial: Sequence[Neuron],
     limit: float,
     config: LocalizationConfig,
-) -> list[Neuron]:
+) -> Search[list[Neuron]]:
     """Spare whole layers, then single neurons, from the last layer to the first."""
 
-    def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> list[Neuron]:
-        left = greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+    def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> Search[list[Neuron]]:
+        left = yield from greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
         return [neurons[place] for place in left]
 
     backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
-    kept = spared(initial, whole)
+    kept = yield from spared(initial, whole)
     single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
-    return spared(kept, single)
+    return (yield from spared(kept, single))
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:

@@ -1,13 +1,15 @@
-"""Value neurons switched off row by row: every row of a batch may be another trial of the same prompt.
+"""Value neurons switched off row by row: every row of a batch may be another trial, of another prompt.
 
-What rows have in common is computed once. Keys and values of a prompt depend on its text alone. And trials that block
-the same in the first parts of a U-Net, from the same noise, share what these compute, from batch to batch too.
+What rows have in common is computed once. Keys and values of a prompt depend on its text alone. And trials of a prompt
+that block the same in the first parts of a U-Net, from the same noise, share what these compute, from batch to batch
+too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -16,56 +18,115 @@ from torch import Tensor, nn
 from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
 from netweight.probe.diffusion import Text
 
-__all__ = ["Blocked", "RowMasks", "row_masks"]
+__all__ = ["Blocked", "PromptText", "Row", "RowMasks"]
 
 Blocked: TypeAlias = dict[str, set[int]]
 
 
 @final
-class RowMasks:
-    """What every row of the next run blocks; made by `row_masks`.
+@dataclass(frozen=True, eq=False)
+class PromptText:
+    """A prompt with what the text alone decides; made by `RowMasks.read`.
 
-    Args:
-        layers: Value layers whose neurons may be blocked.
-        stages: For each part of the network whose outputs rows may share, in the order of their runs, the layers that
-            lie in it and in none before.
+    Attributes:
+        text: The prompt, one row.
+        values: For each layer its values, shape `(1, tokens, width)`.
+        keys: For each layer the keys beside them.
     """
 
-    def __init__(self, layers: Mapping[str, ValueLayer], stages: Sequence[Sequence[str]]) -> None:
-        self._layers, self._stages = layers, stages
+    text: Text
+    values: Mapping[str, Tensor]
+    keys: Mapping[str, Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """A row of a batch.
+
+    Attributes:
+        prompt: Its prompt.
+        blocked: Neurons by layer.
+        seed: Which noise it starts from: rows of one number start from the same, in this batch and in every later one.
+    """
+
+    prompt: PromptText
+    blocked: Blocked
+    seed: int
+
+
+@final
+class RowMasks:
+    """What every row of the next run blocks.
+
+    Args:
+        denoiser: The network; while rows are blocked it must be run with their texts, always at the same timestep.
+        layers: Of which neurons may be switched off.
+    """
+
+    def __init__(self, denoiser: nn.Module, layers: Mapping[str, ValueLayer]) -> None:
+        self._denoiser, self._layers = denoiser, layers
+        self._every = value_layers(denoiser, scope="all")
+        self._parts = _first_parts(denoiser)
+        # For each part of the network whose outputs rows may share, the layers that lie in it.
+        self._stages = [[name for name in layers if name.startswith(f"{part}.")] for part in self._parts]
+        self._known = [_Known() for _ in self._parts]
+        self._prompts: list[PromptText] = []
+        self._places = torch.zeros(0, dtype=torch.long)
         self._factors: dict[str, Tensor] = {}
+        self._keys: list[list[Hashable]] = []
         self._rows: Tensor | None = None
-        self._keys: list[list[Hashable]] | None = None
-        self._known = [_Known() for _ in stages]
+
+    def read(self, text: Text) -> PromptText:
+        """Compute keys and values of a prompt, one row; not while rows are blocked."""
+        values = text_values(self._denoiser, self._every, text)
+        return PromptText(text, values, text_values(self._denoiser, self._every, text, keys=True))
 
     @contextmanager
-    def blocking(self, trials: Sequence[Blocked], sources: Sequence[int] | None = None) -> Iterator[None]:
+    def blocking(self, rows: Sequence[Row]) -> Iterator[Text]:
         """Block neurons row by row for the runs in a block.
 
-        Args:
-            trials: For each row, neurons by layer.
-            sources: For each row, which noise it starts from: rows of one number start from the same, now and in
-                every later block. None shares nothing.
+        Yields:
+            Texts of the rows.
         """
-        self._factors = self._factors_of(trials)
-        self._keys = None if sources is None else self._keys_of(trials, sources)
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+        self._prompts, self._places = list(places), torch.tensor([places[row.prompt] for row in rows])
+        self._factors, self._keys = self._factors_of([row.blocked for row in rows]), self._keys_of(rows)
+        replaced: list[tuple[Any, Any]] = []
         try:
-            yield
+            for name, layer in self._every.items():
+                _replace(replaced, layer.module, self._values(name))
+                _replace(replaced, layer.attention.to_k, self._values(name, keys=True))
+            for stage, part in enumerate(self._parts.values()):
+                _replace(replaced, part, self._sharing(stage, part.forward))
+            yield _joined_texts([prompt.text for prompt in self._prompts]).rows(self._places)
         finally:
-            self._factors, self._keys = {}, None
+            for module, before in replaced:
+                if before is None:
+                    del module.forward
+                else:
+                    module.forward = before
 
-    def mask(self, name: str, values: Tensor, rows: int) -> Tensor:
-        """Return a prompt's values of a layer, shape `(1, tokens, width)`, for all rows that are being computed."""
-        factors = self._factors.get(name)
-        if factors is None:
-            return values.expand(rows, -1, -1)
-        factors = factors if self._rows is None else factors[self._rows]
-        return values * factors[:, None].to(values)
+    def _values(self, name: str, *, keys: bool = False) -> Any:
+        """What stands in for a layer: values of each row's prompt, less what is blocked, or keys."""
 
-    def shared(self, stage: int, forward: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def forward(*_: Any, **__: Any) -> Tensor:
+            found = torch.cat([(prompt.keys if keys else prompt.values)[name] for prompt in self._prompts])
+            now = slice(None) if self._rows is None else self._rows
+            values = found[self._places[now].to(found.device)]
+            factors = None if keys else self._factors.get(name)
+            return values if factors is None else values * factors[now][:, None].to(values)
+
+        return forward
+
+    def _sharing(self, stage: int, own: Any) -> Any:
+        def forward(*arguments: Any, **named: Any) -> Any:
+            return self._shared(stage, own, arguments, named)
+
+        return forward
+
+    def _shared(self, stage: int, forward: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Compute a part for the rows that need it, and hand its outputs to the rows that share them."""
-        if self._keys is None:
-            return forward(*arguments, **named)
         keys, known, outer = self._keys[stage], self._known[stage], self._rows
         if outer is not None:  # a part of a part
             keys = [keys[row] for row in outer.tolist()]
@@ -96,12 +157,12 @@ class RowMasks:
                 factors[name] = table[[places[indices] for indices in sets]]
         return factors
 
-    def _keys_of(self, trials: Sequence[Blocked], sources: Sequence[int]) -> list[list[Hashable]]:
-        """For each part, what decides its output in each row: the noise, and all that is blocked so far."""
+    def _keys_of(self, rows: Sequence[Row]) -> list[list[Hashable]]:
+        """For each part, what decides its output in each row: the prompt, the noise, and all that is blocked so far."""
         keys: list[list[Hashable]] = []
-        before: list[Hashable] = list(sources)
+        before: list[Hashable] = [(row.prompt, row.seed) for row in rows]
         for names in self._stages:
-            sets = [tuple(frozenset(trial.get(name, ())) for name in names) for trial in trials]
+            sets = [tuple(frozenset(row.blocked.get(name, ())) for name in names) for row in rows]
             before = list(zip(before, sets, strict=True))
             keys.append(before)
         return keys
@@ -131,40 +192,6 @@ class _Known:
         return _take(self._outputs, torch.tensor([self.places[key] for key in keys]), len(self.places))
 
 
-@contextmanager
-def row_masks(denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text) -> Iterator[RowMasks]:
-    """Prepare trials of one prompt.
-
-    Args:
-        denoiser: The network; in the block it must be run with this prompt alone in every row, always at the same
-            timestep.
-        layers: Of which neurons may be switched off.
-        text: The prompt; only the first row is looked at.
-
-    Yields:
-        Where it is said what to block before each run.
-    """
-    every = value_layers(denoiser, scope="all")
-    parts = _first_parts(denoiser)
-    masks = RowMasks(layers, [[name for name in layers if name.startswith(f"{part}.")] for part in parts])
-    values = text_values(denoiser, every, text.rows([0]))
-    keys = text_values(denoiser, every, text.rows([0]), keys=True)
-    replaced: list[tuple[Any, Any]] = []
-    try:
-        for name, layer in every.items():
-            _replace(replaced, layer.module, _masked(name, values[name], masks))
-            _replace(replaced, layer.attention.to_k, _masked("", keys[name], masks))
-        for stage, part in enumerate(parts.values()):
-            _replace(replaced, part, _sharing(stage, part.forward, masks))
-        yield masks
-    finally:
-        for module, before in replaced:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-
 def _first_parts(denoiser: Any) -> dict[str, Any]:
     """What of a U-Net rows may share: blocks on the way down, and before each, and the middle one, what precedes text.
 
@@ -192,18 +219,9 @@ def _replace(replaced: list[tuple[Any, Any]], module: Any, forward: Any) -> None
     module.forward = forward
 
 
-def _masked(name: str, value: Tensor, masks: RowMasks) -> Any:
-    def forward(states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return masks.mask(name, value, len(states))
-
-    return forward
-
-
-def _sharing(stage: int, own: Any, masks: RowMasks) -> Any:
-    def forward(*arguments: Any, **named: Any) -> Any:
-        return masks.shared(stage, own, arguments, named)
-
-    return forward
+def _joined_texts(texts: Sequence[Text]) -> Text:
+    masks = [text.mask for text in texts if text.mask is not None]
+    return Text(torch.cat([text.states for text in texts]), torch.cat(masks) if masks else None)
 
 
 def _take(values: Any, rows: Tensor, count: int) -> Any:

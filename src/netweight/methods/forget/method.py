@@ -14,21 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from netweight.core import digest
-from netweight.core.engines import Outcome, in_process
+from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import UsageError
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.detection import Score, Threshold, detect, look_of
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localization import localize_prompt
+from netweight.methods.forget.localization import search
 from netweight.methods.forget.results import Localization
+from netweight.methods.forget.side_by_side import Predictions, Search, side_by_side
 from netweight.methods.forget.statistics import Statistics
 from netweight.probe.diffusion import TextToImage
 
 __all__ = ["check_threshold", "detect_resumably", "localize"]
 
-_NO_INFLUENCE = ("rows", "ahead")  # settings that change how long a result takes, not what it is
+_NO_INFLUENCE = ("rows", "ahead", "prompts")  # settings that change how long a result takes, not what it is
 
 
 def localize(
@@ -64,7 +65,8 @@ def localize(
         raise UsageError("There is no prompt to localize.", cure="Give at least one.")
     config = config or LocalizationConfig()
     identity = model.digest()
-    statistics.check(value_layers(model.denoiser, scope=config.scope), identity)
+    layers = value_layers(model.denoiser, scope=config.scope)
+    statistics.check(layers, identity)
     check_threshold(threshold, identity, look_of(model, config.detection))
     about = {
         "model": identity,
@@ -73,11 +75,22 @@ def localize(
         "config": _settings(config),
     }
     items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
+    predictions = Predictions(model, layers, config.detection)
 
-    def localized(item: Mapping[str, Any]) -> dict[str, Any]:
-        return localize_prompt(model, item["prompt"], statistics, threshold, config).to_json()
+    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:
+        return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
 
-    results = map_runs(localized, items, ledger=ledger, engine=in_process, ordered=True)
+    def engine(fn: Callable[..., Search[Any]], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
+        """Search several prompts side by side; seconds are those since another one's search ended."""
+        began = time.perf_counter()
+        for index, value in side_by_side(map(fn, waiting), predictions, config.prompts):
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            if isinstance(value, Exception):
+                yield index, Outcome(None, "".join(traceback.format_exception(value)), seconds)
+            else:
+                yield index, Outcome(value, None, seconds)
+
+    results = map_runs(localized, items, ledger=ledger, engine=engine, ordered=True)
     found = []
     with progress.task("localize", len(items), unit="prompts") as task:
         for result in results:

@@ -56,7 +56,8 @@ class Localization:
         error: What went wrong.
         broken: What similarities had to fall to.
         steps: For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and
-            "processor seconds" that it took, "rows" and "calls" of the denoiser. Not looked at in comparisons.
+            "processor seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the
+            share of its rows. Not looked at in comparisons.
     """
 
     prompt: str

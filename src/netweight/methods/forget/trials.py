@@ -8,92 +8,60 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import final
 
-import torch
 from torch import Tensor
 
-from netweight.methods.forget.detection import predicted_noise
-from netweight.methods.forget.masking import Blocked, RowMasks
-from netweight.methods.forget.similarity import noise_difference, similarity
-from netweight.probe.batches import Batches
-from netweight.probe.diffusion import Text, TextToImage
+from netweight.methods.forget.masking import Blocked, PromptText, Row
+from netweight.methods.forget.side_by_side import Search, predicted
+from netweight.methods.forget.similarity import similarity
+from netweight.probe.batches import Costs
 
-__all__ = ["Trials", "unblocked_differences"]
+__all__ = ["Trials"]
 
 
 @final
 class Trials:
-    """Trials of one prompt, inside a block of `row_masks`.
+    """Trials of one prompt, asked for by its search.
 
     Args:
-        model: The model.
-        text: The prompt, one row.
-        noise: Initial noise of the seeds that count, shape `(seeds, channels, height, width)`.
-        timestep: That predictions are made at.
-        unblocked: Noise differences without any neuron blocked, of the same shape.
-        masks: Of the block.
-        batches: How many rows go at once.
+        prompt: The prompt.
+        seeds: Those that count.
+        unblocked: Their noise differences without any neuron blocked, shape `(seeds, channels, height, width)`.
+        costs: Of the search.
     """
 
-    def __init__(
-        self,
-        model: TextToImage,
-        text: Text,
-        *,
-        noise: Tensor,
-        timestep: Tensor,
-        unblocked: Tensor,
-        masks: RowMasks,
-        batches: Batches,
-    ) -> None:
-        self._model, self._text = model, text
-        self._noise, self._timestep, self._unblocked = noise, timestep, unblocked
-        self._masks, self._batches = masks, batches
+    def __init__(self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs) -> None:
+        self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
         self._known: dict[tuple[Hashable, int], float] = {}
 
-    def of(self, trials: Sequence[Blocked]) -> list[list[float]]:
+    def of(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
         """Return for each trial every seed's similarity to what is predicted without blocking."""
-        every = list(range(len(self._noise)))
-        return self.at([(trial, every) for trial in trials])
+        every = list(range(len(self._seeds)))
+        return (yield from self.at([(trial, every) for trial in trials]))
 
-    def at(self, asked: Sequence[tuple[Blocked, Sequence[int]]], *, of: Sequence[Blocked] = ()) -> list[list[float]]:
+    def at(
+        self, asked: Sequence[tuple[Blocked, Sequence[int]]], *, of: Sequence[Blocked] = ()
+    ) -> Search[list[list[float]]]:
         """Return for each trial the similarity of some seeds, in their order.
 
         Args:
-            asked: Trials with seeds.
+            asked: Trials with seeds, as places in those that count.
             of: Trials that `of` is going to be asked for; they go through the denoiser in the same batch.
         """
-        every = range(len(self._noise))
-        ahead = [(trial, seed) for trial in of for seed in every]
-        found = self._similarities([*ahead, *((trial, seed) for trial, seeds in asked for seed in seeds)])
+        ahead = [(trial, seed) for trial in of for seed in range(len(self._seeds))]
+        found = yield from self._similarities([*ahead, *((trial, seed) for trial, seeds in asked for seed in seeds)])
         answers = iter(found[len(ahead) :])
         return [[next(answers) for _ in seeds] for _, seeds in asked]
 
-    @torch.no_grad()
-    def _similarities(self, asked: Sequence[tuple[Blocked, int]]) -> list[float]:
+    def _similarities(self, asked: Sequence[tuple[Blocked, int]]) -> Search[list[float]]:
         """One similarity for each pair of a trial and a seed; what was asked before is not computed again."""
         keys = [(_key(trial), seed) for trial, seed in asked]
-        rows = {key: pair for key, pair in zip(keys, asked, strict=True) if key not in self._known}
-        if rows:
-            self._known |= zip(rows, self._computed(list(rows.values())), strict=True)
+        new = {key: pair for key, pair in zip(keys, asked, strict=True) if key not in self._known}
+        if new:
+            rows = [Row(self._prompt, trial, self._seeds[seed]) for trial, seed in new.values()]
+            differences = yield from predicted(rows, self._costs)
+            found = similarity(differences, self._unblocked[[seed for _, seed in new.values()]])
+            self._known |= zip(new, found.tolist(), strict=True)
         return [self._known[key] for key in keys]
-
-    def _computed(self, rows: Sequence[tuple[Blocked, int]]) -> list[float]:
-        seeds = torch.tensor([seed for _, seed in rows], device=self._noise.device)
-
-        def part(chosen: slice) -> Tensor:
-            blocked = [trial for trial, _ in rows[chosen]]
-            noise = self._noise[seeds[chosen]]
-            with self._masks.blocking(blocked, [seed for _, seed in rows[chosen]]):
-                said = self._model.predict(noise, self._timestep, self._text.rows([0] * len(blocked))).noise
-            return similarity(noise_difference(said, noise), self._unblocked[seeds[chosen]])
-
-        return [float(value) for value in self._batches.run(part, len(rows)).cpu()]
-
-
-def unblocked_differences(model: TextToImage, text: Text, noise: Tensor, timestep: Tensor, batches: Batches) -> Tensor:
-    """Return the noise differences of a prompt with nothing blocked, one per seed."""
-    said = predicted_noise(model, noise, timestep, text.rows([0] * len(noise)), batches)
-    return noise_difference(said, noise)
 
 
 def _key(trial: Blocked) -> Hashable:
