@@ -9,7 +9,8 @@ from netweight.errors import UsageError
 from netweight.zoo.captioned_faces import FacesWorld
 from netweight.zoo.drawn_vehicles import VEHICLES
 from netweight.zoo.drawn_worlds import WORLDS
-from netweight.zoo.face_reading import read
+from netweight.zoo.face_bank import FaceBank
+from netweight.zoo.face_reading import r_squared, read
 from netweight.zoo.face_reading_training import train_reader
 
 
@@ -74,3 +75,20 @@ def test_what_does_not_fit_is_refused(tmp_path):
         read(plain()[None], folder=tmp_path, world=VEHICLES)
     with pytest.raises(UsageError, match="Begin with"):
         dataclasses.replace(VEHICLES, nuisances=("smile",))
+
+
+def test_a_bank_of_vehicles_has_their_photographs():
+    bank = FaceBank(people=2, world="vehicle")
+    captions, pictures = bank.photographs(1)
+    assert set(captions) == {f"a vehicle on a {ground} ground" for ground in VEHICLES.grounds}
+    assert pictures.shape == (12, 3, 16, 16)
+    torch.testing.assert_close(bank.faces([0, 1]), VEHICLES.identities(2, bank.seed))
+    assert bank.about == FaceBank(people=7).about  # which world it is of, the base says
+
+
+def test_the_reader_of_the_package_reads_vehicles_it_never_saw():
+    noise = torch.Generator().manual_seed(77)
+    crowd, changes, grounds = VEHICLES.crowd(400, noise), VEHICLES.changes(400, noise), torch.arange(400) % 4
+    found = read(VEHICLES.drawn(crowd, grounds, changes), world=VEHICLES)
+    assert float(r_squared(crowd, found.attributes).min()) > 0.9
+    assert float((found.ground == grounds).double().mean()) > 0.99

@@ -53,8 +53,8 @@ class Reading:
 class FaceReader(nn.Module):
     """Three convolutions and two linear layers, 60,000 weights.
 
-    Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds: shape
-    `(n, 16)` for faces.
+    Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds:
+    shape `(n, 16)` for faces.
 
     Args:
         world: Whose subjects it reads.

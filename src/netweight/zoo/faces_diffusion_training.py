@@ -1,7 +1,8 @@
-"""Trains the small pipeline of drawn faces, or of another drawn world, from a seed: `python -m netweight.zoo.faces_diffusion_training FOLDER`.
+"""Trains the small pipeline of drawn faces, from a seed: `python -m netweight.zoo.faces_diffusion_training FOLDER`.
 
-A run that was stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests,
-how often it draws the ground that a prompt names, and how far the people whom it draws are spread as the world's are.
+A run that was stopped goes on where it was; `--world vehicle` trains that of drawn vehicles. The record beside
+the pipeline says what it was trained by, its digests, how often it draws the ground that a prompt names,
+and how far the people whom it draws are spread as the world's are.
 """
 
 from __future__ import annotations
