@@ -101,7 +101,7 @@ def train_bank(
     there = len(AdapterBank.open(folder / "bank")) if (folder / "bank").exists() else 0
     groups = _groups(bank, digest, range(there, bank.people), at_once)
     trained = _trained(folder, groups, base, engine, progress)
-    with BankWriter(folder / "bank", compress=compress, base="faces-diffusion") as writer:
+    with BankWriter(folder / "bank", compress=compress, base=f"{bank.world}s-diffusion") as writer:
         for group in groups:
             part = AdapterBank.open(_part(folder, group))
             if part.names[0] not in writer:  # a run that was stopped while it wrote may have added it
