@@ -1,10 +1,10 @@
 """What adapters say of whom they were trained on, by how they are compared: changes, factors, canonical factors.
 
-    python benchmarks/space_gauge.py BANK [BANK ...] [--numbers 64,128,256,512,1000] [--output FILE]
+    python benchmarks/space_gauge.py BANK [BANK ...] [--world face] [--numbers 64,128,256,512,1000] [--output FILE]
 
-BANKs are folders of `python -m netweight.zoo.face_bank_training`. The people's eight attributes are read off adapters
-by ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left
-out in five folds. A miniature: drawn faces, 16 × 16 pixels.
+BANKs are folders of `python -m netweight.zoo.face_bank_training`. The subjects' attributes are read off adapters by
+ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
+in five folds. A miniature: drawn faces or vehicles, 16 × 16 pixels.
 
 changes    Inner products of ΔW; they do not depend on how ΔW is written as up @ down.
 factors    The reference's: all entries of both factors, standardized.
@@ -24,7 +24,7 @@ from netweight.generate import Adapter, AdapterStack, LowRank
 from netweight.methods.space.inner_product import inner_products
 from netweight.methods.space.labels import read_labels
 from netweight.store.adapter_bank import AdapterBank
-from netweight.zoo.drawn_faces import ATTRIBUTES, STRONG
+from netweight.zoo.drawn_worlds import WORLDS
 from netweight.zoo.face_reading import r_squared
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
@@ -95,42 +95,43 @@ def predicted(kernel, truth, train, test):
     return best[1]
 
 
-def probed(kernel, truth):
+def probed(kernel, truth, attributes):
     """R² of each attribute on adapters left out."""
     said, fold = torch.empty_like(truth), torch.arange(len(truth)) % FOLDS
     for part in range(FOLDS):
         said[fold == part] = predicted(kernel, truth, (fold != part).nonzero()[:, 0], (fold == part).nonzero()[:, 0])
-    return dict(zip(ATTRIBUTES, r_squared(truth, said).tolist(), strict=True))
+    return dict(zip(attributes, r_squared(truth, said).tolist(), strict=True))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("banks", nargs="+", type=Path)
+    parser.add_argument("--world", default="face", choices=list(WORLDS))
     parser.add_argument("--numbers", default="64,128,256,512,1000")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    rows, world = [], WORLDS[options.world]
     for folder in options.banks:
         bank = AdapterBank.open(folder / "bank")
         labels = read_labels(folder / "labels.csv", bank.names)
-        truth = torch.stack([labels[name].values for name in ATTRIBUTES], 1)
+        truth = torch.stack([labels[name].values for name in world.attributes], 1)
         about = json.loads((folder / "training.json").read_text())
         every = kernels(bank.stack(0, len(bank)))
         for count in sorted({min(int(number), len(bank)) for number in options.numbers.split(",")}):
             for name, kernel in every.items():
-                found = probed(kernel[:count, :count], truth[:count])
+                found = probed(kernel[:count, :count], truth[:count], world.attributes)
                 rows.append(
                     {"bank": folder.name, "start": about["about"]["bank"]["recipe"]["start"], "n": count,
                      "kernel": name, "r_squared": found, "mean": sum(found.values()) / len(found),
-                     "strong": sum(found[one] for one in STRONG) / len(STRONG)}
+                     "strong": sum(found[one] for one in world.strong) / len(world.strong)}
                 )  # fmt: skip
                 each = " ".join(f"{one} {value:.2f}" for one, value in found.items())
                 print(f"{folder.name} {count:5} {name:9} strong {rows[-1]['strong']:.3f}", end=" ")
                 print(f"mean {rows[-1]['mean']:.3f}  {each}", flush=True)
     if options.output:
         values = {
-            "what": "probes of attributes of drawn people from their adapters: a miniature",
+            "what": f"probes of attributes of drawn {world.name}s from their adapters: a miniature",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "folds": FOLDS,
             "rows": rows,

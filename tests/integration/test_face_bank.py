@@ -31,7 +31,7 @@ BANK = FaceBank(people=5, recipe=AdapterRecipe(steps=2), images=4, each=2)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     said = {"r_squared": {}}
-    monkeypatch.setattr(face_bank_training, "identity_fidelity", lambda model, stack, people: said)
+    monkeypatch.setattr(face_bank_training, "identity_fidelity", lambda model, stack, people, world: said)
 
 
 @pytest.fixture(scope="module")

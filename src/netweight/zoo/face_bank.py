@@ -12,9 +12,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from netweight.core.seeds import torch_generator
 from netweight.generate.adapter_fitting import AdapterRecipe
 from netweight.store.atomic import whole_file
-from netweight.zoo.drawn_faces import ATTRIBUTES, identities, photographs
+from netweight.zoo.drawn_worlds import WORLDS
 
 __all__ = ["FACES_BANK", "FACES_LABELS", "LAYERS", "FaceBank", "person_name", "write_labels"]
 
@@ -50,6 +50,7 @@ class FaceBank:
         each: Noisy photographs of each person at a step.
         layers: Linear layers of the U-Net, by the grammar of `Select`.
         seed: Decides on the people and their photographs.
+        world: Name of the drawn world whose subjects they are; vehicles are "people" here, too.
     """
 
     people: int = 1000
@@ -58,14 +59,21 @@ class FaceBank:
     each: int = 4
     layers: str = LAYERS
     seed: int = 31
+    world: str = "face"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Everything that decides on its adapters but the base, whatever its size; of which world, the base says."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "world"} | {"people": 0}
 
     def faces(self, numbers: Sequence[int]) -> Tensor:
-        """Return the attributes of people, shape `(n, 8)`."""
-        return torch.cat([identities(1, self.seed, first=number) for number in numbers])
+        """Return the attributes of people, shape `(n, attributes)`."""
+        return torch.cat([WORLDS[self.world].identities(1, self.seed, first=number) for number in numbers])
 
     def photographs(self, number: int) -> tuple[list[str], Tensor]:
         """Return prompts and pictures that a person's adapter is trained on, shape `(images, 3, 16, 16)`."""
-        return photographs(self.faces([number])[0], self.images, torch_generator(self.seed, "photographs", number))
+        noise = torch_generator(self.seed, "photographs", number)
+        return WORLDS[self.world].photographs(self.faces([number])[0], self.images, noise)
 
 
 def person_name(number: int) -> str:
@@ -73,11 +81,11 @@ def person_name(number: int) -> str:
     return f"person-{number:05d}"
 
 
-def write_labels(path: Path, names: Sequence[str], values: Tensor) -> None:
-    """Write attributes as CSV: a column "name", then one for each attribute."""
+def write_labels(path: Path, names: Sequence[str], values: Tensor, *, world: str = "face") -> None:
+    """Write attributes of a drawn world's subjects as CSV: a column "name", then one for each attribute."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["name", *ATTRIBUTES])
+    writer.writerow(["name", *WORLDS[world].attributes])
     for name, row in zip(names, values.tolist(), strict=True):
         writer.writerow([name, *(f"{value:.6g}" for value in row)])
     with whole_file(path, overwrite=True) as file:

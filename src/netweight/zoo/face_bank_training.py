@@ -32,7 +32,7 @@ from netweight.methods.space.labels import read_labels
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.atomic import whole_file
 from netweight.store.bank_writing import BankWriter
-from netweight.zoo.drawn_faces import ATTRIBUTES
+from netweight.zoo.drawn_worlds import WORLDS
 from netweight.zoo.face_bank import FaceBank, person_name, write_labels
 from netweight.zoo.face_fidelity import identity_fidelity
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
@@ -93,7 +93,7 @@ def train_bank(
     """
     model = _model(str(base))
     digest = model.digest()
-    about = {"bank": replace(bank, people=0), "base": digest}
+    about = {"bank": bank.about, "base": digest}
     known = finished(folder, about)
     if known is not None and known["people"] >= bank.people:
         return known
@@ -101,13 +101,15 @@ def train_bank(
     there = len(AdapterBank.open(folder / "bank")) if (folder / "bank").exists() else 0
     groups = _groups(bank, digest, range(there, bank.people), at_once)
     trained = _trained(folder, groups, base, engine, progress)
-    with BankWriter(folder / "bank", compress=compress, base="faces-diffusion") as writer:
+    with BankWriter(folder / "bank", compress=compress, base=f"{bank.world}s-diffusion") as writer:
         for group in groups:
             part = AdapterBank.open(_part(folder, group))
             if part.names[0] not in writer:  # a run that was stopped while it wrote may have added it
                 writer.add_stack(part.names, part.stack(0, len(part)))
     numbers = range(bank.people)
-    write_labels(folder / "labels.csv", [person_name(number) for number in numbers], bank.faces(numbers))
+    write_labels(
+        folder / "labels.csv", [person_name(number) for number in numbers], bank.faces(numbers), world=bank.world
+    )
     outcome = {
         "people": bank.people,
         "cpu_seconds": round(sum(one["cpu_seconds"] for one in trained) + (known or {}).get("cpu_seconds", 0), 1),
@@ -124,13 +126,14 @@ def train_bank(
     return found
 
 
-def excerpt(source: Path, destination: Path, people: int) -> None:
+def excerpt(source: Path, destination: Path, people: int, *, world: str = "face") -> None:
     """Write the first people of a trained bank as a small one: factors rounded to bf16, and compressed.
 
     Args:
         source: Where `train_bank` trained it.
         destination: Made by this; bank, labels and the record of the whole.
         people: How many.
+        world: Name of the drawn world whose subjects they are.
 
     Raises:
         OutputExists: The destination holds something else than such a bank.
@@ -149,10 +152,10 @@ def excerpt(source: Path, destination: Path, people: int) -> None:
     destination.mkdir(parents=True, exist_ok=True)
     with BankWriter(destination / "bank", compress=True, base=bank.base) as writer:
         writer.add_stack(names, rounded)
-    labels = read_labels(source / "labels.csv", bank.names, columns=ATTRIBUTES)
-    write_labels(
-        destination / "labels.csv", names, torch.stack([labels[name].values[:people] for name in ATTRIBUTES], 1)
-    )
+    attributes = WORLDS[world].attributes
+    labels = read_labels(source / "labels.csv", bank.names, columns=attributes)
+    values = torch.stack([labels[name].values[:people] for name in attributes], 1)
+    write_labels(destination / "labels.csv", names, values, world=world)
     record = json.loads((source / ABOUT).read_text(encoding="utf-8")) | {"excerpt": people}
     with whole_file(destination / ABOUT) as file:
         file.write((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
@@ -217,7 +220,8 @@ def _fidelity(model: PipelineModel, folder: Path, bank: FaceBank) -> dict[str, A
     """How far some of a bank's adapters, as they were written, draw the people meant."""
     opened, count = AdapterBank.open(folder / "bank"), min(_MEASURED, bank.people)
     stack = opened.stack(0, count)
-    return identity_fidelity(model, stack, bank.faces(range(count)))
+    measure = functools.partial(identity_fidelity, world=WORLDS[bank.world])
+    return measure(model, stack, bank.faces(range(count)))
 
 
 @click.command()
@@ -228,6 +232,7 @@ def _fidelity(model: PipelineModel, folder: Path, bank: FaceBank) -> dict[str, A
 @click.option("--base", type=click.Path(exists=True, file_okay=False, path_type=Path), default=FACES_FOLDER)
 @click.option("--at-once", type=click.IntRange(1), default=32, show_default=True, help="People per forward pass.")
 @click.option("--workers", type=click.IntRange(1), help="Processes; one per core by default.")
+@click.option("--world", "kind", type=click.Choice(list(WORLDS)), default="face", show_default=True)
 @click.option("--ray", "address", help="Train on the Ray cluster at this address, or auto.")
 @click.option("--compress", is_flag=True, help="Compress the bank, bit for bit.")
 @click.option("--excerpt", "part", nargs=2, type=(click.Path(path_type=Path), int), help="FOLDER N: write the first N.")
@@ -239,13 +244,14 @@ def main(
     base: Path,
     at_once: int,
     workers: int | None,
+    kind: str,
     address: str | None,
     compress: bool,
     part: tuple[Path, int] | None,
 ) -> None:
     """Train a bank of adapters of drawn people into FOLDER, or find it trained."""
     recipe = replace(AdapterRecipe(), start=start)
-    bank = FaceBank(people=people, recipe=recipe, seed=seed)
+    bank = FaceBank(people=people, recipe=recipe, seed=seed, world=kind)
     how: dict[str, Any] = {"base": base, "at_once": at_once, "compress": compress, "progress": Progress()}
     try:
         if address is None:
@@ -256,7 +262,7 @@ def main(
             with ray_cluster(address, workers=workers) as engine:
                 outcome = train_bank(folder, bank, engine=engine, **how)
         if part is not None:
-            excerpt(folder, *part)
+            excerpt(folder, *part, world=kind)
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -1,5 +1,7 @@
 """Reads a drawn face back from a picture: its eight attributes, its ground, and the nuisances of the photograph.
 
+Subjects of other drawn worlds are read in the same way, each by a network of their own.
+
 A small convolutional network that was trained on drawn pictures and comes with the package, frozen. Its errors on
 people whom it never saw are in the record beside it; what it says of generated pictures is an estimate of that kind.
 """
@@ -15,12 +17,19 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from netweight.errors import UsageError
-from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, NUISANCES, SIDE
+from netweight.zoo.drawn_faces import FACES
+from netweight.zoo.drawn_world import SIDE, DrawnWorld
 
-__all__ = ["READER_FOLDER", "FaceReader", "Reading", "embed", "r_squared", "read", "reading_record"]
+__all__ = ["READER_FOLDER", "FaceReader", "Reading", "embed", "r_squared", "read", "reader_folder", "reading_record"]
 
-READER_FOLDER = Path(__file__).parent / "checkpoints" / "face-reading"
-"""The network's weights and the record of its training."""
+
+def reader_folder(world: DrawnWorld) -> Path:
+    """Return where the package has a world's network: its weights and the record of its training."""
+    return Path(__file__).parent / "checkpoints" / f"{world.name}-reading"
+
+
+READER_FOLDER = reader_folder(FACES)
+"""The network that reads faces."""
 WEIGHTS, RECORD = "weights.safetensors", "training.json"
 
 
@@ -30,9 +39,9 @@ class Reading:
     """What pictures show, as the network sees it.
 
     Attributes:
-        attributes: Shape `(n, 8)`, columns as in `ATTRIBUTES`.
-        nuisances: Shape `(n, 4)`, columns as in `NUISANCES`.
-        ground: The likeliest number of `GROUNDS`, shape `(n,)`.
+        attributes: Shape `(n, attributes)`, columns as in the world's; 8 of faces.
+        nuisances: Shape `(n, nuisances)`, columns as in the world's; 4 of faces.
+        ground: The likeliest number of the world's grounds, shape `(n,)`.
     """
 
     attributes: Tensor
@@ -44,11 +53,14 @@ class Reading:
 class FaceReader(nn.Module):
     """Three convolutions and two linear layers, 60,000 weights.
 
-    Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, shape `(n, 16)`: attributes, nuisances, and the
-    logits of grounds.
+    Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds:
+    shape `(n, 16)` for faces.
+
+    Args:
+        world: Whose subjects it reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: DrawnWorld = FACES) -> None:
         super().__init__()
         self.pixels = nn.Sequential(
             nn.Conv2d(3, 24, 3, padding=1),
@@ -61,7 +73,7 @@ class FaceReader(nn.Module):
             nn.Linear(32 * (SIDE // 4) ** 2, 80),
             nn.SiLU(),
         )
-        self.answers = nn.Linear(80, len(ATTRIBUTES) + len(NUISANCES) + len(GROUNDS))
+        self.answers = nn.Linear(80, len(world.attributes) + len(world.nuisances) + len(world.grounds))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Read pictures."""
@@ -69,32 +81,35 @@ class FaceReader(nn.Module):
         return answers
 
 
-def read(pictures: Tensor, *, folder: str | Path = READER_FOLDER) -> Reading:
+def read(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
     """Return what pictures show.
 
     Args:
         pictures: Shape `(n, 3, 16, 16)`, within 0 and 1. Gradients flow where they are on.
         folder: Of the network; by default the one that comes with the package.
+        world: Whose subjects they show.
 
     Raises:
         UsageError: The pictures have another shape, or the folder holds no such network.
     """
-    said = _network(Path(folder))(_checked(pictures))
-    attributes, nuisances, grounds = said.split([len(ATTRIBUTES), len(NUISANCES), len(GROUNDS)], dim=1)
+    said = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
+    parts = [len(world.attributes), len(world.nuisances), len(world.grounds)]
+    attributes, nuisances, grounds = said.split(parts, dim=1)
     return Reading(attributes, nuisances, grounds.argmax(1))
 
 
-def embed(pictures: Tensor, *, folder: str | Path = READER_FOLDER) -> Tensor:
+def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
     """Return what the network's last layer but one says of pictures, shape `(n, 80)`: an identity embedding's stand-in.
 
     Args:
         pictures: Shape `(n, 3, 16, 16)`, within 0 and 1.
         folder: Of the network.
+        world: Whose subjects they show.
 
     Raises:
         UsageError: As in `read`.
     """
-    found: Tensor = _network(Path(folder)).pixels(_checked(pictures))
+    found: Tensor = _network(Path(folder or reader_folder(world)), world).pixels(_checked(pictures, world))
     return found
 
 
@@ -115,23 +130,23 @@ def reading_record(folder: str | Path = READER_FOLDER) -> dict[str, Any]:
     return record
 
 
-def _checked(pictures: Tensor) -> Tensor:
+def _checked(pictures: Tensor, world: DrawnWorld) -> Tensor:
     if pictures.ndim != 4 or pictures.shape[1:] != (3, SIDE, SIDE):
         raise UsageError(
-            f"Pictures of shape {tuple(pictures.shape)} are no faces of this world.",
+            f"Pictures of shape {tuple(pictures.shape)} are no {world.name}s of this world.",
             cure=f"Give (n, 3, {SIDE}, {SIDE}).",
         )
     return pictures.float()
 
 
 @functools.cache
-def _network(folder: Path) -> FaceReader:
+def _network(folder: Path, world: DrawnWorld) -> FaceReader:
     """Open a network once."""
     from safetensors.torch import load_file
 
     file = folder / WEIGHTS
     if not file.is_file():
-        raise UsageError(f"{folder} holds no reader of faces.", cure="Train it first.")
-    network = FaceReader()
+        raise UsageError(f"{folder} holds no reader of {world.name}s.", cure="Train it first.")
+    network = FaceReader(world)
     network.load_state_dict({name: value.float() for name, value in load_file(file).items()})
     return network.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""The small text-to-image pipeline of drawn faces that adapters customize: its shape, and the one in the package.
+"""The small text-to-image pipelines of drawn worlds that adapters customize: their shape, and those in the package.
 
     pipeline = faces_pipeline()
     pipeline("a face on a green ground", num_inference_steps=20, guidance_scale=1.0).images[0]
@@ -18,14 +18,21 @@ import torch
 
 from netweight.core.seeds import derive
 from netweight.zoo.data.sources import module
-from netweight.zoo.drawn_faces import SIDE
+from netweight.zoo.drawn_faces import FACES
+from netweight.zoo.drawn_world import SIDE, DrawnWorld
 from netweight.zoo.small_diffusion import assembled, opened
 from netweight.zoo.word_clip import word_clip_tokenizer
 
-__all__ = ["FACES_FOLDER", "FacesShape", "faces_pipeline", "initialized"]
+__all__ = ["FACES_FOLDER", "FacesShape", "faces_pipeline", "initialized", "pipeline_folder"]
 
-FACES_FOLDER = Path(__file__).parent / "checkpoints" / "faces-diffusion"
-"""The pipeline that comes with the package, with the record of its training."""
+
+def pipeline_folder(world: DrawnWorld) -> Path:
+    """Return where the package has a world's pipeline, with the record of its training."""
+    return Path(__file__).parent / "checkpoints" / f"{world.name}s-diffusion"
+
+
+FACES_FOLDER = pipeline_folder(FACES)
+"""The pipeline that draws faces."""
 
 
 @final
@@ -91,14 +98,15 @@ def initialized(words: Iterable[str], seed: int, shape: FacesShape = FacesShape(
     return assembled(denoiser, tokenizer, seed, side=shape.side, text_width=shape.text_width, **complete)
 
 
-def faces_pipeline(folder: str | Path | None = None) -> Any:
-    """Open a fresh copy of the pipeline that was trained on drawn faces.
+def faces_pipeline(folder: str | Path | None = None, *, world: DrawnWorld = FACES) -> Any:
+    """Open a fresh copy of the pipeline that was trained on drawn faces, or on another drawn world.
 
     Args:
         folder: Where `faces_diffusion_training` left another one; by default the one that comes with the package.
+        world: What the one in the package was trained on.
 
     Raises:
         MissingExtra: diffusers is not installed.
         UsageError: The folder holds no pipeline.
     """
-    return opened(FACES_FOLDER if folder is None else folder)
+    return opened(pipeline_folder(world) if folder is None else folder)

@@ -1,7 +1,8 @@
 """Trains the small pipeline of drawn faces, from a seed: `python -m netweight.zoo.faces_diffusion_training FOLDER`.
 
-A run that was stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests,
-how often it draws the ground that a prompt names, and how far the people whom it draws are spread as the world's are.
+A run that was stopped goes on where it was; `--world vehicle` trains that of drawn vehicles. The record beside
+the pipeline says what it was trained by, its digests, how often it draws the ground that a prompt names,
+and how far the people whom it draws are spread as the world's are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
 from netweight.zoo.captioned_faces import FacesWorld
 from netweight.zoo.denoiser_fitting import DenoiserRecipe
-from netweight.zoo.drawn_faces import ATTRIBUTES, NUISANCES, nuisances, people
+from netweight.zoo.drawn_worlds import WORLDS
 from netweight.zoo.face_reading import read
 from netweight.zoo.faces_diffusion import FacesShape, initialized
 from netweight.zoo.small_diffusion import opened
@@ -74,15 +75,19 @@ def population(folder: Path, world: FacesWorld, *, progress: Progress = QUIET) -
     with progress.task("pictures", _DRAWN, unit="pictures") as task:
         images = model.generate(model.embed(captions), range(_DRAWN), guidance=1.0, steps=STEPS)
         task.update(_DRAWN)
-    found = read(images)
+    drawing = world.drawing
+    found = read(images, world=drawing)
     generator = torch.Generator().manual_seed(0)
-    real = torch.cat([people(4000, generator), nuisances(4000, generator)], 1).std(0)
+    real = torch.cat([drawing.crowd(4000, generator), drawing.changes(4000, generator)], 1).std(0)
     spread = torch.cat([found.attributes, found.nuisances], 1).std(0) / real
     return {
         "n": _DRAWN,
         "steps": STEPS,
         "agreement": world.agreement(captions, images),
-        "spread": {name: round(float(value), 3) for name, value in zip(ATTRIBUTES + NUISANCES, spread, strict=True)},
+        "spread": {
+            name: round(float(value), 3)
+            for name, value in zip(drawing.attributes + drawing.nuisances, spread, strict=True)
+        },
     }
 
 
@@ -92,10 +97,12 @@ def population(folder: Path, world: FacesWorld, *, progress: Progress = QUIET) -
 @click.option(
     "--steps", type=click.IntRange(1), default=FACES_RECIPE.steps, show_default=True, help="Of the optimizer."
 )
-def main(folder: Path, seed: int, steps: int) -> None:
-    """Train a small text-to-image pipeline of drawn faces into FOLDER, or find it trained, and show whom it draws."""
+@click.option("--world", "name", type=click.Choice(list(WORLDS)), default="face", show_default=True)
+def main(folder: Path, seed: int, steps: int, name: str) -> None:
+    """Train a small text-to-image pipeline of a drawn world into FOLDER, or find it trained, and show whom it draws."""
     try:
-        outcome = train_faces(folder, recipe=replace(FACES_RECIPE, seed=seed, steps=steps), progress=Progress())
+        recipe = replace(FACES_RECIPE, seed=seed, steps=steps)
+        outcome = train_faces(folder, FacesWorld(drawing=WORLDS[name]), recipe, progress=Progress())
     except NetweightError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
