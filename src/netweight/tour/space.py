@@ -46,7 +46,7 @@ __all__ = ["INVERSION_STEPS", "space_stop"]
 INVERSION_STEPS = 150
 """Of the inversion; the default is 400."""
 _TITLE = "A space of adapters, a miniature"
-_COLUMN, _STRENGTHS = "beard", (0.5, 1.0, 1.5)
+_COLUMN, _STRENGTHS = "beard", (1.0, 2.0, 3.0)
 _PEOPLE, _SAMPLES, _SHOWN = 8, 24, 5
 _SEED, _STRANGERS, _STEPS = 0, 977, 15
 _CAPTIONS = [caption(ground) for ground in GROUNDS]
@@ -109,10 +109,11 @@ def _edited(world: _World, models: Path, say: Callable[[str], None]) -> Callable
     )  # fmt: skip
     effect = float(curve.effects[-1].mean())
     say(
-        f"Edited {_PEOPLE} people along {_COLUMN!r}: {effect:.2f} of its range, at {float(curve.costs[-1].mean()):.2f}."
+        f"Edited {_PEOPLE} people along {_COLUMN!r}: by {effect:.2f} of its range, others by "
+        f"{float(curve.costs[-1].mean()):.2f} of theirs."
     )
     figure = _row_by_strength(world, curve, direction, rows)
-    point = edit(space.scores[rows[0]], [Move(direction, 1.0, "reach")])
+    point = edit(space.scores[rows[0]], [Move(direction, _STRENGTHS[-1], "reach")])
     findings = [*direction.findings, *_without_targets(curve_findings(curve, kept=kept[0])),
                 *_exported(space, point, models)]  # fmt: skip
     return lambda report: report.section(
