@@ -117,7 +117,7 @@ class KohyaNames:
             found = self._spelled(component, spelling)
             if len(found) > 1:
                 raise UsageError(
-                    f"The name {name!r} may mean {' or '.join(found)}.",
+                    f"The name {name!r} may mean {' or '.join(sorted(found))}.",
                     cure="Give the names of the model's modules, or save the adapter in diffusers' layout.",
                 )
             if found:
