@@ -22,7 +22,7 @@ from netweight.errors import TrainingStopped, UsageError
 from netweight.generate.lowrank import applied
 from netweight.generate.stack import AdapterStack
 
-__all__ = ["AdapterRecipe", "FittedAdapters", "fit_adapters", "initial_adapters"]
+__all__ = ["AdapterRecipe", "FittedAdapters", "fit_adapters"]
 
 
 @final
@@ -79,7 +79,7 @@ class FittedAdapters:
     losses: Tensor
 
 
-def initial_adapters(
+def _initial_adapters(
     names: Sequence[str],
     layers: Mapping[str, tuple[int, int]],
     recipe: AdapterRecipe,
@@ -120,10 +120,11 @@ def fit_adapters(
     model: nn.Module,
     names: Sequence[str],
     layers: Mapping[str, tuple[int, int]],
-    losses: Callable[[int], Tensor],
+    losses: Callable[[int, int], Tensor],
     recipe: AdapterRecipe,
     *,
     each: int,
+    signs: Sequence[int] = (1,),
     component: str = "",
     progress: Progress = QUIET,
 ) -> FittedAdapters:
@@ -133,20 +134,22 @@ def fit_adapters(
         model: Frozen while adapters are trained, and afterwards as it was.
         names: Of the adapters.
         layers: Module name → rows and columns, as `linear_layers` returns them.
-        losses: Step → one loss for each adapter, shape `(n,)`. Runs the model once on a batch in which the samples of
-            the first adapter come first, then those of the second. What it draws depends on the step alone, or on the
-            adapter's name, never on who else is trained.
+        losses: Step and sign → one loss for each adapter, shape `(n,)`. Runs the model once on a batch in which the
+            samples of the first adapter come first, then those of the second. What it draws depends on the step alone,
+            or on the adapter's name, never on who else is trained.
         recipe: How.
         each: Samples of each adapter in such a batch.
+        signs: What adapters are multiplied with while a loss is computed, one loss after the other; 1 and -1 for
+            adapters whose negative has to be of use, too.
         component: What the layers' names begin with beside the model's own.
         progress: Where progress is shown.
 
     Raises:
-        UsageError: As `initial_adapters`; or there is not one loss for each adapter.
+        UsageError: There is no adapter or layer, two have one name, or there is not one loss for each adapter.
         TrainingStopped: A loss became NaN or infinite; the adapter and the step are named.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    stack = initial_adapters(names, layers, recipe, device)
+    stack = _initial_adapters(names, layers, recipe, device)
     trained = [*stack.up.values(), *(stack.down.values() if recipe.train_down else ())]
     for factor in trained:
         factor.requires_grad_(True)
@@ -158,15 +161,24 @@ def fit_adapters(
         for step in progress.track(range(recipe.steps), what, recipe.steps, unit="steps"):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * (1 - step / recipe.steps)
-            found = _checked(losses(step), names, step)
-            found.sum().backward()  # type: ignore[no-untyped-call]
+            for sign in signs:
+                _scale_(stack, recipe.scale * sign)
+                found = _checked(losses(step, sign), names, step)
+                found.sum().backward()  # type: ignore[no-untyped-call]
+                if step >= recipe.steps - late:
+                    last += found.detach() / (late * len(signs))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step >= recipe.steps - late:
-                last += found.detach() / late
+    _scale_(stack, recipe.scale)
     for factor in trained:
         factor.requires_grad_(False)
     return FittedAdapters(tuple(names), stack, last.cpu())
+
+
+def _scale_(stack: AdapterStack, scale: float) -> None:
+    """Scale adapters in place: a model that they are applied to reads the scale whenever it runs."""
+    for values in stack.scale.values():
+        values.fill_(scale)
 
 
 def _checked(found: Tensor, names: Sequence[str], step: int) -> Tensor:

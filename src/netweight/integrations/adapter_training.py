@@ -98,7 +98,7 @@ def train_pictures(
     text, place = model.embed(said), {prompt: number for number, prompt in enumerate(said)}
     rows = [torch.tensor([place[prompt] for prompt in subject.prompts]) for subject in subjects]
 
-    def losses(step: int) -> Tensor:
+    def losses(step: int, sign: int) -> Tensor:
         shares, timesteps, noise = _drawn(model, recipe.seed, step, each)
         chosen = [(shares * len(clean)).long() for clean in latents]
         clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents, chosen, strict=True)])
@@ -148,7 +148,7 @@ def train_texts(
     device = next(model.parameters()).device
     network: Any = model
 
-    def losses(step: int) -> Tensor:
+    def losses(step: int, sign: int) -> Tensor:
         shares = _shares(each, torch_generator(recipe.seed, "examples", step))
         chosen = [rows[int(share * len(rows))] for rows in examples.values() for share in shares.tolist()]
         batch = collate(chosen, pad_id=pad_id).to(device)

@@ -18,10 +18,9 @@ from torch import Tensor
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
-from netweight.errors import TrainingStopped, UsageError
-from netweight.generate.adapter_fitting import AdapterRecipe, FittedAdapters, initial_adapters
-from netweight.generate.lowrank import applied, linear_layers
-from netweight.generate.stack import AdapterStack
+from netweight.errors import UsageError
+from netweight.generate.adapter_fitting import AdapterRecipe, FittedAdapters, fit_adapters
+from netweight.generate.lowrank import linear_layers
 from netweight.integrations.adapter_training import ATTENTION
 from netweight.integrations.diffusion_pipeline import PipelineModel
 
@@ -70,7 +69,7 @@ def train_sliders(
     each: int = 4,
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train sliders, all in one forward pass for each side.
+    """Train sliders, all in one forward pass for each side of their pairs.
 
     Args:
         model: A pipeline, whose weights are fixed; they stay as they are.
@@ -87,51 +86,26 @@ def train_sliders(
 
     Source: Gandikota et al., Concept Sliders, 2024, the sliders from pairs of images.
     """
-    wanted = linear_layers(model.denoiser, layers, component=model.component)
-    stack = initial_adapters([each.name for each in pairs], wanted, recipe, model.device)
-    negative = AdapterStack(stack.down, stack.up, {name: -scale for name, scale in stack.scale.items()}, stack.ranks)
-    sides = [
-        (stack, [model.to_latents(pair.after) for pair in pairs]),
-        (negative, [model.to_latents(pair.before) for pair in pairs]),
-    ]
+    latents = {
+        1: [model.to_latents(pair.after) for pair in pairs],
+        -1: [model.to_latents(pair.before) for pair in pairs],
+    }
     said = sorted({prompt for pair in pairs for prompt in pair.prompts})
     text, rows = model.embed(said), [[said.index(prompt) for prompt in pair.prompts] for pair in pairs]
-    groups = torch.arange(len(pairs), device=model.device).repeat_interleave(each)
-    trained = [*stack.up.values(), *(stack.down.values() if recipe.train_down else ())]
-    for factor in trained:
-        factor.requires_grad_(True)
-    optimizer = torch.optim.Adam(trained, lr=recipe.learning_rate)
-    losses, late = torch.zeros(len(pairs)), max(recipe.steps // 10, 1)
-    for step in progress.track(range(recipe.steps), f"{len(pairs)} sliders", recipe.steps, unit="steps"):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * (1 - step / recipe.steps)
-        generator = torch_generator(recipe.seed, "slider", step)
+
+    def losses(step: int, sign: int) -> Tensor:
+        generator = torch_generator(recipe.seed, "slider", step)  # so that both sides see the same
         chosen = [torch.randint(len(pair.prompts), (each,), generator=generator) for pair in pairs]
         noise = torch.randn(each, *model.latent_shape, generator=generator).repeat(len(pairs), 1, 1, 1).to(model.device)
         times = torch.randint(model.levels, (each,), generator=generator).repeat(len(pairs)).to(model.device)
         shown = torch.tensor([rows[place][at] for place, index in enumerate(chosen) for at in index.tolist()])
-        found = torch.zeros(len(pairs))
-        for changes, latents in sides:
-            clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents, chosen, strict=True)])
-            with applied(model.denoiser, changes, groups, component=model.component):
-                errors = model.training_errors(clean, noise, times, text.rows(shown.to(clean.device)))
-                loss = errors.view(len(pairs), each).mean(1)
-                torch.autograd.backward(loss.sum(), inputs=trained)
-            found += loss.detach().cpu() / len(sides)
-        _check(found, pairs, step)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step >= recipe.steps - late:
-            losses += found / late
-    for factor in trained:
-        factor.requires_grad_(False)
-    return FittedAdapters(tuple(pair.name for pair in pairs), stack, losses)
+        clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents[sign], chosen, strict=True)])
+        errors = model.training_errors(clean, noise, times, text.rows(shown.to(clean.device)))
+        return errors.view(len(pairs), each).mean(1)
 
-
-def _check(found: Tensor, pairs: Sequence[SliderPairs], step: int) -> None:
-    bad = (~found.isfinite()).nonzero()[:, 0].tolist()
-    if bad:
-        raise TrainingStopped(
-            f"The loss of the slider {pairs[bad[0]].name!r} is not finite at step {step}.",
-            cure="Choose a lower learning rate.",
-        )
+    names = [pair.name for pair in pairs]
+    wanted = linear_layers(model.denoiser, layers, component=model.component)
+    return fit_adapters(
+        model.denoiser, names, wanted, losses, recipe, each=each, signs=(1, -1), component=model.component,
+        progress=progress,
+    )  # fmt: skip

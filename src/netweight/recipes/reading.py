@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -16,7 +16,7 @@ from netweight.recipes.attacks import Attack, known_attacks
 from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
 from netweight.recipes.treatments import Treatment, known_treatments
 
-__all__ = ["Recipe", "read_mapping", "read_recipe"]
+__all__ = ["Recipe", "read_mapping", "read_recipe", "refusal"]
 
 
 @final
@@ -106,13 +106,13 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     try:
         fields = _Fields.model_validate(content)
     except pydantic.ValidationError as error:
-        raise _refusal(path, [*explain(error), *problems]) from None
+        raise refusal(path, [*explain(error), *problems]) from None
     recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
     problems += _path_problems(recipe)
     if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
         problems += _audit_problems(recipe)
     if problems:
-        raise _refusal(path, problems)
+        raise refusal(path, problems)
     return recipe
 
 
@@ -126,9 +126,11 @@ def _chosen(
     return tuple(each for each in found if each is not None)
 
 
-def _refusal(path: str | Path, problems: list[str]) -> UsageError:
+def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = None) -> UsageError:
+    """Return the error that lists everything that is wrong with a recipe."""
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return UsageError(f"The recipe {path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    return UsageError(f"The recipe {path} has {count}:\n{listed}", cure=cure)
 
 
 def _path_problems(recipe: Recipe) -> list[str]:

@@ -24,7 +24,7 @@ from netweight.integrations.diffusion_pipeline import load_text_to_image
 from netweight.methods.forget.config import DetectionConfig
 from netweight.methods.forget.prompts import read_prompts
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping
+from netweight.recipes.reading import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 from netweight.zoo.embedding_attack import predicted_error
 from netweight.zoo.memorized_pairs import check_pairs, painted_size, read_pairs
@@ -121,9 +121,9 @@ def read_nemo_recipe(path: Path) -> NemoRecipe:
         counts = ("images", "steps", "search_steps", "rows")
         problems += [f"{key}: must be at least 2." for key in counts if getattr(recipe, key) < 2]
     if problems or recipe is None:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise UsageError(
-            f"The recipe {path} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n{listed}",
+        raise refusal(
+            path,
+            problems,
             cure="recipes/nemo-tables.yaml says what each key is for and where the files come from.",
         )
     return recipe

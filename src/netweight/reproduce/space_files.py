@@ -24,7 +24,7 @@ from netweight.methods.space.inversion import SETTINGS
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.method import WeightSpace
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping
+from netweight.recipes.reading import read_mapping, refusal
 from netweight.reproduce.space_ground import Fitting, Ground, Stranger, Wanted
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.adapter_files import read_adapter
@@ -153,9 +153,9 @@ def read_space_recipe(path: Path) -> SpaceRecipe:
         problems += [f"{key}: must be at least 1." for key in counts if getattr(recipe, key) < 1]
         problems += [f"{key}: must be at least 10." for key in ("people", "held") if getattr(recipe, key) < 10]
     if problems or recipe is None:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise UsageError(
-            f"The recipe {path} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n{listed}",
+        raise refusal(
+            path,
+            problems,
             cure="recipes/space-tables.yaml says what each key is for and where the files come from.",
         )
     return recipe

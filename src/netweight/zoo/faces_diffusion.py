@@ -91,9 +91,8 @@ def initialized(words: Iterable[str], seed: int, shape: FacesShape = FacesShape(
             attention_head_dim=shape.heads,  # which diffusers takes for the number of heads
             norm_num_groups=8,
         )
-    denoiser.train(False)
-    # Of sixteen pixels a person's colors shine through the last of Stable Diffusion's noise. Where it is complete, and
-    # pictures start there, adapters decide who is drawn, not the noise.
+    # Meant for adapters to decide who is drawn, not what shines through the noise that a picture starts from. Whether
+    # it helps was not measured clearly.
     complete = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
     return assembled(denoiser, tokenizer, seed, side=shape.side, text_width=shape.text_width, **complete)
 
