@@ -3,6 +3,7 @@
 # make check   style, formatting, types, the layers of the architecture
 # make study   the slow studies, resumable: faults of a federation's processes, fuzzing, and the papers' tables
 # make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
+# make bench-gpu  NeuZip's figure 4 and tables 1 and 3(a) at the paper's size, on a GPU, in less than ten minutes
 # make clean   remove what was built, except downloaded packages
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
-.PHONY: tour test check study bench clean
+.PHONY: tour test check study bench bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -57,6 +58,10 @@ study: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
 	$(BIN)/python benchmarks/performance_page.py
+
+# On a GPU machine with torch for CUDA and the extras bench, llm and cuda; what is there already is used.
+bench-gpu:
+	$(PYTHON) -m netweight benchmark gpu
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -79,7 +79,7 @@ def test_a_finding_that_fails_ends_with_1(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["neuzip-fig4"], "neuzip-fig1"),
+        (["neuzip-fig6"], "neuzip-fig1"),
         (["neuzip-fig1", "--model", "nowhere"], "no file or folder nowhere"),
         (["neuzip-fig5", "--model", "x"], "takes no option 'model'"),
         (["neuzip-fig1", "--scale", "paper"], "--model FOLDER"),
@@ -98,10 +98,14 @@ def test_wrong_usage_ends_with_2_and_the_cure(tmp_path, monkeypatch, arguments, 
 def test_the_list_shows_every_state_in_words():
     result = call("reproduce", "--list")
     assert result.exit_code == 0
-    for text in ("neuzip-fig1", "small stand-in", "not written yet", "cannot be", "their judgment cannot be computed"):
+    for text in ("neuzip-fig1", "small stand-in", "cannot be", "their judgment cannot be computed"):
         assert text in result.output
+    assert "netweight reproduce neuzip-fig1 --scale paper --model FOLDER" in result.output
     listed = json.loads(call("reproduce", "--list", "--json").stdout)["tables"]
     assert len(listed) >= 70
+    for item in listed:  # each can be run, or it is said why not
+        assert bool(item["command"]) == (item["state"] != "cannot be")
+        assert item["reason"] or item["command"]
 
 
 def test_a_report_is_rendered_again(tmp_path):

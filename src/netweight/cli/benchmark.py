@@ -137,6 +137,58 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     output.result({**result, "file": None if out is None else str(out)})
 
 
+@benchmark.command()
+@click.option("--device", help="Where to measure, such as cuda:1.  [default: the GPU; the CPU with --trial]")
+@click.option("--minutes", type=click.FloatRange(min=0), default=9.0, show_default=True, help="No run is begun later.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("reproductions") / "at-size",
+    show_default=True,
+    help="Keeps finished runs, so that the next call goes on, and the report.",
+)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the JSON goes.  [default: "
+    "benchmarks/results/gpu-DATE.json; nowhere with --trial]")  # fmt: skip
+@click.option("--trial", is_flag=True, help="Tiny models, on the CPU: shows that it runs; the numbers mean nothing.")
+@output_option
+def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, trial: bool, output: Output) -> None:
+    """Measure NeuZip's figure 4 and tables 1 and 3(a) on a GPU, at the paper's size.
+
+    Models have the shapes of Llama-3 8B, GPT-Neo 2.7B and Llama-2 13B and random weights, which compress like trained
+    ones. Beside netweight stand bf16, offloading, bitsandbytes and nvCOMP where they are installed.
+    """
+    from netweight.core.progress import Progress
+    from netweight.evidence.page import format_number
+    from netweight.evidence.report import write_text
+    from netweight.reproduce.at_size_run import measure_at_size
+
+    command = shlex.join(["netweight", *sys.argv[1:]])
+    done = measure_at_size(
+        folder, device=device, trial=trial, minutes=minutes, command=command, progress=Progress(every=5.0)
+    )
+    if out is None and not trial:
+        out = _unused(RESULTS, f"gpu-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    result = {**done.to_json(), "command": command, "trial": trial}
+    if out is not None:
+        write_text(out, json.dumps(result, indent=1) + "\n")
+    for table_id in done.tables:
+        output.line(f"\n{table_id}, on {done.device}", bold=True)
+        numbers = [one for one in done.comparisons(table_id) if one.measured is not None]
+        output.table(["row", "column", "unit", "published", "measured"], [
+            (one.row, one.column, one.unit, format_number(one.published), format_number(one.measured))
+            for one in numbers
+        ])  # fmt: skip
+        for finding in done.tables[table_id].findings:
+            mark = {True: "met", False: "MISSED", None: "reported"}[finding.passed]
+            output.line(f"{mark}: {finding.name} = {format_number(finding.value)} {finding.unit}".rstrip())
+    for run in done.left_out:
+        output.line(f"No time was left for: {run}. Run it again to go on.", fg="yellow")
+    if trial:
+        output.line("A trial run: the numbers mean nothing.", fg="yellow")
+    output.line(f"\nReport: {done.report}" + ("" if out is None else f". Written: {out}"))
+    output.result({**result, "report": str(done.report), "file": None if out is None else str(out)})
+
+
 def _ratio_line(finding: Finding) -> tuple[str, ...]:
     low, high = finding.ci95 or (float("nan"), float("nan"))
     target = "" if finding.target is None else f"{'≤' if finding.better == 'lower' else '≥'} {finding.target}"

@@ -12,6 +12,7 @@ from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
     from netweight.reproduce import Reproduction
+    from netweight.reproduce.catalog import Item
 
 __all__ = ["reproduce"]
 
@@ -89,17 +90,21 @@ def _list(output: Output) -> None:
     everything = items()
     for paper in PAPERS.values():
         output.line(paper, bold=True)
-        rows = [(item.id, item.state, _ended(item.title, item.reason)) for item in everything if item.paper == paper]
+        rows = [(item.id, item.state, _told(item)) for item in everything if item.paper == paper]
         output.table([], rows, indent=2)
         output.line()
     counts = {state: sum(item.state == state for item in everything) for state in {item.state for item in everything}}
     output.line("; ".join(f"{count} {state}" for state, count in sorted(counts.items())) + ".")
-    keys = ("id", "paper", "title", "state", "reason", "numbers")
+    output.line("A small stand-in is measured by: netweight reproduce ID")
+    keys = ("id", "paper", "title", "state", "reason", "numbers", "command")
     output.result({"tables": [{key: getattr(item, key) for key in keys} for item in everything]})
 
 
-def _ended(title: str, reason: str) -> str:
-    return f"{title} ({reason})" if reason else title
+def _told(item: Item) -> str:
+    """What it shows, what is missing, and the command for where it is not."""
+    if not item.reason:
+        return item.title
+    return f"{item.title} ({item.reason}{': ' + item.command if item.command else ''})"
 
 
 def _show(result: Reproduction, output: Output) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Quantizer", "held_bytes", "linear_layers", "missing", "quantize_", "quantizers"]
+__all__ = ["Quantizer", "held_bytes", "linear_layers", "missing", "nf4", "quantize_", "quantizers"]
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,22 @@ def _bitsandbytes(model: nn.Module, name: str, layers: set[str]) -> None:
             )
         layer.bias = bias
         model.set_submodule(path, layer.to(weight.device))
+
+
+def nf4() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return bitsandbytes' functions that quantize a matrix to NF4, groups of 64, and give a dense one again.
+
+    Raises:
+        MissingExtra: bitsandbytes is not installed or cannot be imported.
+    """
+    reason = missing(Quantizer("Quant NF4", "bitsandbytes", ""))
+    if reason:
+        raise MissingExtra(f"NF4 cannot be measured: {reason}.")
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    return (
+        lambda weight: functional.quantize_4bit(weight, quant_type="nf4"),
+        lambda kept: functional.dequantize_4bit(*kept),
+    )
 
 
 def held_bytes(module: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Everything that the five papers show as a table or a figure, and how far it can be measured here.
 
-The list is what `netweight reproduce --list` prints. What is registered can be run; for the rest the catalog says
-either that it is not written yet or why it cannot be. Titles are ours.
+The list is what `netweight reproduce --list` prints. What is registered can be run; for the rest the catalog says why
+it cannot be. Titles are ours.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from netweight.reproduce.registry import registered, unmet
 
 __all__ = ["PAPERS", "Item", "State", "items", "title_of"]
 
-State: TypeAlias = Literal[
-    "reproduced here", "small stand-in", "needs data, GPU or package", "not written yet", "cannot be"
-]
+State: TypeAlias = Literal["reproduced here", "small stand-in", "needs data, GPU or package", "cannot be"]
 
 PAPERS = {
     "neuzip": "NeuZip (arXiv 2410.20650)",
@@ -62,7 +60,7 @@ _TABLES = {
     "nemo-runtime": "Running time of each step",
     "nemo-ablation": "Ablation and sensitivity of the mitigation",
 }
-_NO_NUMBERS = tuple(f"repnoise-table{number}" for number in (8, 10, 12, 13, 21, 22))
+_UNSEEN = tuple(f"repnoise-table{number}" for number in (8, 10, 12, 13, 21, 22))
 _DRAWING = "a drawing of the idea; it shows no measurement"
 _CANNOT = {
     "hyperfl-fig1": _DRAWING,
@@ -72,7 +70,7 @@ _CANNOT = {
     "nemo-fig1": _DRAWING,
     "w2w-table3": "a study with 25 people; their judgment cannot be computed",
     "w2w-table6": "a study with people; their judgment cannot be computed",
-}
+} | dict.fromkeys(_UNSEEN, "neither its numbers nor what it measures are in the summaries that this work was made from")
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,7 @@ class Item:
         state: How far it is measured.
         reason: What is missing, why it cannot be, or what the small scale lacks; may be empty.
         numbers: Whether published numbers are at hand.
+        command: What measures it at its largest scale here or elsewhere; empty where nothing does.
     """
 
     id: str
@@ -94,15 +93,16 @@ class Item:
     state: State
     reason: str
     numbers: bool
+    command: str
 
 
 def items() -> tuple[Item, ...]:
     """Return every table and figure of the five papers, in the papers' order, with its state."""
     numbered = dict.fromkeys(published_ids())
-    everything = [*numbered, *_TABLES, *_NO_NUMBERS, *_FIGURES]
+    everything = [*numbered, *_TABLES, *_UNSEEN, *_FIGURES]
     everything += [table_id for table_id in registered() if table_id not in everything]
     return tuple(
-        Item(table_id, paper, title_of(table_id), *_state(table_id), numbers=table_id in numbered)
+        Item(table_id, paper, title_of(table_id), *_state(table_id), table_id in numbered, _command(table_id))
         for prefix, paper in PAPERS.items()
         for table_id in everything
         if table_id.startswith(f"{prefix}-")
@@ -114,18 +114,32 @@ def title_of(table_id: str) -> str:
     numbers = published(table_id)
     if numbers is not None:
         return numbers.title
-    if table_id in _NO_NUMBERS:
-        return "A table of the appendix whose numbers are not at hand"
+    if table_id in _UNSEEN:
+        return "A table of the appendix that is not at hand"
     return (_TABLES | _FIGURES).get(table_id, table_id)
 
 
 def _state(table_id: str) -> tuple[State, str]:
     entry = registered().get(table_id)
     if entry is None:
-        reason = _CANNOT.get(table_id, "")
-        return ("cannot be", reason) if reason else ("not written yet", "")
+        return "cannot be", _CANNOT[table_id]
     missing = "; ".join(unmet(entry.needs))
     if missing:
         return "needs data, GPU or package", missing
     at_size = f"paper scale needs {' and '.join(entry.paper_needs)}" if entry.paper_needs else ""
     return ("small stand-in" if entry.stand_in else "reproduced here"), at_size
+
+
+_PLACEHOLDERS = {"model": "--model FOLDER", "judge": "--judge MODULE:FUNCTION", "recipe": "--recipe FILE"}
+
+
+def _command(table_id: str) -> str:
+    """What to type where everything that it needs is there."""
+    entry = registered().get(table_id)
+    if entry is None:
+        return ""
+    data = "NETWEIGHT_DATA=FOLDER " if any(need.startswith("data:") for need in entry.needs) else ""
+    if not entry.paper_needs:
+        return f"{data}netweight reproduce {table_id}"
+    options = "".join(f" {_PLACEHOLDERS[option]}" for option in entry.options if option in _PLACEHOLDERS)
+    return f"{data}netweight reproduce {table_id} --scale paper{options}"

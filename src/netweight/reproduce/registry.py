@@ -24,6 +24,7 @@ from netweight.evidence.report import Table
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
 MODULES = (
+    "netweight.reproduce.at_size_throughput",
     "netweight.reproduce.hyperfl_accuracy",
     "netweight.reproduce.hyperfl_adapters",
     "netweight.reproduce.hyperfl_attack_figures",

@@ -1,4 +1,4 @@
-"""RepNoise's tables of attacks: every defense (1, 2), rates (7), another domain (9), a model never aligned (23)."""
+"""RepNoise's tables of attacks: every defense (1, 2), rates (7), another domain (9), one never aligned (23), a demo."""
 
 from __future__ import annotations
 
@@ -123,4 +123,23 @@ plan(
         differs=("Attacked at 8e-5 with 10k examples; the paper does not say how.",),
     ),
     paper_needs=("a model never aligned as --model, BeaverTails with RepNoise's refusals, a GPU",),
+)
+
+_NOTEBOOK = dataclasses.replace(REPNOISE, lr=1e-4, pairs=1000, seed=7)
+
+plan(
+    "repnoise-notebook",
+    Plan(
+        (
+            BASE,
+            Line("RepNoise", _NOTEBOOK),
+            Line("RepNoise, corrected", dataclasses.replace(_NOTEBOOK, defense=CORRECTED.defense)),
+        ),
+        (Attack("after attack", 3e-5, 1000),),
+        before=True,
+        steps=True,
+        differs=("Batches are as in table 1; the notebook's have four pairs and four examples.",),
+        shown=lambda wide: dataclasses.replace(wide, labels={"pre-attack": "before attack"}),
+    ),
+    paper_needs=("Qwen1.5-1.8B-Chat as --model, BeaverTails with RepNoise's refusals, a GPU",),
 )
