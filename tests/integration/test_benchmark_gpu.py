@@ -1,4 +1,4 @@
-"""`netweight benchmark gpu` on tiny models and the CPU: what it measures, that it resumes, and what it says without time."""
+"""`netweight benchmark gpu` on tiny models and the CPU: what it measures, that it resumes, what it leaves out."""
 
 import json
 
@@ -10,13 +10,13 @@ pytest.importorskip("scipy", reason="reports need the extra evidence")
 import torch
 from click.testing import CliRunner
 
-from netweight.cli import main
+from netweight.cli import netweight
 
 TABLES = ("neuzip-fig4", "neuzip-table1", "neuzip-table3-decoder")
 
 
 def call(*arguments):
-    return CliRunner().invoke(main, ["benchmark", "gpu", *map(str, arguments)])
+    return CliRunner().invoke(netweight, ["benchmark", "gpu", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
