@@ -331,6 +331,10 @@ static inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shi
 static inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
 }
+static inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int i = 0; i < 4; i++) sum += (a >> 8 * i & 255) * (b >> 8 * i & 255);
+  return sum;
+}
 static inline float __uint_as_float(uint32_t x) { return emulated::from_bits<float>(x); }
 static inline uint32_t __float_as_uint(float x) { return static_cast<uint32_t>(emulated::bits_of(x)); }
 template <typename T>
