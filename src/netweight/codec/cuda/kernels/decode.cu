@@ -93,22 +93,21 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status, Share
   if (threadIdx.x == 0 && (reason | shared.failure)) atomicOr(status, reason | shared.failure);
 }
 
-// One blob; a block for each chunk.
+// Decodes blobs; a block of the grid for each chunk. `jobs` ascend by their first block, the first of which is 0. Without
+// any (a null pointer) the other arguments are the only job.
 extern "C" __global__ void __launch_bounds__(128, 8)
-    decode_blob(const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes, i64 chunk_log2, u32* status) {
+    decode_chunks(const Job* jobs, i64 count, const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes,
+                  i64 chunk_log2, u32* status) {
   __shared__ Shared shared;
-  decode_chunk(Job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0}, blockIdx.x, status, shared);
-}
-
-// Many blobs; `jobs` ascend by their first block, the first of which is 0.
-extern "C" __global__ void __launch_bounds__(128, 8) decode_blobs(const Job* jobs, i64 count, u32* status) {
-  __shared__ Shared shared;
-  i64 job = 0, beyond = count;  // the last job whose first block is not behind this one
-  while (beyond - job > 1) {
-    const i64 middle = (job + beyond) / 2;
-    if (jobs[middle].first_block <= static_cast<i64>(blockIdx.x)) job = middle;
-    else beyond = middle;
+  Job job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0};
+  if (jobs != nullptr) {
+    i64 found = 0, beyond = count;  // the last job whose first block is not behind this one
+    while (beyond - found > 1) {
+      const i64 middle = (found + beyond) / 2;
+      if (jobs[middle].first_block <= static_cast<i64>(blockIdx.x)) found = middle;
+      else beyond = middle;
+    }
+    job = jobs[found];
   }
-  const Job mine = jobs[job];
-  decode_chunk(mine, blockIdx.x - mine.first_block, status, shared);
+  decode_chunk(job, blockIdx.x - job.first_block, status, shared);
 }

@@ -153,17 +153,17 @@ struct Rows {
   }
 };
 
-// Place of lane i's element in its row, i even; lane i + 1's is the next.
-NETWEIGHT_DEVICE u32 place_in_row(u32 i, u32 width) { return width == 1 ? i : (i >> 3 & 1) * 32 + (i >> 4) * 8 + (i & 7); }
-
 // Decodes the rows of a stream that can be decoded in batches, all but the last ten at most, and returns their number.
 // The last three are never among them, so that whole words of raw bits can be read.
 template <u32 kWidth, bool kRest, bool kPacked>
-NETWEIGHT_DEVICE u32 decode_batches(const RansLayout& layout, const Plane& plane, u32 stream, const Bounds& blob, const u8* readable,
-                                    const u32* slots, Lanes& lanes, ByteRing& bytes) {
+NETWEIGHT_CALLED u32 decode_batches(const RansLayout& layout, const Plane& plane, u32 stream, const Bounds& blob_bounds,
+                                    const u8* readable, const u32* slots, Lanes& lanes_kept, ByteRing& bytes_kept) {
   constexpr u32 kBatch = kRest ? 4 : 8;
   const u32 batches = layout.rows > 3 ? (layout.rows - 3) / kBatch : 0;
   if (batches == 0) return 0;
+  const Bounds blob = blob_bounds;
+  Lanes lanes = lanes_kept;  // in registers
+  ByteRing bytes = bytes_kept;
   const u32 below = lanes_below();
   const RawPlacer placer(layout, kWidth);
   Window low(layout.low, layout.low_bits, stream, layout.streams, address(readable));
@@ -208,11 +208,13 @@ NETWEIGHT_DEVICE u32 decode_batches(const RansLayout& layout, const Plane& plane
     }
     bytes.at += from - started;
   }
+  lanes_kept = lanes;
+  bytes_kept = bytes;
   return batches * kBatch;
 }
 
 // One row, its raw bits read byte by byte: `low` and `rest` are its field blocks. Elements beyond the plane are dropped.
-NETWEIGHT_DEVICE void put_row(const RansLayout& layout, const Plane& plane, u32 stream, u32 row, u32 symbols, const u8* low,
+NETWEIGHT_CALLED void put_row(const RansLayout& layout, const Plane& plane, u32 stream, u32 row, u32 symbols, const u8* low,
                               const u8* rest) {
   const RawPlacer placer(layout, plane.width);
   const u32 lane = lane_id();
@@ -225,7 +227,7 @@ NETWEIGHT_DEVICE void put_row(const RansLayout& layout, const Plane& plane, u32 
 
 // Decodes rows from `first` on to the end of the stream. The raw bits of the last row, and of the last but one in part, are
 // the final states. Returns a reason for refusal, the same in all lanes.
-NETWEIGHT_DEVICE u32 decode_last_rows(const RansLayout& layout, const Plane& plane, u32 stream, u32 first, const Bounds& blob,
+NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& plane, u32 stream, u32 first, const Bounds& blob,
                                       const u32* slots, Lanes& lanes, ByteRing& bytes, u32 end) {
   const u32 lane = lane_id(), below = lanes_below(), rows = layout.rows, streams = layout.streams;
   const u32 low_row = 8 * layout.low_bits, rest_row = 8 * layout.rest_bits;
@@ -341,10 +343,7 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
         fault = decode_last_rows(layout, plane, g, done, blob, shared.slots, lanes, bytes, end);
       }
       if (!fault) {
-        fault = apply_patches(patches, patch_words, rare, layout.split, plane, [&](u32 position) {
-          const u32 lane = position % 64, pair = place_in_row(lane & ~1u, plane.width) + (lane & 1);
-          return (position / 64 * streams + g) * 64 + pair;
-        });
+        fault = apply_patches(patches, patch_words, rare, layout.split, plane, StreamOrder{streams, g, plane.width});
       }
       if (fault && lane_id() == 0) fail(shared, fault);
     }
