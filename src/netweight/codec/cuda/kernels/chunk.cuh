@@ -29,6 +29,7 @@ struct Shared {
   u32 failure;      // reasons, ORed
   u64 plane_bytes;  // of a plane that one warp decodes
 };
+__shared__ Shared shared;  // no argument, so that the compiler knows which kind of memory it is
 
 // A piece of memory, as addresses: pointers beyond an array must not even be computed, and streams that are damaged would.
 struct Bounds {
@@ -129,4 +130,4 @@ NETWEIGHT_DEVICE u32 claimed_items(u32 claims, bool& carry) {
   return claimed;
 }
 
-NETWEIGHT_DEVICE void fail(Shared& shared, u32 reason) { atomicOr(&shared.failure, reason); }
+NETWEIGHT_DEVICE void fail(u32 reason) { atomicOr(&shared.failure, reason); }
