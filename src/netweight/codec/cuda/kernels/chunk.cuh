@@ -38,6 +38,21 @@ struct Bounds {
 
 NETWEIGHT_DEVICE u64 address(const void* p) { return reinterpret_cast<u64>(p); }
 
+// Memory outside the multiprocessor at an address, said so that the compiler knows which kind of memory it is.
+template <typename T>
+NETWEIGHT_DEVICE T* global_memory(u64 at) {
+  return static_cast<T*>(__cvta_global_to_generic(at));
+}
+
+// Asks for the 32 bytes around an address to be brought to the L2 cache.
+NETWEIGHT_DEVICE void prefetch(u64 at) {
+#ifndef NETWEIGHT_EMULATED
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#else
+  static_cast<void>(*reinterpret_cast<const volatile u8*>(at));  // so that a place outside is found
+#endif
+}
+
 NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, const Bounds& bounds) {
   u64 halves[2] = {0, 0};
   for (u32 i = 0; i < 16; i++)

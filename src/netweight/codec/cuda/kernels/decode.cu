@@ -95,7 +95,7 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
 
 // Decodes blobs; a block of the grid for each chunk. `jobs` ascend by their first block, the first of which is 0. Without
 // any (a null pointer) the other arguments are the only job.
-extern "C" __global__ void __launch_bounds__(128, 8)
+extern "C" __global__ void __launch_bounds__(128, 6)
     decode_chunks(const Job* jobs, i64 count, const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes,
                   i64 chunk_log2, u32* status) {
   Job job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0};
