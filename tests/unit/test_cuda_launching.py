@@ -38,7 +38,8 @@ thread = threading.Thread(target=lambda: launching.launch("b.cu", "third", 8, 32
 thread.start()
 thread.join()
 for file, entry, grid, given in [
-    ("a.cu", "first", 1, arguments[:-1]), ("a.cu", "missing", 1, arguments), ("b.cu", "third", 13, ()), ("b.cu", "third", 14, ())
+    ("a.cu", "first", 1, arguments[:-1]), ("a.cu", "missing", 1, arguments),
+    ("b.cu", "third", 13, ()), ("b.cu", "third", 14, ()),
 ]:
     try:
         launching.launch(file, entry, grid, 32, given, device=device)

@@ -66,6 +66,12 @@ NETWEIGHT_DEVICE uint4 load16(u64 at, const Bounds& bounds) {
   return load16_by_bytes(at, bounds);
 }
 
+// Has a warp ask for bytes that lie within the blob, as far as they do.
+NETWEIGHT_DEVICE void prefetch_span(u64 at, u32 bytes, const Bounds& blob) {
+  for (u32 i = 32 * lane_id(); i < bytes; i += 32 * kWarp)
+    if (at + i < blob.end) prefetch(at + i);
+}
+
 // Where the elements of a plane go.
 struct Plane {
   u8* out;     // the first element's bytes in the tensor

@@ -38,10 +38,16 @@ struct ByteRing {
     at = static_cast<u32>(address(stream) & 15);
     filled = 0;
     load(bounds);
-    put();
+    const uint4 first = ahead;
     load(bounds);
-    put();
+    const uint4 second = ahead;
     load(bounds);
+    const uint4 third = ahead;  // all three are under way
+    ahead = first;
+    put();
+    ahead = second;
+    put();
+    ahead = third;
   }
   // Makes sure that 512 bytes are there, enough for eight rows.
   __device__ __forceinline__ void refill(const Bounds& bounds) {
@@ -171,8 +177,8 @@ NETWEIGHT_DEVICE void put_pair(u64 at, u32 stride, u32 pair) {
   }
 }
 
-// Decodes the rows of a stream that can be decoded in batches, all but the last ten at most, and returns their number.
-// The last three are never among them, so that whole words of raw bits can be read.
+// Decodes the rows of a stream but the last three, if there are enough for a batch, and returns their number. The last three
+// are not among them, so that whole words of raw bits can be read.
 template <u32 kWidth, bool kRest, bool kPacked>
 NETWEIGHT_CALLED u32 decode_batches(const RansLayout& layout, const Plane& plane, u32 stream, const Bounds& blob_bounds,
                                     const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
@@ -222,9 +228,28 @@ NETWEIGHT_CALLED u32 decode_batches(const RansLayout& layout, const Plane& plane
     out += static_cast<u64>(kBatch) * row_bytes;
     bytes.at += from - started;
   }
+  u32 row = batches * kBatch;
+  low.advance(kBatch);  // behind the last batch
+  rest.advance(kBatch);
+  for (; row < layout.rows - 3; row++) {
+    bytes.refill(blob);
+    u32 from = bytes.place(), rest_fields = 0;
+    low.load(0, low_first[0], low_second[0]);
+    low.advance(1);
+    if (kRest) {
+      rest.load(0, rest_first[0], rest_second[0]);
+      rest.advance(1);
+      rest_fields = __funnelshift_r(rest_first[0], rest_second[0], rest.shift);
+    }
+    const u32 started = from, symbols = step(lanes, from, below);
+    const u32 low_fields = __funnelshift_r(low_first[0], low_second[0], low.shift);
+    put_pair<kWidth, kPacked>(out, stride, symbols | placer.place<kRest>(low_fields, rest_fields));
+    out += row_bytes;
+    bytes.at += from - started;
+  }
   lanes_kept = lanes;
   bytes_kept = bytes;
-  return batches * kBatch;
+  return row;
 }
 
 // One row, its raw bits read byte by byte: `low` and `rest` are its field blocks. Elements beyond the plane are dropped.
@@ -307,15 +332,10 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
   if (reason) return reason;
   u32 offset = 3 + table_bytes + symbols;
   if (offset + 134 * streams > left) return kTruncated;
-  __syncthreads();  // the symbols are there
-  reason = order_symbols(header + 3 + table_bytes, symbols);
-  if (reason) return reason;
+  const u8* entries = header + 3 + table_bytes;
   const u8* sizes = header + offset;
   const u8* states = sizes + 6 * streams;
   offset += 134 * streams;
-  __syncthreads();  // their order is there
-  fill_slots(symbols, layout.split);
-
   layout.low_bits = min(layout.split.raw_bits, 8u);
   layout.rest_bits = layout.split.raw_bits - layout.low_bits;
   layout.placer = raw_placer(layout.split, layout.low_bits, layout.rest_bits, plane.width);
@@ -325,13 +345,25 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
   const u64 rest_bytes = static_cast<u64>(streams) * rest_row * layout.rows;
   layout.low = at + offset;
   layout.rest = layout.low + low_bytes;
-  u64 stream_bytes = 0, words = 0;
+  u64 stream_bytes = 0, words = 0, mine = 0;
   for (u32 g = 0; g < streams; g++) {
+    if (g == warp_id()) mine = stream_bytes;
     stream_bytes += read_u24(sizes + 6 * g);
     words += read_u24(sizes + 6 * g + 3);
   }
   size = offset + low_bytes + rest_bytes + stream_bytes;  // up to the rare symbols
   if (size + 1 > left) return kTruncated;
+  // What is needed first comes near while the table is built.
+  prefetch_span(address(layout.low) + warp_id() * 8 * low_row, 8 * low_row, blob);
+  prefetch_span(address(layout.rest) + warp_id() * 8 * rest_row, 8 * rest_row, blob);
+  prefetch_span(address(layout.rest) + rest_bytes + mine, 3 * kSlice, blob);
+  prefetch_span(address(at) + size, static_cast<u32>(min(left - size, static_cast<u64>(2 * kSlice))), blob);
+
+  __syncthreads();  // the symbols are there
+  reason = order_symbols(entries, symbols);
+  if (reason) return reason;
+  __syncthreads();  // their order is there
+  fill_slots(symbols, layout.split);
   RareSymbols rare;
   reason = read_rare(at + size, left - size, layout.split.symbol_bits, rare);
   if (reason) return reason;
