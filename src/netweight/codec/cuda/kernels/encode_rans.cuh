@@ -9,7 +9,8 @@ constexpr u32 kRareBit = 0x80000000u;  // in an entry: the symbol is not in the 
 constexpr u32 kMaxRare = 14;           // symbols with codes of their own; code 14: literal, 15: skip
 constexpr u32 kLiteral = 14, kSkip = 15;
 constexpr u32 kPatchSpread = 4096;  // gaps that a patch can state
-constexpr u32 kAhead = 4;           // rows whose elements are on their way
+constexpr u32 kRowsAhead = 4;        // rows whose elements are on their way while others are coded
+constexpr u32 kPackedAhead = 4;      // groups that a thread loads before it packs them
 
 // Where the parts of a plane in this mode lie, and what follows from its split.
 struct Layout {
@@ -91,40 +92,65 @@ struct Fields {
   u64 low, rest;  // eight fields each
 };
 
-// The raw bits of a group of a block of 64 elements, zero beyond the plane's end.
-NETWEIGHT_DEVICE Fields fields_of(const Plane& plane, const Layout& a, u32 block, u32 group) {
-  u32 v[kGroup];
-  plane.group_or(block * kRow + group_place(plane.unit, group), 0, v);
+NETWEIGHT_DEVICE Fields fields_of(const Layout& a, u32 unit, const u32* v) {
   Fields fields = {0, 0};
 #pragma unroll
   for (u32 k = 0; k < kGroup; k++) {
-    const u32 raw = raw_of(a, plane.unit, v[k]);
+    const u32 raw = raw_of(a, unit, v[k]);
     fields.low |= static_cast<u64>(raw & 0xff) << a.low_bits * k;
     fields.rest |= static_cast<u64>(raw >> 8) << a.rest_bits * k;
   }
   return fields;
 }
 
+// The raw bits of a group of a block of 64 elements, zero beyond the plane's end.
+template <typename Load>
+static __device__ __forceinline__ Fields fields_at(Load, const Plane& plane, const Layout& a, u32 block, u32 group) {
+  u32 v[kGroup];
+  Load::group_or(plane, block * kRow + group_place(plane.unit, group), 0, v);
+  return fields_of(a, plane.unit, v);
+}
+
 NETWEIGHT_DEVICE void write_low_bytes(u8* to, u64 value, u32 bytes) {
   for (u32 i = 0; i < bytes; i++) to[i] = static_cast<u8>(value >> 8 * i);
 }
 
-// Packs the raw bits of all rows, but for those that states hold; `worker` of `workers` threads does its share.
-NETWEIGHT_DEVICE void pack_raw_bits(const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
-  const u32 blocks = a.rows * a.streams, last = blocks - a.streams;
-  for (u32 i = worker; i < blocks * 8; i += workers) {
+// Packs the raw bits of the last two rows, but for those that states hold.
+template <typename Load>
+static __device__ __forceinline__ void pack_last_rows(Load load, const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
+  const u32 blocks = a.rows * a.streams, last = blocks - a.streams, first = a.rows > 2 ? last - a.streams : 0;
+  for (u32 i = first * 8 + worker; i < blocks * 8; i += workers) {
     const u32 block = i / 8, group = i % 8;
-    const Fields fields = fields_of(plane, a, block, group);
+    const Fields fields = fields_at(load, plane, a, block, group);
     write_low_bytes(out + a.rest + block * a.row_rest + group * a.rest_bits, fields.rest, a.rest_bits);
-    if (block >= last) continue;
-    u32 room = a.low_bits, at = block * a.row_low;
-    if (block + a.streams >= last) {  // the last row but one ends sooner
-      const u32 kept = a.row_low - a.folded, place = group * a.low_bits;
-      at = (last - a.streams) * a.row_low + (block + a.streams - last) * kept;
-      room = place >= kept ? 0 : kept - place < a.low_bits ? kept - place : a.low_bits;
-    }
-    write_low_bytes(out + a.low + at + group * a.low_bits, fields.low, room);
+    if (block >= last) continue;  // the last row but one ends sooner, the last is not there
+    const u32 kept = a.row_low - a.folded, place = group * a.low_bits;
+    const u32 room = place >= kept ? 0 : kept - place < a.low_bits ? kept - place : a.low_bits;
+    write_low_bytes(out + a.low + first * a.row_low + (block - first) * kept + place, fields.low, room);
   }
+}
+
+// Packs the raw bits of all rows; `worker` of `workers` threads does its share.
+template <typename Load>
+static __device__ __forceinline__ void pack_raw_bits(Load load, const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
+  const u32 groups = a.rows > 2 ? (a.rows - 2) * a.streams * 8 : 0;
+  for (u32 base = worker; base < groups; base += workers * kPackedAhead) {
+    u32 v[kPackedAhead][kGroup];
+#pragma unroll
+    for (u32 k = 0; k < kPackedAhead; k++) {
+      const u32 i = base + k * workers < groups ? base + k * workers : base;
+      Load::group(plane, i / 8 * kRow + group_place(plane.unit, i % 8), v[k]);
+    }
+#pragma unroll
+    for (u32 k = 0; k < kPackedAhead; k++) {
+      const u32 i = base + k * workers;
+      if (i >= groups) continue;
+      const Fields fields = fields_of(a, plane.unit, v[k]);
+      write_low_bytes(out + a.low + i * a.low_bits, fields.low, a.low_bits);
+      write_low_bytes(out + a.rest + i * a.rest_bits, fields.rest, a.rest_bits);
+    }
+  }
+  pack_last_rows(load, plane, a, out, worker, workers);
 }
 
 // ---- streams ---------------------------------------------------------------------------------------------------------
@@ -178,9 +204,10 @@ struct Coder {
     return true;
   }
 
-  __device__ __forceinline__ bool put_row(u32 pair, u64 even_entry, u64 odd_entry, u32 row) {
+  // Codes a row; `rare` is false if it is known to need no patch. False as note_patches.
+  __device__ __forceinline__ bool put_row(u32 pair, u64 even_entry, u64 odd_entry, bool rare, u32 row) {
     const u32 e = static_cast<u32>(even_entry), o = static_cast<u32>(odd_entry);
-    if (__any_sync(kAllLanes, ((e | o) & kRareBit) != 0) && !note_patches(pair, (e & kRareBit) != 0, (o & kRareBit) != 0, row)) return false;
+    if (rare && __any_sync(kAllLanes, ((e | o) & kRareBit) != 0) && !note_patches(pair, (e & kRareBit) != 0, (o & kRareBit) != 0, row)) return false;
     const u32 even_full = even >= (e & 0xff00), odd_full = odd >= (o & 0xff00);
     const u32 evens = __ballot_sync(kAllLanes, even_full), odds = __ballot_sync(kAllLanes, odd_full);
     const u32 above = 0xfffffffeu << lane_id();  // the last lane gives its byte first
@@ -194,50 +221,60 @@ struct Coder {
   }
 
   __device__ __forceinline__ bool put_row(u32 pair, u32 row) {
-    return put_row(pair, entries[symbol(pair & 0xffff)], entries[symbol(pair >> 16)], row);
+    return put_row(pair, entries[symbol(pair & 0xffff)], entries[symbol(pair >> 16)], true, row);
   }
 };
 
+// Where in a row the elements of a thread's lanes stand: two neighbors.
+NETWEIGHT_DEVICE u32 pair_place(u32 unit) {
+  const u32 lane = 2 * lane_id();
+  return unit == 1 ? lane : group_place(2, lane / 8) + lane % 8;
+}
+
 // Rows row - 1 to 0 of a stream, whose elements all exist.
-template <u32 kBytes>
-static __device__ __forceinline__ bool put_rows(const Plane& plane, u32 streams, u32 stream, u32 row, Coder& coder) {
-  const u32 lane = 2 * lane_id(), place = plane.unit == 1 ? lane : group_place(2, lane / 8) + lane % 8;
-  const u32 step = streams * kRow;
-  u32 at = stream * kRow + place;  // of the thread's elements in row 0
-  u32 next[kAhead];
+template <typename Load>
+static __device__ __forceinline__ bool put_rows(Load, const Plane& plane, const Layout& a, u32 stream, u32 row, Coder& coder) {
+  if (row == 0) return true;
+  const u32 step = a.streams * kRow, at = stream * kRow + pair_place(plane.unit);  // of the thread's elements in row 0
+  LoadedPair next[kRowsAhead];
 #pragma unroll
-  for (u32 k = 0; k < kAhead; k++) next[k] = k < row ? plane.pair_of<kBytes>(at + (row - 1 - k) * step) : 0;
-  while (row > 0) {
-    u32 now[kAhead];
-    u64 evens[kAhead], odds[kAhead];
+  for (u32 k = 0; k < kRowsAhead; k++) next[k] = Load::pair(plane, at + (row > k ? row - 1 - k : 0) * step);
+  for (; row >= kRowsAhead; row -= kRowsAhead) {
+    u32 now[kRowsAhead], flags = 0;
+    u64 evens[kRowsAhead], odds[kRowsAhead];
 #pragma unroll
-    for (u32 k = 0; k < kAhead; k++) {
-      now[k] = next[k];
+    for (u32 k = 0; k < kRowsAhead; k++) {
+      now[k] = Load::unpacked(plane, next[k]);
       evens[k] = coder.entries[coder.symbol(now[k] & 0xffff)];
       odds[k] = coder.entries[coder.symbol(now[k] >> 16)];
-      next[k] = k + kAhead < row ? plane.pair_of<kBytes>(at + (row - 1 - kAhead - k) * step) : 0;
+      flags |= static_cast<u32>(evens[k] | odds[k]);
     }
 #pragma unroll
-    for (u32 k = 0; k < kAhead; k++)
-      if (k < row && !coder.put_row(now[k], evens[k], odds[k], row - 1 - k)) return false;
-    row = row > kAhead ? row - kAhead : 0;
+    for (u32 k = 0; k < kRowsAhead; k++) next[k] = Load::pair(plane, at + (row > k + kRowsAhead ? row - 1 - kRowsAhead - k : 0) * step);
+    const bool rare = __any_sync(kAllLanes, (flags & kRareBit) != 0);
+#pragma unroll
+    for (u32 k = 0; k < kRowsAhead; k++)
+      if (!coder.put_row(now[k], evens[k], odds[k], rare, row - 1 - k)) return false;
   }
+#pragma unroll
+  for (u32 k = 0; k + 1 < kRowsAhead; k++)
+    if (k < row && !coder.put_row(Load::unpacked(plane, next[k]), row - 1 - k)) return false;
   return true;
 }
 
 // The last row of a stream, which may be partial or lie beyond the end; `padding` fills it.
 NETWEIGHT_DEVICE bool put_last_row(const Plane& plane, const Layout& a, u32 stream, u32 padding, Coder& coder) {
-  const u32 lane = 2 * lane_id(), place = plane.unit == 1 ? lane : group_place(2, lane / 8) + lane % 8;
-  const u32 i = ((a.rows - 1) * a.streams + stream) * kRow + place;
-  const u32 even = i < plane.count ? plane.element(i) : padding, odd = i + 1 < plane.count ? plane.element(i + 1) : padding;
+  const u32 i = ((a.rows - 1) * a.streams + stream) * kRow + pair_place(plane.unit);
+  const u32 even = i < plane.count ? element_of(plane, i) : padding, odd = i + 1 < plane.count ? element_of(plane, i + 1) : padding;
   return coder.put_row(even | odd << 16, a.rows - 1);
 }
 
 // The states that a stream starts from: 256, and the raw bits that are folded in. `fields` is shared memory of this warp's.
-NETWEIGHT_DEVICE void first_states(const Plane& plane, const Layout& a, u32 stream, u8 fields[2][kRow], Coder& coder) {
+template <typename Load>
+static __device__ __forceinline__ void first_states(Load load, const Plane& plane, const Layout& a, u32 stream, u8 fields[2][kRow], Coder& coder) {
   const u32 lane = lane_id(), row = lane / 8, group = lane % 8;
   if (row < 2 && row < a.rows) {
-    const Fields raw = fields_of(plane, a, (a.rows - 1 - row) * a.streams + stream, group);
+    const Fields raw = fields_at(load, plane, a, (a.rows - 1 - row) * a.streams + stream, group);
     write_low_bytes(fields[row] + group * a.low_bits, raw.low, a.low_bits);
   }
   __syncwarp();
@@ -253,7 +290,8 @@ NETWEIGHT_DEVICE void first_states(const Plane& plane, const Layout& a, u32 stre
 
 // Codes one stream: its bytes and patches end at the ends of its memory, its states go to the plane. By a warp; false if there
 // are too many patches for this table to be the right one.
-NETWEIGHT_DEVICE bool code_stream(const Plane& plane, const Layout& a, u32 stream, u8* out, u8* work, Memory& m) {
+template <typename Load>
+static __device__ __forceinline__ bool code_stream(Load load, const Plane& plane, const Layout& a, u32 stream, u8* out, u8* work, Memory& m) {
   Coder coder;
   coder.entries = m.coding.entries;
   coder.shift = a.shift;
@@ -262,14 +300,8 @@ NETWEIGHT_DEVICE bool code_stream(const Plane& plane, const Layout& a, u32 strea
   coder.patch_top = reinterpret_cast<u32*>(work) + patch_room(a.rows) * (stream + 1);
   coder.top = work + 4 * patch_room(a.rows) * a.streams + a.rows * kRow * (stream + 1);
   coder.bytes = coder.patches = 0;
-  first_states(plane, a, stream, m.fields[stream], coder);
-  bool sound = put_last_row(plane, a, stream, m.table.host << a.shift, coder);
-  if (sound) {
-    if (plane.number_bytes == 1) sound = put_rows<1>(plane, a.streams, stream, a.rows - 1, coder);
-    else if (plane.number_bytes == 2) sound = put_rows<2>(plane, a.streams, stream, a.rows - 1, coder);
-    else if (plane.number_bytes == 4) sound = put_rows<4>(plane, a.streams, stream, a.rows - 1, coder);
-    else sound = put_rows<8>(plane, a.streams, stream, a.rows - 1, coder);
-  }
+  first_states(load, plane, a, stream, m.fields[stream], coder);
+  const bool sound = put_last_row(plane, a, stream, m.table.host << a.shift, coder) && put_rows(load, plane, a, stream, a.rows - 1, coder);
   u8* const states = out + a.states + 128 * stream + 2 * lane_id();
   states[0] = static_cast<u8>(coder.even);
   states[1] = static_cast<u8>(coder.odd);
@@ -391,11 +423,10 @@ NETWEIGHT_DEVICE u32 encode_rans(const Plane& plane, u8* out, u8* work, Memory& 
   if (threadIdx.x == 0) m.flag = 0;
   __syncthreads();
   const u32 w = warp_id();
-  if (w < a.streams) {
-    if (!code_stream(plane, a, w, out, work, m) && lane_id() == 0) m.flag = 1;
-  } else {
-    pack_raw_bits(plane, a, out, threadIdx.x - a.streams * kWarp, kThreads - a.streams * kWarp);
-  }
+  with_loads(plane, [&](auto load) {
+    if (w >= a.streams) pack_raw_bits(load, plane, a, out, threadIdx.x - a.streams * kWarp, kThreads - a.streams * kWarp);
+    else if (!code_stream(load, plane, a, w, out, work, m) && lane_id() == 0) m.flag = 1;
+  });
   __syncthreads();
   if (m.flag != 0) return 0;
   rank_rare(a, work, m);
