@@ -23,7 +23,7 @@ def guarded_bytes(size):
 
 
 def guarded_tensor(data, dtype, shape=None):
-    """A tensor of given bytes that ends at a forbidden page."""
+    """A tensor of given bytes, between forbidden pages as `guarded_bytes`."""
     array = np.frombuffer(data, np.uint8)
-    guarded = torch.from_numpy(emulated_kernels.guarded(array, alignment=dtype.itemsize)).view(dtype)
+    guarded = torch.from_numpy(emulated_kernels.guarded(array, alignment=16)).view(dtype)
     return guarded if shape is None else guarded.reshape(shape)

@@ -30,6 +30,7 @@ _SHAPE_WORDS = 10  # 64 dimensions whose product is below 2^62 have at most 73 b
 _THREADS = 256  # of a block; kThreads in kernels/encode_plane.cuh
 _COPIERS = 8  # kCopiers in kernels/encode.cu
 _DIGEST_BLOCK = 1024
+_ALIGNMENT = 16
 _LONG_TEXT = 241  # kLongText in kernels/digest.cuh
 _SLACK = 4096  # what a plane may write beyond its elements before it is given up
 
@@ -43,8 +44,9 @@ def encode(
     the CPU, and GPUs for which `unavailable_because` has a reason, are the host's encoder's: the tensor is copied there
     and the blob back. The blob is the same either way.
 
-    Waits for the GPU once, to learn the blob's size. Needs memory for a blob of the tensor's size, and `SCRATCH_BYTES`
-    or what one chunk takes (about twice its bytes).
+    Waits for the GPU once, to learn the blob's size. Needs memory for a blob of the tensor's size, `SCRATCH_BYTES` or
+    what one chunk takes (about twice its bytes), and a copy of a tensor that is not contiguous or starts at an address
+    that 16 does not divide.
 
     Args:
         tensor: Of any dtype that the codec has, any shape and strides.
@@ -317,9 +319,11 @@ def _memory(size: int, beside: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def _source(tensor: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """The tensor's memory, in order and at an address that its numbers divide."""
+    """The tensor's memory, in order and at an address that 16 divides; a copy of some views."""
     source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return source.clone() if source.data_ptr() % plan.element.number_bytes else source
+    if source.data_ptr() % _ALIGNMENT == 0:
+        return source
+    return _memory(plan.nbytes, source, plan.what).copy_(source.view(-1).view(torch.uint8))
 
 
 def _plain(argument: torch.Tensor | int) -> torch.Tensor | int:

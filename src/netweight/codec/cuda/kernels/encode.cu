@@ -10,7 +10,7 @@ constexpr u64 kFixedHeader = 28;
 constexpr u32 kCopiers = 8;  // blocks of copy_planes for each plane
 constexpr i64 kOverflow = 1;
 
-// How a tensor falls into planes.
+// How a tensor, whose address 16 divides, falls into planes.
 struct Tensor {
   const u8* data;
   u64 numbers;
@@ -27,7 +27,6 @@ struct Tensor {
     p.shift = shift % 32;
     p.unit = unit;
     p.count = static_cast<u32>(left < (u64{1} << chunk_log2) ? left : u64{1} << chunk_log2);
-    p.aligned = bytes_to_alignment(p.at, 16) == 0;
     return p;
   }
 };

@@ -22,11 +22,10 @@ struct SplitRange {
 // Element i is `8 * unit` bits, from bit `shift` on, of the word of min(number_bytes, 4) bytes at `at + i * number_bytes`.
 struct Plane {
   const u8* at;
-  u32 number_bytes;  // 1, 2, 4 or 8; the size of a word divides the address
+  u32 number_bytes;  // 1, 2, 4 or 8; 16 divides the address of number 0
   u32 shift;
-  u32 unit;      // bytes of an element, 1 or 2
-  u32 count;     // elements
-  bool aligned;  // 16 divides the address
+  u32 unit;   // bytes of an element, 1 or 2
+  u32 count;  // elements
 
   __device__ __forceinline__ u32 bytes() const { return count * unit; }
   __device__ __forceinline__ bool dense() const { return number_bytes == unit; }
@@ -38,47 +37,39 @@ struct LoadedPair {
   u32 first, second;
 };
 
-// Elements of planes whose numbers have kBytes bytes. With kAligned, 16 divides the address.
-template <u32 kBytes, bool kAligned>
+// Elements of planes whose numbers have kBytes bytes.
+template <u32 kBytes>
 struct Loads {
-  static constexpr bool kWhole = kAligned && kBytes <= 2;  // a word of memory holds nothing but elements
-
-  static __device__ __forceinline__ u32 word(const Plane& plane, u32 i) {
+  static __device__ __forceinline__ u32 element(const Plane& plane, u32 i) {
     if constexpr (kBytes == 1) return plane.at[i];
     else if constexpr (kBytes == 2) return reinterpret_cast<const u16*>(plane.at)[i];
-    else return *reinterpret_cast<const u32*>(plane.at + kBytes * i);
-  }
-
-  static __device__ __forceinline__ u32 element(const Plane& plane, u32 i) {
-    if constexpr (kBytes <= 2) return word(plane, i);
-    else return plane.part(word(plane, i));
+    else return plane.part(*reinterpret_cast<const u32*>(plane.at + kBytes * i));
   }
 
   // Elements i and i + 1, where i is even; `unpacked` gives the first one in the lower half of a word.
   static __device__ __forceinline__ LoadedPair pair(const Plane& plane, u32 i) {
-    if constexpr (kWhole && kBytes == 1) return {reinterpret_cast<const u16*>(plane.at)[i / 2], 0};
-    else if constexpr (kWhole) return {reinterpret_cast<const u32*>(plane.at)[i / 2], 0};
-    else return {word(plane, i), word(plane, i + 1)};
+    if constexpr (kBytes == 1) return {reinterpret_cast<const u16*>(plane.at)[i / 2], 0};
+    else if constexpr (kBytes == 2) return {reinterpret_cast<const u32*>(plane.at)[i / 2], 0};
+    else return {*reinterpret_cast<const u32*>(plane.at + kBytes * i), *reinterpret_cast<const u32*>(plane.at + kBytes * (i + 1))};
   }
   static __device__ __forceinline__ u32 unpacked(const Plane& plane, LoadedPair pair) {
-    if constexpr (kWhole && kBytes == 1) return (pair.first & 0xff) | (pair.first & 0xff00) << 8;
-    else if constexpr (kWhole) return pair.first;
-    else if constexpr (kBytes <= 2) return pair.first | pair.second << 16;
+    if constexpr (kBytes == 1) return (pair.first & 0xff) | (pair.first & 0xff00) << 8;
+    else if constexpr (kBytes == 2) return pair.first;
     else return plane.part(pair.first) | plane.part(pair.second) << 16;
   }
 
   // Elements i to i + 7, where 8 divides i.
   static __device__ __forceinline__ void group(const Plane& plane, u32 i, u32* v) {
-    if constexpr (kWhole && kBytes == 1) {
+    if constexpr (kBytes == 1) {
       const uint2 all = reinterpret_cast<const uint2*>(plane.at)[i / 8];
 #pragma unroll
       for (u32 k = 0; k < kGroup; k++) v[k] = (k < 4 ? all.x : all.y) >> 8 * (k % 4) & 0xff;
-    } else if constexpr (kWhole) {
+    } else if constexpr (kBytes == 2) {
       const uint4 all = reinterpret_cast<const uint4*>(plane.at)[i / 8];
       const u32 words[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
       for (u32 k = 0; k < kGroup; k++) v[k] = words[k / 2] >> 16 * (k % 2) & 0xffff;
-    } else if constexpr (kAligned && kBytes == 4) {
+    } else if constexpr (kBytes == 4) {
       const uint4 lower = reinterpret_cast<const uint4*>(plane.at)[i / 4], upper = reinterpret_cast<const uint4*>(plane.at)[i / 4 + 1];
       const u32 words[8] = {lower.x, lower.y, lower.z, lower.w, upper.x, upper.y, upper.z, upper.w};
 #pragma unroll
@@ -100,10 +91,9 @@ struct Loads {
 // Calls work(Loads<...>{}) for what fits a plane, so that loops are compiled for each kind and need not ask.
 template <typename Work>
 static __device__ __forceinline__ auto with_loads(const Plane& plane, Work work) {
-  if (plane.number_bytes == 1) return plane.aligned ? work(Loads<1, true>{}) : work(Loads<1, false>{});
-  if (plane.number_bytes == 2) return plane.aligned ? work(Loads<2, true>{}) : work(Loads<2, false>{});
-  if (plane.number_bytes == 4) return plane.aligned ? work(Loads<4, true>{}) : work(Loads<4, false>{});
-  return work(Loads<8, false>{});
+  if (plane.number_bytes == 1) return work(Loads<1>{});
+  if (plane.number_bytes == 2) return work(Loads<2>{});
+  return plane.number_bytes == 4 ? work(Loads<4>{}) : work(Loads<8>{});
 }
 
 // One element, where speed is no matter.
