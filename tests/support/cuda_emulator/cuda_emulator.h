@@ -7,7 +7,8 @@
 // is touched: guard pages around the arguments (see emulated_kernels.py) and the checks that the compiler adds raise a
 // signal, which is caught. Shared memory is filled with rubbish before each block. Blocks run one after the other.
 //
-// Limits: blocks of whole warps, full masks only, static shared memory declared in the kernel function itself.
+// Limits: blocks of whole warps, full masks only, static shared memory declared in the kernel function or
+// for the whole file.
 #pragma once
 
 #define NETWEIGHT_EMULATED 1
@@ -331,6 +332,10 @@ static inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shi
 static inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   return static_cast<uint32_t>((uint64_t{high} << 32 | low) << (shift & 31) >> 32);
 }
+static inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
+  for (int i = 0; i < 4; i++) sum += (a >> 8 * i & 255) * (b >> 8 * i & 255);
+  return sum;
+}
 static inline float __uint_as_float(uint32_t x) { return emulated::from_bits<float>(x); }
 static inline uint32_t __float_as_uint(float x) { return static_cast<uint32_t>(emulated::bits_of(x)); }
 template <typename T>
@@ -339,6 +344,8 @@ template <typename T>
 static inline T __ldcs(const T* p) { return *p; }
 template <typename T>
 static inline void __stcs(T* p, T value) { *p = value; }
+template <typename T>
+static inline void __stwb(T* p, T value) { *p = value; }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 

@@ -4,6 +4,17 @@ Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` t
 """
 
 from netweight.codec.cuda.compiling import compile_all
+from netweight.codec.cuda.decoding import DecodePlan, decode, raise_if_corrupt
 from netweight.codec.cuda.launching import launch, unavailable_because
+from netweight.codec.cuda.layout import BlobLayout, layout_of
 
-__all__ = ["compile_all", "launch", "unavailable_because"]
+__all__ = [
+    "BlobLayout",
+    "DecodePlan",
+    "compile_all",
+    "decode",
+    "launch",
+    "layout_of",
+    "raise_if_corrupt",
+    "unavailable_because",
+]

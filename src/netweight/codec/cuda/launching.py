@@ -79,6 +79,7 @@ def launch(
         CudaFailed: The driver refuses the launch; the message holds its words.
         UsageError: The arguments do not fit the kernel's parameters.
     """
+    require()
     index = torch.cuda.current_device() if device.index is None else device.index
     with _context(index):
         function, sizes = _function(file, entry, index)
