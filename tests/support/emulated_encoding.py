@@ -6,13 +6,13 @@ import emulated_kernels
 import numpy as np
 import torch
 
-from netweight.codec.cuda import encoding
+from netweight.codec.cuda import encoding, launching
 
 
 def emulate(monkeypatch, *, backwards=False):
     """Until the test ends, CPU tensors are encoded by the CUDA kernels' own source; see `emulated_kernels.launch`."""
     emulated_kernels.require_compiler()
-    monkeypatch.setattr(encoding, "launch", partial(emulated_kernels.launch, backwards=backwards))
+    monkeypatch.setattr(launching, "launch", partial(emulated_kernels.launch, backwards=backwards))
     monkeypatch.setattr(encoding, "_has_kernels", lambda device: True)
     monkeypatch.setattr(encoding, "_memory", lambda size, beside, what: guarded_bytes(size))
 

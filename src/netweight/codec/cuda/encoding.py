@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import xxhash
 
 from netweight import codec
 from netweight.codec import fallback
-from netweight.codec.cuda.launching import launch, unavailable_because
+from netweight.codec.cuda import launching
+from netweight.codec.cuda.decoding import decode
+from netweight.codec.cuda.layout import layout_of
 from netweight.codec.dtypes import dtype_name
 from netweight.codec.element_types import ELEMENT_TYPES, ElementType
 from netweight.codec.reference import MAGIC, VERSION, Split
@@ -129,31 +133,29 @@ def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch
     """Complete a blob that `encode` or `encode_into` made without a digest.
 
     Args:
-        blob: U8 of shape (size,), on a GPU.
+        blob: U8 of shape (size,), contiguous. On a GPU whose kernels can run it stays there.
         tensor: What it holds, if that is at hand; the blob is decoded otherwise.
 
     Returns:
-        A copy with digest and header check.
+        A copy with digest and header check, on the same device.
 
     Raises:
         CorruptBlob: The blob is damaged.
         OutOfMemory: The GPU has no room.
     """
-    from netweight.codec.cuda.decoding import decode
-    from netweight.codec.cuda.layout import layout_of
-
     layout = layout_of(blob)
-    plan = _description(torch.empty(layout.shape, dtype=layout.dtype, device="meta"), "default", layout.chunk_log2)
-    if plan.numbers == 0:
-        return _on_host(torch.empty(layout.shape, dtype=layout.dtype, device=blob.device), layout.level, plan.chunk_log2)
-    source = _source(decode(blob, layout) if tensor is None else tensor, plan)
-    small = _Small.on(source, plan.what)
+    if layout.numbers == 0 or not _has_kernels(blob.device):
+        return _sealed_on_host(blob, layout.payload_at)
+    if tensor is None:
+        tensor = decode(blob, layout)
+    plan = _description(tensor, layout.level, layout.chunk_log2)
+    source, small = _source(tensor, plan), _Small.on(tensor, plan.what)
     for wave in plan.waves():
         sums = _sums(source, plan, wave)
-        arguments = [source, plan.nbytes, sums, wave.digest_blocks, small.state, wave.first == 0, wave.last, small.digest]
-        launch("digest.cu", "chain_digest", 1, 32, [_plain(a) for a in arguments], device=source.device)
+        chain = [sums, wave.digest_blocks, small.state, int(wave.first == 0), int(wave.last), small.digest]
+        launching.launch("digest.cu", "chain_digest", 1, 32, [source, plan.nbytes, *chain], device=source.device)
     sealed = _memory(blob.numel(), source, plan.what).copy_(blob)
-    launch("encode.cu", "seal_blob", 1, 32, [sealed, layout.payload_at, small.digest], device=source.device)
+    launching.launch("encode.cu", "seal_blob", 1, 32, [sealed, layout.payload_at, small.digest], device=source.device)
     return sealed
 
 
@@ -281,7 +283,7 @@ def _plan(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> _Plan | N
 
 
 def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and unavailable_because() is None
+    return device.type == "cuda" and launching.unavailable_because() is None
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
@@ -326,10 +328,6 @@ def _source(tensor: torch.Tensor, plan: _Plan) -> torch.Tensor:
     return _memory(plan.nbytes, source, plan.what).copy_(source.view(-1).view(torch.uint8))
 
 
-def _plain(argument: torch.Tensor | int) -> torch.Tensor | int:
-    return argument if isinstance(argument, torch.Tensor) else int(argument)
-
-
 def _signed(word: int) -> int:
     """A 64-bit word as an argument of a kernel: with a sign."""
     return word - (1 << 64) if word >> 63 else word
@@ -341,7 +339,9 @@ def _sums(source: torch.Tensor, plan: _Plan, wave: _Wave) -> torch.Tensor:
     if wave.digest_blocks:
         data = source.view(-1).view(torch.uint8)[wave.digest_from :]
         grid = -(-wave.digest_blocks // 32)  # four blocks a warp
-        launch("digest.cu", "sum_digest_blocks", grid, _THREADS, [data, wave.digest_blocks, sums], device=source.device)
+        launching.launch(
+            "digest.cu", "sum_digest_blocks", grid, _THREADS, [data, wave.digest_blocks, sums], device=source.device
+        )
     return sums
 
 
@@ -367,7 +367,7 @@ def _run(
     grid = 1 + (min(256, -(-capacity // (1 << 16))) if fill else 0)
     arguments = [payload, blob, capacity, small.progress, status, int(digest), small.digest, plan.start]
     arguments += [len(plan.varints), 4 * plan.chunks, *shape]
-    launch("encode.cu", "finish_blob", grid, _THREADS, arguments, device=source.device)
+    launching.launch("encode.cu", "finish_blob", grid, _THREADS, arguments, device=source.device)
     return small.progress
 
 
@@ -392,11 +392,15 @@ def _run_wave(
     room = [slots, plan.slot_bytes, work, plan.work_bytes, sizes]
     chain = [int(digest), sums, wave.digest_blocks, small.state, int(wave.last), small.digest]
     device, capacity = source.device, blob.numel()
-    launch("encode.cu", "encode_planes", items + digest, _THREADS, [*what, *how, *room, *chain], device=device)
+    launching.launch(
+        "encode.cu", "encode_planes", items + digest, _THREADS, [*what, *how, *room, *chain], device=device
+    )
     where = [blob, plan.index_at, plan.payload_at, capacity, small.progress, places]
-    launch("encode.cu", "place_planes", 1, _THREADS, [sizes, items, plan.planes, wave.first, *where], device=device)
+    launching.launch(
+        "encode.cu", "place_planes", 1, _THREADS, [sizes, items, plan.planes, wave.first, *where], device=device
+    )
     pieces = [*what, wave.first, slots, plan.slot_bytes, sizes, places, blob, capacity]
-    launch("encode.cu", "copy_planes", items * _COPIERS, _THREADS, pieces, device=device)
+    launching.launch("encode.cu", "copy_planes", items * _COPIERS, _THREADS, pieces, device=device)
 
 
 # ---- on the host -----------------------------------------------------------------------------------------------------
@@ -407,6 +411,15 @@ def _on_host(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> torch.
     threads = torch.get_num_threads()
     blob = codec.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(tensor.device)
+
+
+def _sealed_on_host(blob: torch.Tensor, payload_at: int) -> torch.Tensor:
+    sealed = blob.cpu().clone()
+    data = sealed.numpy()
+    data[8:24] = np.frombuffer(xxhash.xxh3_128_digest(codec.decode_raw(data)), np.uint8)
+    check = xxhash.xxh3_64_intdigest(data[:24].tobytes() + data[_FIXED_HEADER:payload_at].tobytes()) & 0xFFFFFFFF
+    data[24:28] = np.frombuffer(check.to_bytes(4, "little"), np.uint8)
+    return sealed.to(blob.device)
 
 
 def _put(blob: torch.Tensor, payload: torch.Tensor, status: torch.Tensor | None) -> None:

@@ -178,9 +178,10 @@ struct Coder {
   const u64* entries;
   u32 shift, symbol_mask;
   u32 patch_limit;
-  u8* top;         // the stream grows downwards from here
+  u8* stream;      // grows downwards from its end
   u32* patch_top;  // and its patches from here
-  u32 bytes, patches;
+  u32 left;        // bytes of the stream's memory that are not used yet
+  u32 patches;
   u32 even, odd;  // states
 
   __device__ __forceinline__ u32 symbol(u32 element) const { return element >> shift & symbol_mask; }
@@ -198,8 +199,8 @@ struct Coder {
     const u32 above = 0xfffffffeu << lane_id();
     u32 at = patches + __popc(evens & above) + __popc(odds & above);
     const u32 position = row * kRow + 2 * lane_id();
-    if (odd_rare) patch_top[-1 - static_cast<i64>(at++)] = (position + 1) << 12 | symbol(pair >> 16);
-    if (even_rare) patch_top[-1 - static_cast<i64>(at)] = position << 12 | symbol(pair & 0xffff);
+    if (odd_rare) *(patch_top - ++at) = (position + 1) << 12 | symbol(pair >> 16);
+    if (even_rare) *(patch_top - ++at) = position << 12 | symbol(pair & 0xffff);
     patches += __popc(evens) + __popc(odds);
     return true;
   }
@@ -211,10 +212,10 @@ struct Coder {
     const u32 even_full = even >= (e & 0xff00), odd_full = odd >= (o & 0xff00);
     const u32 evens = __ballot_sync(kAllLanes, even_full), odds = __ballot_sync(kAllLanes, odd_full);
     const u32 above = 0xfffffffeu << lane_id();  // the last lane gives its byte first
-    u8* at = top - bytes - __popc(evens & above) - __popc(odds & above);
-    if (odd_full) *--at = static_cast<u8>(odd);
-    if (even_full) *--at = static_cast<u8>(even);
-    bytes += __popc(evens) + __popc(odds);
+    const u32 at = left - __popc(evens & above) - __popc(odds & above);
+    if (odd_full) stream[at - 1] = static_cast<u8>(odd);
+    if (even_full) stream[at - 1 - odd_full] = static_cast<u8>(even);
+    left -= __popc(evens) + __popc(odds);
     even = next_state(even, even_full, e, static_cast<u32>(even_entry >> 32));
     odd = next_state(odd, odd_full, o, static_cast<u32>(odd_entry >> 32));
     return true;
@@ -298,8 +299,9 @@ static __device__ __forceinline__ bool code_stream(Load load, const Plane& plane
   coder.symbol_mask = a.symbol_mask;
   coder.patch_limit = patch_limit(a.rows);
   coder.patch_top = reinterpret_cast<u32*>(work) + patch_room(a.rows) * (stream + 1);
-  coder.top = work + 4 * patch_room(a.rows) * a.streams + a.rows * kRow * (stream + 1);
-  coder.bytes = coder.patches = 0;
+  coder.stream = work + 4 * patch_room(a.rows) * a.streams + a.rows * kRow * stream;
+  coder.left = a.rows * kRow;
+  coder.patches = 0;
   first_states(load, plane, a, stream, m.fields[stream], coder);
   const bool sound = put_last_row(plane, a, stream, m.table.host << a.shift, coder) && put_rows(load, plane, a, stream, a.rows - 1, coder);
   u8* const states = out + a.states + 128 * stream + 2 * lane_id();
@@ -307,7 +309,7 @@ static __device__ __forceinline__ bool code_stream(Load load, const Plane& plane
   states[1] = static_cast<u8>(coder.odd);
   states[64] = static_cast<u8>(coder.even >> 8);
   states[65] = static_cast<u8>(coder.odd >> 8);
-  if (lane_id() == 0) m.streams[stream] = {coder.bytes, coder.patches, 0};
+  if (lane_id() == 0) m.streams[stream] = {a.rows * kRow - coder.left, coder.patches, 0};
   return sound;
 }
 
