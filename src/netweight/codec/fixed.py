@@ -11,7 +11,7 @@ A payload is a U8 tensor of these parts, numbers little-endian:
 
       0  8 bytes   length of what follows; with it every later part is aligned as loads of 16 bytes need it
       8  "NWF", version 1 (one byte), dtype (one byte: 1 is bf16), base (one byte, 1 to 128), two zeros
-     16  rows, columns, escapes (8 bytes each), then zeros up to byte 128
+     16  rows, columns, escapes (8 bytes each), CRC-32 of bytes 8 to 39, then zeros up to byte 128
     128  tiles of 16 rows and 64 columns, 1536 bytes each, along a row of tiles first
          first[rows + 1] (4 bytes each): where the escapes of each row begin, and the number of all
          escapes (4 bytes each): column, and above 16 bits the weight; by row, then by column
@@ -32,6 +32,7 @@ each half are exchanged, and codes after a rotation.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -51,7 +52,7 @@ MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf
 MOST_ESCAPES = 32  # of so many weights at most one may escape
 _BF16 = 1
 _CODES = 15
-_STEP = 1 << 22  # weights at a time: what encoding and decoding need besides is a few times this
+_STEP = 1 << 20  # weights at a time: what encoding and decoding need besides is a few times this
 _SIGNS = 0x807F  # sign and mantissa of a bf16 number
 
 
@@ -152,9 +153,10 @@ def _chosen(bits: torch.Tensor) -> FixedLayout:
     """The base with the fewest escapes, the lowest of equal ones."""
     flat = bits.reshape(-1)
     counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
-    for part in flat.split(_STEP):
+    zeros = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in torch.split(flat, _STEP):
         counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)  # uint8 drops the sign
-    zeros = sum(((part & 0x7FFF) == 0).sum() for part in flat.split(_STEP))
+        zeros += ((part & 0x7FFF) == 0).sum()
     sums = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     windows = sums[1 + _CODES : MOST_BASE + 1 + _CODES] - sums[1 : MOST_BASE + 1]
     places = torch.arange(MOST_BASE, device=bits.device)
@@ -171,12 +173,8 @@ def _chosen(bits: torch.Tensor) -> FixedLayout:
 
 def _header(layout: FixedLayout) -> bytes:
     numbers = (layout.rows, layout.columns, layout.escapes)
-    return (
-        (layout.size - 8).to_bytes(8, "little")
-        + MAGIC
-        + bytes((VERSION, _BF16, layout.base, 0, 0))
-        + b"".join(number.to_bytes(8, "little") for number in numbers)
-    )
+    said = MAGIC + bytes((VERSION, _BF16, layout.base, 0, 0)) + b"".join(n.to_bytes(8, "little") for n in numbers)
+    return (layout.size - 8).to_bytes(8, "little") + said + zlib.crc32(said).to_bytes(4, "little")
 
 
 def _steps(layout: FixedLayout) -> Iterator[tuple[int, int]]:
@@ -201,7 +199,7 @@ def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -
     bits, codes = (torch.nn.functional.pad(values, room).view(places) for values in (bits, codes))
     mantissas = (bits & 0x7F).to(torch.uint8).permute(0, 3, 5, 2, 4, 6, 7, 8, 1)
     signs = (bits < 0).to(torch.uint8).permute(0, 3, 5, 2, 4, 6, 7, 8, 1).flip(-1)
-    tiles[..., :1024].view(mantissas.shape[:2] + (2, 8, 4, 2, 2, 2, 2)).copy_(mantissas | signs << 7)
+    tiles[..., :1024].view((*mantissas.shape[:2], 2, 8, 4, 2, 2, 2, 2)).copy_(mantissas | signs << 7)
     nibbles = codes.permute(0, 3, 2, 4, 5, 6, 8, 7, 1).reshape(*tiles.shape[:2], 512, 2)
     words = (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32)
     tiles[..., 1024:].copy_((words << 7 | (words >> 25 & 0x7F)).view(torch.uint8))
@@ -250,7 +248,8 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
     layout = FixedLayout(rows, columns, escapes, head[13])
     if not (0 < rows < 1 << 31 and 0 < columns <= MOST_COLUMNS and 1 <= layout.base <= MOST_BASE):
         raise _corrupt(f"it says {rows} rows, {columns} columns, base {layout.base}")
-    if escapes * MOST_ESCAPES > rows * columns or any(head[14:16]) or any(head[40:]):
+    sound = zlib.crc32(head[8:40]) == int.from_bytes(head[40:44], "little")
+    if not sound or escapes * MOST_ESCAPES > rows * columns or any(head[14:16]) or any(head[44:]):
         raise _corrupt("its header holds what no header holds")
     if int.from_bytes(head[:8], "little") != layout.size - 8 or layout.size > payload.numel():
         raise _corrupt(f"it has {payload.numel()} bytes and its header asks for {layout.size}")

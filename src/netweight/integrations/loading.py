@@ -66,8 +66,8 @@ class NetweightConfig(QuantizationConfigMixin):
         fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
         version: Version of the compressed folder; written by `netweight compress`.
         weights: Its weights file or index; written by `netweight compress` for transformers.
-        prefer: "memory" for the codec's form of weights in memory; "speed" for the fixed-length form where there is one,
-            of weights that were not rounded (see `netweight.compress_`). It is not saved with the model.
+        prefer: "memory" for the codec's form of weights in memory; "speed" for the fixed-length form where there is
+            one, of weights that were not rounded (see `netweight.compress_`). It is not saved with the model.
         quant_method: Always `"netweight"`; compressed folders of diffusers models say more here, for loaders without
             netweight.
 

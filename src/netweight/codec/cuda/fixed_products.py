@@ -57,7 +57,7 @@ _KERNELS = {
     8: ("product_8", 16, 1, 1),
     16: ("product_16", 16, 1, 2),
     32: ("product_32", 8, 2, 2),
-    64: ("product_64", 8, 1, 2),
+    MOST_FUSED: ("product_64", 8, 1, 2),
 }
 
 
@@ -101,7 +101,7 @@ def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if not runs_on(payload.device):
         return decode_fixed(payload)
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=payload.device)
-    arguments = [_aligned(payload), weight, rows, columns]
+    arguments: list[launching.Argument] = [_aligned(payload), weight, rows, columns]
     launching.launch(_FILE, "decode_fixed", -(-rows // TILE_ROWS), _DECODE_THREADS, arguments, device=payload.device)
     return weight
 
@@ -139,7 +139,9 @@ def _product(x: torch.Tensor, payload: torch.Tensor, rows: int, bias: torch.Tens
     chosen = plan(batch, rows, columns, launching.multiprocessors(x.get_device()))
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     several = chosen.splits > 1
-    partial = torch.empty(chosen.splits, batch, rows, dtype=torch.float32, device=x.device) if several else 0
+    partial: torch.Tensor | int = 0  # a null pointer
+    if several:
+        partial = torch.empty(chosen.splits, batch, rows, dtype=torch.float32, device=x.device)
     added = 0 if bias is None else bias.contiguous()
     launching.launch(
         _FILE, chosen.entry, chosen.blocks, 32 * chosen.warps,
@@ -147,8 +149,8 @@ def _product(x: torch.Tensor, payload: torch.Tensor, rows: int, bias: torch.Tens
     )  # fmt: skip
     if several:
         blocks = -(-y.numel() // _FINISH_THREADS)
-        arguments = [partial, added, y, batch, rows, chosen.splits]
-        launching.launch(_FILE, "finish", blocks, _FINISH_THREADS, arguments, device=x.device)
+        summed = [partial, added, y, batch, rows, chosen.splits]
+        launching.launch(_FILE, "finish", blocks, _FINISH_THREADS, summed, device=x.device)
     return y
 
 

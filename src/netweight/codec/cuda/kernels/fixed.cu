@@ -32,6 +32,9 @@ NETWEIGHT_DEVICE u32 times_power(u32 pair, u32 powers) {
   float low = __uint_as_float(pair << 16) * __uint_as_float(powers << 16);
   float high = __uint_as_float(pair & 0xffff0000u) * __uint_as_float(powers & 0xffff0000u);
   return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+#elif __CUDA_ARCH__ < 800
+  __trap();  // fixed_products.py launches nothing there
+  return 0;
 #else
   u32 result;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(powers), "r"(0x80008000u));
@@ -56,6 +59,8 @@ NETWEIGHT_DEVICE void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 
       }
     }
   }
+#elif __CUDA_ARCH__ < 800
+  __trap();
 #else
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -148,14 +153,13 @@ extern "C" __global__ void __launch_bounds__(256) decode_fixed(const u8* payload
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {  // eight weights
         u32 left = column + 8 * half;
-        const u32(&even)[4] = pairs[2 * half], (&odd)[4] = pairs[2 * half + 1];
+        const u32 eight[4] = {pairs[2 * half][h], pairs[2 * half][h + 2], pairs[2 * half + 1][h], pairs[2 * half + 1][h + 2]};
         if (wide && left < weight.columns) {
-          *reinterpret_cast<uint4*>(to + 8 * half) = make_uint4(even[h], even[h + 2], odd[h], odd[h + 2]);
+          *reinterpret_cast<uint4*>(to + 8 * half) = make_uint4(eight[0], eight[1], eight[2], eight[3]);
         } else {
 #pragma unroll
           for (u32 i = 0; i < 8; i++) {
-            u32 pair = (i < 4 ? even : odd)[h + i / 2 % 2 * 2];
-            if (left + i < weight.columns) to[8 * half + i] = static_cast<u16>(pair >> 16 * (i % 2));
+            if (left + i < weight.columns) to[8 * half + i] = static_cast<u16>(eight[i / 2] >> 16 * (i % 2));
           }
         }
       }

@@ -317,7 +317,7 @@ def prefer_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
     """
     check_prefer(prefer, Precision())
     linear = linear_weights(model)
-    fixed = []
+    fixed: list[str] = []
     for name, _, attribute, parameter in _owned(model):
         full = f"{name}.{attribute}" if name else attribute
         if isinstance(parameter, CompressedTensor):
