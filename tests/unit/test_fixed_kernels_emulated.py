@@ -112,11 +112,18 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(launched):  # noqa: F811
     assert torch.equal(y.isinf(), dense.isinf())
 
 
-@pytest.mark.parametrize("shape", [(65,), (0,), (3, 22), (2, 0)])
-def test_larger_and_empty_batches_are_torchs_own(launched, shape):  # noqa: F811
+@pytest.mark.parametrize(("batch", "kernels"), [(65, ["64", "8"]), (180, ["64", "64", "64"]), (256, ["64"] * 4)])
+def test_larger_batches_are_taken_in_parts(launched, batch, kernels):  # noqa: F811
+    weight, x, bias = finite_weights(24, 40), inputs(batch, 40), torch.randn(24).bfloat16()
+    check(fixed_products.linear(x, encode_fixed(weight), 24, 40, bias), x, weight, bias)
+    assert launched == [f"product_{kernel}" for kernel in kernels]
+
+
+@pytest.mark.parametrize("shape", [(257,), (0,), (3, 90), (2, 0)])
+def test_still_larger_and_empty_batches_are_torchs_own(launched, shape):  # noqa: F811
     weight, x = finite_weights(24, 40), torch.randn(*shape, 40).bfloat16()
     y = fixed_products.linear(x, encode_fixed(weight), 24, 40)
-    if shape == (3, 22):
+    if shape == (3, 90):
         assert launched == ["decode_fixed"]
     assert same(y, F.linear(x, weight))
 

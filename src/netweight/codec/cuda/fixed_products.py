@@ -1,7 +1,7 @@
 """Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else by torch's operators.
 
-On a GPU up to 64 rows of inputs are multiplied by a kernel that reads the payload as it is; with more the weight is
-decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's operators
+On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the weight
+is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's operators
 and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the
 format is in `codec/fixed.py`, the kernels are in `kernels/fixed.cu`.
 """
@@ -20,7 +20,8 @@ from netweight.codec.fixed import TILE_ROWS, decode_fixed, layout_of_shape
 
 __all__ = ["MOST_FUSED", "Plan", "decode", "linear", "plan", "runs_on"]
 
-MOST_FUSED = 64  # rows of inputs that a kernel takes at most
+MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
+_MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
 _FILE = "fixed.cu"
 _LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
 _MOST_SPLITS = 8
@@ -57,7 +58,7 @@ _KERNELS = {
     8: ("product_8", 16, 1, 1),
     16: ("product_16", 16, 1, 2),
     32: ("product_32", 8, 2, 2),
-    MOST_FUSED: ("product_64", 8, 1, 2),
+    _MOST_AT_ONCE: ("product_64", 8, 1, 2),
 }
 
 
@@ -111,7 +112,7 @@ def linear(
 ) -> torch.Tensor:
     """`torch.nn.functional.linear` with a weight in the fixed-length form; on a GPU it returns at once.
 
-    On the CPU, and with more than 64 rows of inputs, it is torch's own of the decoded weight. Else products are summed
+    On the CPU, and with more than 256 rows of inputs, it is torch's own of the decoded weight. Else products are summed
     in fp32 and rounded to bf16 once, as torch does for dense weights, in another order than there: outputs agree within
     what rounding in fp32 can do. The same call on the same GPU gives the same bits. Where an input is infinite, an
     output can be NaN that would be infinite with the dense weight.
@@ -130,28 +131,31 @@ def linear(
     plain = all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in (x, bias))
     if not (plain and 0 < batch <= MOST_FUSED and runs_on(payload.device)):
         return F.linear(x, decode(payload, rows, columns), bias)
-    outputs = _product(_aligned(x.reshape(batch, columns).contiguous()), payload, rows, bias)
-    return outputs.view(*x.shape[:-1], rows)
-
-
-def _product(x: torch.Tensor, payload: torch.Tensor, rows: int, bias: torch.Tensor | None) -> torch.Tensor:
-    batch, columns = x.shape
-    chosen = plan(batch, rows, columns, launching.multiprocessors(x.get_device()))
+    inputs = _aligned(x.reshape(batch, columns).contiguous())
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    payload, added = _aligned(payload), None if bias is None else bias.contiguous()
+    for at in range(0, batch, _MOST_AT_ONCE):
+        _multiply(inputs[at : at + _MOST_AT_ONCE], payload, added, y[at : at + _MOST_AT_ONCE])
+    return y.view(*x.shape[:-1], rows)
+
+
+def _multiply(x: torch.Tensor, payload: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """Fill `y` of shape (batch, rows) from `x` of shape (batch, columns)."""
+    (batch, columns), rows = x.shape, y.shape[1]
+    chosen = plan(batch, rows, columns, launching.multiprocessors(x.get_device()))
     several = chosen.splits > 1
     partial: torch.Tensor | int = 0  # a null pointer
     if several:
         partial = torch.empty(chosen.splits, batch, rows, dtype=torch.float32, device=x.device)
-    added = 0 if bias is None else bias.contiguous()
+    added = 0 if bias is None else bias
     launching.launch(
         _FILE, chosen.entry, chosen.blocks, 32 * chosen.warps,
-        [_aligned(payload), x, added, y, partial, batch, rows, columns, chosen.groups, chosen.splits], device=x.device,
+        [payload, x, added, y, partial, batch, rows, columns, chosen.groups, chosen.splits], device=x.device,
     )  # fmt: skip
     if several:
         blocks = -(-y.numel() // _FINISH_THREADS)
         summed = [partial, added, y, batch, rows, chosen.splits]
         launching.launch(_FILE, "finish", blocks, _FINISH_THREADS, summed, device=x.device)
-    return y
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
