@@ -1,8 +1,8 @@
 """Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else by torch's operators.
 
-On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the weight
-is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's operators
-and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the
+On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the
+weight is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's
+operators and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the
 format is in `codec/fixed.py`, the kernels are in `kernels/fixed.cu`.
 """
 
@@ -62,6 +62,7 @@ _KERNELS = {
 }
 
 
+@cache
 def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
     """Choose the kernel for a product.
 
