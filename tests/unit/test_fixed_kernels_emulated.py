@@ -142,11 +142,19 @@ def test_inputs_of_any_address_and_shape(launched):  # noqa: F811
 
 def test_plans_occupy_the_gpu_and_fit_the_kernels():
     for batch in (1, 8, 9, 17, 33, 64):
-        for rows, columns in ((16, 64), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (151936, 1024)):
+        for rows, columns in (
+            (16, 64),
+            (1024, 4096),
+            (4096, 4096),
+            (14336, 4096),
+            (4096, 14336),
+            (151936, 1024),
+            (9, 9),
+        ):
             chosen = fixed_products.plan(batch, rows, columns, PROCESSORS)
             rows_of_blocks = chosen.blocks // chosen.splits * chosen.groups * chosen.row_tiles * 16
             assert rows <= rows_of_blocks < rows + chosen.groups * chosen.row_tiles * 16
-            assert chosen.warps % chosen.groups == 0
+            assert chosen.warps % chosen.groups == 0 < chosen.warps <= (16 if batch <= 16 else 8)
             assert chosen.splits == 1 or chosen.blocks <= PROCESSORS
 
 

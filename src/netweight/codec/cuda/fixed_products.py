@@ -52,8 +52,8 @@ class Plan:
     blocks: int
 
 
-# Inputs at most -> kernel, warps of a block, tiles of rows of a warp, warps side by side over rows. More rows per block
-# for larger batches, whose inputs must be read again by every block.
+# Inputs at most -> kernel, most warps of a block, tiles of rows of a warp, warps side by side over rows. More rows per
+# block for larger batches, whose inputs must be read again by every block.
 _KERNELS = {
     8: ("product_8", 16, 1, 1),
     16: ("product_16", 16, 1, 2),
@@ -72,13 +72,15 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
         columns: Its columns.
         processors: Multiprocessors of the GPU: where rows alone do not occupy them, columns are split.
     """
-    entry, warps, row_tiles, groups = next(kernel for most, kernel in _KERNELS.items() if batch <= most)
+    entry, most_warps, row_tiles, groups = next(kernel for most, kernel in _KERNELS.items() if batch <= most)
     layout = layout_of_shape(rows, columns)
     blocks = -(-layout.tile_rows // (row_tiles * groups))
-    depth = warps // groups
+    # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
+    tiles_each = 4 if blocks >= 4 * processors else 2
+    depth = max(1, min(most_warps // groups, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
     splits = max(1, min(processors // blocks, layout.tile_columns // (4 * depth), _MOST_SPLITS))
-    return Plan(entry, warps, row_tiles, groups, splits, blocks * splits)
+    return Plan(entry, depth * groups, row_tiles, groups, splits, blocks * splits)
 
 
 @cache

@@ -301,7 +301,8 @@ struct Product {
   }
 };
 
-// The entries differ by the batch that they take at most, and by what of it a warp holds at a time. `groups`: 1 or 2.
+// The entries differ by the batch that they take at most, and by what of it a warp holds at a time. `groups`: 1 or 2;
+// blocks: as many warps as the launch bounds allow, or fewer, a multiple of `groups`.
 #define PARAMETERS                                                                                                             \
   const u8 *payload, const u16 *x, const u16 *bias, u16 *y, float *partial, i64 batch, i64 rows, i64 columns, i64 groups, i64 splits
 #define RUN(Case)                                                                                                              \
