@@ -51,13 +51,14 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
-    payload = torch.empty(size, dtype=torch.uint8)
+    payload = torch.empty(_capacity(len(blob)) if capacity is None else capacity, dtype=torch.uint8)
     _fill(payload, blob)
     return payload
 
 
-def _capacity(used: int) -> int:
+def _capacity(size: int) -> int:
+    """Bytes of a payload for a blob of this size."""
+    used = LENGTH + size
     return -(-(used + (used >> 8)) // 64) * 64
 
 
@@ -204,7 +205,8 @@ class Box:
         """
         if fixed == self.fixed or (fixed and (self.lossy or self.stride is not None)):
             return
-        payload = _fixed(self.dense()) if fixed else pack(self.blob).to(self.payload.device)
+        dense = self.dense()
+        payload = _fixed(dense) if fixed else Box.of(dense, level=self.level, chunk_log2=self.chunk_log2).payload
         if payload is not None:
             self._refuse_to_move()
             self.payload, self.fixed = payload, fixed
@@ -267,7 +269,7 @@ def _fixed(weight: torch.Tensor) -> torch.Tensor | None:
         payload = encode_fixed(weight)
     except Unsupported:
         return None
-    room = _capacity(payload.numel())
+    room = _capacity(payload.numel() - LENGTH)
     return torch.nn.functional.pad(payload, (0, room - payload.numel())) if room < weight.nbytes else None
 
 
