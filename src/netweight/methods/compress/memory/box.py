@@ -51,14 +51,13 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    payload = torch.empty(_capacity(len(blob)) if capacity is None else capacity, dtype=torch.uint8)
+    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
+    payload = torch.empty(size, dtype=torch.uint8)
     _fill(payload, blob)
     return payload
 
 
-def _capacity(size: int) -> int:
-    """Bytes of a payload for a blob of this size."""
-    used = LENGTH + size
+def _capacity(used: int) -> int:
     return -(-(used + (used >> 8)) // 64) * 64
 
 
@@ -269,7 +268,7 @@ def _fixed(weight: torch.Tensor) -> torch.Tensor | None:
         payload = encode_fixed(weight)
     except Unsupported:
         return None
-    room = _capacity(payload.numel() - LENGTH)
+    room = _capacity(payload.numel())
     return torch.nn.functional.pad(payload, (0, room - payload.numel())) if room < weight.nbytes else None
 
 
