@@ -222,7 +222,7 @@ class Box:
         used, room = payload.numel(), self.payload.numel()
         if used > room:
             self._refuse_to_move()
-            self.payload = payload
+            self.payload = payload.to(self.payload.device)
             return
         with torch.no_grad():
             self.payload[:used].copy_(payload)
