@@ -34,6 +34,7 @@ _HOMES = {
     "immunize": "netweight.methods.immunize.training:immunize",
     "load_checkpoint": "netweight.methods.compress.memory.checkpoint:load_checkpoint",
     "memory_footprint": "netweight.methods.compress.memory.model:memory_footprint",
+    "prefer_": "netweight.methods.compress.memory.model:prefer_",
     "open_store": "netweight.store:open_store",
     "read_adapter": "netweight.store.adapter_files:read_adapter",
     "save_checkpoint": "netweight.methods.compress.memory.checkpoint:save_checkpoint",

@@ -24,7 +24,7 @@ from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.memory.box import Box, pack
-from netweight.methods.compress.memory.model import choose, place
+from netweight.methods.compress.memory.model import Prefer, check_prefer, choose, linear_weights, place
 from netweight.methods.compress.memory.tensor import CompressedTensor
 from netweight.store.reading import StoredFile
 from netweight.store.writing import Level
@@ -66,11 +66,13 @@ class NetweightConfig(QuantizationConfigMixin):
         fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
         version: Version of the compressed folder; written by `netweight compress`.
         weights: Its weights file or index; written by `netweight compress` for transformers.
+        prefer: "memory" for the codec's form of weights in memory; "speed" for the fixed-length form where there is
+            one, of weights that were not rounded (see `netweight.compress_`). It is not saved with the model.
         quant_method: Always `"netweight"`; compressed folders of diffusers models say more here, for loaders without
             netweight.
 
     Raises:
-        UsageError: There is no such level, or a setting of rounding is out of its range.
+        UsageError: There is no such level or preference, or a setting of rounding is out of its range.
         Unsupported: A newer release wrote the folder.
     """
 
@@ -85,6 +87,7 @@ class NetweightConfig(QuantizationConfigMixin):
         mantissa_bits: int = 7,
         block_size: int | None = 512,
         fidelity: str = "corrected",
+        prefer: Prefer = "memory",
     ) -> None:
         if level not in get_args(Level):
             raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
@@ -99,7 +102,8 @@ class NetweightConfig(QuantizationConfigMixin):
         self.exclude = _listed(exclude)
         self.level = level
         self.weights = weights
-        Precision(mantissa_bits, block_size, fidelity)  # checks them
+        check_prefer(prefer, Precision(mantissa_bits, block_size, fidelity))  # which checks itself
+        self.prefer = prefer
         self.mantissa_bits = mantissa_bits
         self.block_size = block_size
         self.fidelity = fidelity
@@ -127,6 +131,7 @@ class Weights:
         self.config = config
         self.stored = stored
         self._chunks: dict[str, int | None] = {}
+        self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
         self._room: torch.Tensor | None = None
 
     def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
@@ -145,6 +150,8 @@ class Weights:
             if target not in self._chunks or source not in self._chunks:
                 self._chunks.pop(target, None)
                 self._chunks.pop(source, None)
+        if self.config.prefer == "speed":
+            self._fixed = linear_weights(model) - tied.keys() - set(tied.values())
 
     def refuse_unroundable(self, model: nn.Module) -> None:
         """Refuse dtypes that cannot be rounded as asked, before anything is loaded.
@@ -181,10 +188,14 @@ class Weights:
         dense = self._filled(name, blob, self._room_for(info.nbytes).view(own).view(info.shape))
         if dtype not in (None, own) and own.is_floating_point:
             return self.compress(name, dense.to(dtype).to(stored.device))
+        level: Any = info.level
+        if name in self._fixed and not codec.is_lossy(blob):
+            box = Box.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
+            if box.fixed:
+                return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
         payload = pack(blob)
         if payload.nbytes >= info.nbytes:
             return dense.clone().to(stored.device)
-        level: Any = info.level
         box = Box(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
         return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
 
@@ -200,7 +211,8 @@ class Weights:
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
         """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
         precision = None if self.stored else self.config.precision
-        box = Box.of(dense, level=self.config.level, chunk_log2=self._chunks[name], precision=precision)
+        chunk_log2, fixed = self._chunks[name], name in self._fixed
+        box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
         if box.payload.nbytes >= dense.nbytes:
             return dense
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())

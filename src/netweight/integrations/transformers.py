@@ -124,7 +124,8 @@ class NetweightQuantizer(HfQuantizer):
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes to expect per number: for what is compressed a little more than it usually takes."""
-        return param.element_size() * (0.75 if param_name in self._weights else 1.0)
+        compressed = 0.75 if self.quantization_config.prefer == "memory" else 0.78
+        return param.element_size() * (compressed if param_name in self._weights else 1.0)
 
     def get_quantize_ops(self) -> Any:
         """The operation that compresses a dense tensor."""

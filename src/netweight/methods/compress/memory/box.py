@@ -2,7 +2,9 @@
 
 The payload is an 8-byte little-endian length, the codec's blob, and zeros up to a capacity some 0.4 % larger, so that
 encoding a changed weight again seldom changes the payload's size: a compiled model then need not be compiled again.
-Used by the parameter (`tensor.py`) and the operators (`ops.py`); nothing else should look into a payload.
+A weight may be in the fixed-length form instead (`codec/fixed.py`), whose payload begins with a length, too; whatever
+leaves the process is the codec's blob. Used by the parameter (`tensor.py`) and the operators (`ops.py`,
+`fixed_ops.py`); nothing else should look into a payload.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import torch
 
 from netweight import codec
 from netweight.codec import Precision
-from netweight.errors import LossyWrite, UsageError
+from netweight.codec.cuda import fixed_products
+from netweight.codec.fixed import encode_fixed
+from netweight.codec.rounding import LOSSLESS_BITS
+from netweight.errors import LossyWrite, Unsupported, UsageError
 from netweight.store.writing import Level
 
 __all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
@@ -46,11 +51,14 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    used = LENGTH + len(blob)
-    size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
+    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
     payload = torch.empty(size, dtype=torch.uint8)
     _fill(payload, blob)
     return payload
+
+
+def _capacity(used: int) -> int:
+    return -(-(used + (used >> 8)) // 64) * 64
 
 
 def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
@@ -86,6 +94,7 @@ class Box:
         chunk_log2: Binary logarithm of the numbers per chunk; None for the codec's own choice.
         stride: Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous.
             Kernels differ by layout, in their last bits, too.
+        fixed: Whether the payload is in the fixed-length form.
     """
 
     def __init__(
@@ -96,6 +105,7 @@ class Box:
         level: Level = "default",
         chunk_log2: int | None = None,
         stride: tuple[int, ...] | None = None,
+        fixed: bool = False,
     ) -> None:
         self.payload = payload
         self.shape = shape
@@ -103,6 +113,7 @@ class Box:
         self.level = level
         self.chunk_log2 = chunk_log2
         self.stride = stride
+        self.fixed = fixed
 
     @classmethod
     def of(
@@ -112,6 +123,7 @@ class Box:
         level: Level = "default",
         chunk_log2: int | None = None,
         precision: Precision | None = None,
+        fixed: bool = False,
     ) -> Box:
         """Encode a dense weight.
 
@@ -120,20 +132,28 @@ class Box:
             level: The codec's level.
             chunk_log2: See `netweight.codec.encode`.
             precision: How much of it to keep; None keeps its values bit for bit.
+            fixed: Choose the fixed-length form if the weight has one and gets smaller by it.
 
         Raises:
             Unsupported: Weights of this dtype cannot be rounded.
         """
+        stride = layout_of(weight)
+        exact = (precision or Precision()).mantissa_bits == LOSSLESS_BITS
+        payload = _fixed(weight) if fixed and exact and stride is None else None
+        if payload is not None:
+            return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
         blob = _encode(weight, level, chunk_log2, precision or Precision())
         payload = pack(blob).to(weight.device)
-        return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
+        return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
 
     def like(self, payload: torch.Tensor) -> Box:
         """A box of its own with the same weight's description and another payload."""
-        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride)
+        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
 
     def write(self, weight: torch.Tensor) -> None:
-        """Encode a dense weight of the same shape and dtype in place of what was here.
+        """Encode a dense weight of the same shape and dtype in place of what was here, in the same form.
+
+        New values that have no fixed-length form bring the weight back to the codec's for good.
 
         Args:
             weight: The new values. The payload keeps its memory as long as its capacity suffices.
@@ -147,10 +167,20 @@ class Box:
                 f"A weight of shape {self.shape} is kept rounded, so that nothing can be written into it.",
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
+        if self.fixed:
+            payload = _fixed(weight)
+            if payload is not None:
+                self._replace(payload)
+                return
+            self.fixed = False
         self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
+        if self.fixed and not codec.is_lossy(blob):
+            self.write(codec.decode(blob, threads=threads_for(len(blob))).to(self.payload.device))
+            return
+        self.fixed = False
         used = LENGTH + len(blob)
         if used <= self.payload.numel():
             if self.payload.is_cpu:
@@ -160,22 +190,86 @@ class Box:
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
             torch.autograd.graph.increment_version(self.payload)
             return
+        self._refuse_to_move()
+        self.payload = pack(blob).to(self.payload.device)
+
+    def transcode(self, *, fixed: bool) -> None:
+        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's.
+
+        Args:
+            fixed: Which form. A rounded weight stays in the codec's.
+
+        Raises:
+            UsageError: Other processes share the payload.
+        """
+        if fixed == self.fixed or (fixed and (self.lossy or self.stride is not None)):
+            return
+        dense = self.dense()
+        payload = _fixed(dense) if fixed else Box.of(dense, level=self.level, chunk_log2=self.chunk_log2).payload
+        if payload is not None:
+            self._refuse_to_move()
+            self.payload, self.fixed = payload, fixed
+
+    def dense(self) -> torch.Tensor:
+        """The decoded weight, contiguous, on the payload's device."""
+        if self.fixed:
+            return fixed_products.decode(self.payload, *self.shape)
+        blob = blob_of(self.payload.cpu())
+        return codec.decode(blob, threads=threads_for(self.payload.numel() * 3 // 2)).to(self.payload.device)
+
+    def _replace(self, payload: torch.Tensor) -> None:
+        """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""
+        used, room = payload.numel(), self.payload.numel()
+        if used > room:
+            self._refuse_to_move()
+            self.payload = payload.to(self.payload.device)
+            return
+        with torch.no_grad():
+            self.payload[:used].copy_(payload)
+            self.payload[used:].zero_()
+        torch.autograd.graph.increment_version(self.payload)
+
+    def _refuse_to_move(self) -> None:
         if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
             raise UsageError(
                 f"A compressed weight of shape {self.shape} outgrew the memory that it shares with other processes.",
                 cure="Change shared models in one process before sharing, or share a dense model.",
             )
-        self.payload = pack(blob).to(self.payload.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles hold: always the codec's blob, so that the fixed-length form stays out of files."""
+        state = dict(self.__dict__)
+        if self.fixed:
+            state["payload"] = pack(self.blob).to(self.payload.device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` gave, and the form that the weight had."""
+        self.__dict__.update(state)
+        self.fixed = False
+        self.transcode(fixed=state.get("fixed", False))
 
     @property
     def lossy(self) -> bool:
         """Whether the weight was rounded."""
-        return codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu())
+        return not self.fixed and codec.is_lossy(self.payload[LENGTH : LENGTH + 3].cpu())
 
     @property
     def blob(self) -> memoryview:
-        """A copy of the codec's bytes, without length and padding."""
+        """A copy of the codec's bytes, without length and padding; made anew of the fixed-length form."""
+        if self.fixed:
+            return memoryview(_encode(self.dense(), self.level, self.chunk_log2, Precision()))
         return memoryview(blob_of(self.payload.cpu()).tobytes())
+
+
+def _fixed(weight: torch.Tensor) -> torch.Tensor | None:
+    """A payload in the fixed-length form with room for changes; None if there is none, or it would not be smaller."""
+    try:
+        payload = encode_fixed(weight)
+    except Unsupported:
+        return None
+    room = _capacity(payload.numel())
+    return torch.nn.functional.pad(payload, (0, room - payload.numel())) if room < weight.nbytes else None
 
 
 def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:

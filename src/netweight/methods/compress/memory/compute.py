@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from netweight.methods.compress.memory.fixed_ops import decode_fixed, decode_fixed_backward, multiply
 from netweight.methods.compress.memory.ops import decode_backward, gather_rows, read
 
 __all__ = ["addmm", "conv", "embedding", "linear"]
@@ -59,7 +60,7 @@ class _Product(Function):
         ctx.keeper = inputs[-1]
         if not ctx.keeper:
             ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        ctx.shape, ctx.dtype, ctx.fixed = weight.shape, weight.dtype, False
 
 
 def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +74,8 @@ def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) ->
 
 
 def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    dense: torch.Tensor = decode_backward(payload, ctx.shape, ctx.dtype)
+    again = decode_fixed_backward if ctx.fixed else decode_backward
+    dense: torch.Tensor = again(payload, ctx.shape, ctx.dtype)
     return dense.to(gradient.dtype)
 
 
@@ -92,6 +94,21 @@ class _Linear(_Product):
             to_x = flat.mm(_dense_again(ctx, payload, flat)).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None
+
+
+class _FixedLinear(_Linear):
+    """A product with a weight in the fixed-length form: nothing is decoded where a kernel can multiply with it."""
+
+    @staticmethod
+    def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
+        if compute == weight.dtype:
+            return multiply(x, payload, weight.shape, bias)
+        return F.linear(x, decode_fixed(payload, weight.shape, weight.dtype).to(compute), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Product.setup_context(ctx, inputs, output)
+        ctx.fixed = True
 
 
 class _Addmm(_Product):
@@ -121,7 +138,7 @@ class _Conv(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         # The backward operator wants the input's shape even where its values do not matter, so it is always kept.
         ctx.save_for_backward(inputs[0], inputs[2])
-        ctx.shape, ctx.dtype, ctx.geometry = inputs[1].shape, inputs[1].dtype, inputs[5]
+        ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = inputs[1].shape, inputs[1].dtype, False, inputs[5]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -199,7 +216,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         weight: Compressed, of shape (out, in).
         bias: Tensor of shape (out,), or None.
     """
-    return _product(_Linear, x, weight, bias) if _as_dense_would(x) else None
+    return _product(_FixedLinear if weight.box.fixed else _Linear, x, weight, bias) if _as_dense_would(x) else None
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:

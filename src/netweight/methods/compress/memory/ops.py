@@ -13,7 +13,7 @@ from netweight import codec
 from netweight.methods.compress.memory import ahead
 from netweight.methods.compress.memory.box import blob_of, threads_for
 
-__all__ = ["decode", "decode_backward", "decode_now", "gather_rows", "read"]
+__all__ = ["decode", "decode_backward", "decode_now", "gather_rows", "is_watched", "read"]
 
 _library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -104,7 +104,7 @@ for _name, _arguments, _run, _fake in (
     torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a compiler, a tracer, a dispatch mode or a function transform wants to see every operator."""
     return (
         torch.compiler.is_compiling()
@@ -128,7 +128,7 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
     Raises:
         CorruptBlob: The payload is damaged.
     """
-    if type(payload) is torch.Tensor and not _is_watched():
+    if type(payload) is torch.Tensor and not is_watched():
         return _decode_to(payload, "forward")
     weight: torch.Tensor = decode(payload, shape, dtype)
     return weight

@@ -20,6 +20,7 @@ from netweight import codec
 from netweight.errors import DenseOnly, Unsupported
 from netweight.methods.compress.memory import compute
 from netweight.methods.compress.memory.box import Box, blob_of, layout_of, threads_for
+from netweight.methods.compress.memory.fixed_ops import decode_fixed
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
 
@@ -116,6 +117,7 @@ class CompressedTensor(torch.Tensor):
             self.box.level,
             self.box.chunk_log2,
             self.box.stride,
+            self.box.fixed,
             self.views,
         )
 
@@ -126,8 +128,8 @@ class CompressedTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
         """Put a tensor together again from what `__tensor_flatten__` gave."""
-        shape, dtype, level, chunk_log2, layout, views = description
-        box = Box(inner["payload"], shape, dtype, level, chunk_log2, layout)
+        shape, dtype, level, chunk_log2, layout, fixed, views = description
+        box = Box(inner["payload"], shape, dtype, level, chunk_log2, layout, fixed)
         stand_in = torch.empty_strided(size, stride, dtype=dtype, device="meta") if views else None
         return CompressedTensor(box, views, stand_in)
 
@@ -158,7 +160,7 @@ class CompressedTensor(torch.Tensor):
         kwargs = kwargs or {}
         result = None
         if func is F.linear:
-            if _is_plain(args, kwargs, 1):
+            if _is_plain(args, kwargs, 1, fixed=True):
                 result = compute.linear(*args, **kwargs)
         elif func is F.embedding:
             if _is_plain(args, kwargs, 1):
@@ -175,6 +177,7 @@ class CompressedTensor(torch.Tensor):
             if func == _GET_DEVICE:
                 _refuse_sharding(sys._getframe(1).f_globals.get("__name__", ""))
             if func is torch.Tensor.share_memory_:
+                args[0].box.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
                 return args[0]
             if func is torch.Tensor.is_shared:
@@ -219,7 +222,7 @@ class CompressedTensor(torch.Tensor):
 
 
 def _whole(box: Box) -> torch.Tensor:
-    weight: torch.Tensor = decode(box.payload, box.shape, box.dtype)
+    weight: torch.Tensor = (decode_fixed if box.fixed else decode)(box.payload, box.shape, box.dtype)
     return weight if box.stride is None else torch.empty_like(_meta(box), device=weight.device).copy_(weight)
 
 
@@ -248,7 +251,7 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
 def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
     """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
     row_of = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and box.stride is None
-    if row_of and not torch.compiler.is_compiling():
+    if row_of and not box.fixed and not torch.compiler.is_compiling():
         row = views[0][1][1] % box.shape[0]
         local = box.payload.cpu()
         threads = threads_for(local.numel() // box.shape[0])
@@ -282,7 +285,8 @@ def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
         payload = box.payload.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
         return CompressedTensor(_laid_out(box.like(payload), **kwargs))
     dense = tensor.dense().to(device, dtype)
-    return CompressedTensor(_laid_out(Box.of(dense, level=box.level, chunk_log2=box.chunk_log2), **kwargs))
+    changed = Box.of(dense, level=box.level, chunk_log2=box.chunk_log2, fixed=box.fixed)
+    return CompressedTensor(_laid_out(changed, **kwargs))
 
 
 def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
@@ -341,14 +345,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 # ---- what has no operator --------------------------------------------------------------------------------------------
 
 
-def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
     """Whether a layer's function is called with a whole, contiguous weight, and not mapped or differentiated forward.
+
+    `fixed` says whether it can calculate with the fixed-length form.
 
     Function transforms (`torch.func.vmap`, `jvp`, ...) have rules for torch's own functions, and their operators decode
     one by one; so they do for weights in another layout. Results are the dense weight's then, too.
     """
     weight = args[place] if len(args) > place else kwargs.get("weight")
     if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
+        return False
+    if weight.box.fixed and not fixed:
         return False
     return torch.compiler.is_compiling() or (
         torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0

@@ -1,0 +1,166 @@
+"""Products with weights in the fixed-length form, and their decoding: by kernels on the GPU, else by torch's operators.
+
+On a GPU a kernel that reads the payload as it is multiplies 64 rows of inputs at a time, up to 256; with more the
+weight is decoded first, since then arithmetic takes the time and not memory. Elsewhere weights are decoded by torch's
+operators and multiplied as dense ones are, with the same bits. Compressed models call this through their operators; the
+format is in `codec/fixed.py`, the kernels are in `kernels/fixed.cu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import final
+
+import torch
+import torch.nn.functional as F
+
+from netweight.codec.cuda import launching
+from netweight.codec.fixed import TILE_ROWS, decode_fixed, layout_of_shape
+
+__all__ = ["MOST_FUSED", "Plan", "decode", "linear", "plan", "runs_on"]
+
+MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
+_MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
+_FILE = "fixed.cu"
+_LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
+_MOST_SPLITS = 8
+_DECODE_THREADS = _FINISH_THREADS = 256
+_ALIGNMENT = 16  # of addresses, in bytes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a product is launched.
+
+    Attributes:
+        entry: Name of the kernel.
+        warps: Warps of a block.
+        row_tiles: Tiles of 16 rows that a warp multiplies at a time.
+        groups: Warps of a block side by side over rows; the others share their columns.
+        splits: Blocks that share the columns of the same rows; their sums are added by a second kernel if there are
+            several.
+        blocks: Blocks in all.
+    """
+
+    entry: str
+    warps: int
+    row_tiles: int
+    groups: int
+    splits: int
+    blocks: int
+
+
+# Inputs at most -> kernel, most warps of a block, tiles of rows of a warp, warps side by side over rows. More rows per
+# block for larger batches, whose inputs must be read again by every block.
+_KERNELS = {
+    8: ("product_8", 16, 1, 1),
+    16: ("product_16", 16, 1, 2),
+    32: ("product_32", 8, 2, 2),
+    _MOST_AT_ONCE: ("product_64", 8, 1, 2),
+}
+
+
+@cache
+def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
+    """Choose the kernel for a product.
+
+    Args:
+        batch: Rows of inputs, 1 to 64.
+        rows: Rows of the weight.
+        columns: Its columns.
+        processors: Multiprocessors of the GPU: where rows alone do not occupy them, columns are split.
+    """
+    entry, most_warps, row_tiles, groups = next(kernel for most, kernel in _KERNELS.items() if batch <= most)
+    layout = layout_of_shape(rows, columns)
+    blocks = -(-layout.tile_rows // (row_tiles * groups))
+    # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
+    tiles_each = 4 if blocks >= 4 * processors else 2
+    depth = max(1, min(most_warps // groups, layout.tile_columns // tiles_each))
+    # A split is worth a second kernel only if each warp keeps some tiles to multiply.
+    splits = max(1, min(processors // blocks, layout.tile_columns // (4 * depth), _MOST_SPLITS))
+    return Plan(entry, depth * groups, row_tiles, groups, splits, blocks * splits)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order."""
+    if device.type != "cuda" or launching.unavailable_because() is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Decode a payload on its device; on a GPU it returns at once.
+
+    Args:
+        payload: U8 payload, made by `encode_fixed` or passed by `check_fixed`.
+        rows: Rows of the matrix in it.
+        columns: Its columns.
+
+    Returns:
+        bf16 tensor of shape (rows, columns).
+    """
+    if not runs_on(payload.device):
+        return decode_fixed(payload)
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=payload.device)
+    arguments: list[launching.Argument] = [_aligned(payload), weight, rows, columns]
+    launching.launch(_FILE, "decode_fixed", -(-rows // TILE_ROWS), _DECODE_THREADS, arguments, device=payload.device)
+    return weight
+
+
+def linear(
+    x: torch.Tensor, payload: torch.Tensor, rows: int, columns: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.linear` with a weight in the fixed-length form; on a GPU it returns at once.
+
+    On the CPU, and with more than 256 rows of inputs, it is torch's own of the decoded weight. Else products are summed
+    in fp32 and rounded to bf16 once, as torch does for dense weights, in another order than there: outputs agree within
+    what rounding in fp32 can do. The same call on the same GPU gives the same bits. Where an input is infinite, an
+    output can be NaN that would be infinite with the dense weight.
+
+    Args:
+        x: bf16 tensor of shape (..., columns).
+        payload: U8 payload, made by `encode_fixed` or passed by `check_fixed`.
+        rows: Rows of the weight.
+        columns: Its columns.
+        bias: bf16 tensor of shape (rows,), or None.
+
+    Returns:
+        bf16 tensor of shape (..., rows).
+    """
+    batch = x.numel() // columns
+    plain = all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in (x, bias))
+    if not (plain and 0 < batch <= MOST_FUSED and runs_on(payload.device)):
+        return F.linear(x, decode(payload, rows, columns), bias)
+    inputs = _aligned(x.reshape(batch, columns).contiguous())
+    y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
+    payload, added = _aligned(payload), None if bias is None else bias.contiguous()
+    for at in range(0, batch, _MOST_AT_ONCE):
+        _multiply(inputs[at : at + _MOST_AT_ONCE], payload, added, y[at : at + _MOST_AT_ONCE])
+    return y.view(*x.shape[:-1], rows)
+
+
+def _multiply(x: torch.Tensor, payload: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """Fill `y` of shape (batch, rows) from `x` of shape (batch, columns)."""
+    (batch, columns), rows = x.shape, y.shape[1]
+    chosen = plan(batch, rows, columns, launching.multiprocessors(x.get_device()))
+    several = chosen.splits > 1
+    partial: torch.Tensor | int = 0  # a null pointer
+    if several:
+        partial = torch.empty(chosen.splits, batch, rows, dtype=torch.float32, device=x.device)
+    added = 0 if bias is None else bias
+    launching.launch(
+        _FILE, chosen.entry, chosen.blocks, 32 * chosen.warps,
+        [payload, x, added, y, partial, batch, rows, columns, chosen.groups, chosen.splits], device=x.device,
+    )  # fmt: skip
+    if several:
+        blocks = -(-y.numel() // _FINISH_THREADS)
+        summed = [partial, added, y, batch, rows, chosen.splits]
+        launching.launch(_FILE, "finish", blocks, _FINISH_THREADS, summed, device=x.device)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where loads of 16 bytes need one."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

@@ -1,0 +1,331 @@
+// Weights in the fixed-length form (codec/fixed.py describes it): their products, and decoding.
+//
+// A warp loads 16 rows and 64 columns of weights with three loads of 16 bytes per lane, makes of them the registers that
+// tensor cores want, some four instructions for two weights, and multiplies. Batches of 1 to 64 rows of inputs are the
+// columns of these products, so that a weight is loaded and decoded once for all. Escapes are zeros there and are
+// multiplied apart, so that where an input is infinite or NaN an output may be NaN though a dense product were
+// infinite. Sums are fp32, taken in an order that depends on sizes only: the same call gives the same bits. Launched by
+// codec/cuda/fixed_products.py, which checks sizes and addresses.
+#include "types.cuh"
+
+constexpr u32 kTileRows = 16, kTileColumns = 64, kTileBytes = 1536, kTilesAt = 128, kBaseAt = 13;
+constexpr u32 kTileOutputs = 128;  // 16 rows times 8 columns: what a product on tensor cores sums up
+
+// ---- what the GPU does in one instruction ----------------------------------------------------------------------------
+
+// Loads what is read once, past the first cache, which inputs have more use for.
+NETWEIGHT_DEVICE uint4 load_once(const u8* p) {
+#ifdef NETWEIGHT_EMULATED
+  return *reinterpret_cast<const uint4*>(p);
+#else
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(p));
+  return value;
+#endif
+}
+
+// Two bf16 numbers times two powers of two, exact as long as nothing overflows; zeros keep their sign.
+NETWEIGHT_DEVICE u32 times_power(u32 pair, u32 powers) {
+#ifdef NETWEIGHT_EMULATED
+  float low = __uint_as_float(pair << 16) * __uint_as_float(powers << 16);
+  float high = __uint_as_float(pair & 0xffff0000u) * __uint_as_float(powers & 0xffff0000u);
+  return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+#elif __CUDA_ARCH__ < 800
+  __trap();  // fixed_products.py launches nothing there
+  return 0;
+#else
+  u32 result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(powers), "r"(0x80008000u));
+  return result;
+#endif
+}
+
+// sums[16 x 8] += a[16 x 16] * b[16 x 8], spread over a warp as PTX says for mma.m16n8k16; all lanes must come.
+NETWEIGHT_DEVICE void multiply(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#ifdef NETWEIGHT_EMULATED
+  int g = static_cast<int>(lane_id() / 4), t = static_cast<int>(lane_id() % 4);
+  for (int p = 0; p < 2; p++) {
+    for (int k = 0; k < 4; k++) {
+      u64 rows = __shfl_sync(kAllLanes, a[2 * p] | static_cast<u64>(a[2 * p + 1]) << 32, 4 * g + k);
+      u32 left = __shfl_sync(kAllLanes, p ? b1 : b0, 8 * t + k);
+      u32 right = __shfl_sync(kAllLanes, p ? b1 : b0, 8 * t + 4 + k);
+      for (int e = 0; e < 2; e++) {
+        for (int i = 0; i < 4; i++) {
+          u32 weights = static_cast<u32>(i < 2 ? rows : rows >> 32), inputs = i & 1 ? right : left;
+          sums[i] += __uint_as_float(weights >> 16 * e << 16) * __uint_as_float(inputs >> 16 * e << 16);
+        }
+      }
+    }
+  }
+#elif __CUDA_ARCH__ < 800
+  __trap();
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// ---- numbers ---------------------------------------------------------------------------------------------------------
+
+NETWEIGHT_DEVICE float to_float(u32 bf16) { return __uint_as_float(bf16 << 16); }
+
+// The nearest bf16 number, the even one of two.
+NETWEIGHT_DEVICE u16 to_bf16(float value) {
+  u32 bits = __float_as_uint(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<u16>(bits >> 16 | 0x40);
+  return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// ---- payloads --------------------------------------------------------------------------------------------------------
+
+// The parts of a payload; see codec/fixed.py.
+struct Weight {
+  const u8* tiles;
+  const u32* first;    // first[row]: where the escapes of a row begin; first[rows]: their number
+  const u32* escapes;  // column, and above 16 bits the weight
+  u32 powers;          // 2 ** (base - 1), twice, as bf16
+  u32 rows, columns, tile_rows, tile_columns;
+
+  __device__ __forceinline__ Weight(const u8* payload, i64 rows_, i64 columns_)
+      : tiles(payload + kTilesAt),
+        rows(static_cast<u32>(rows_)),
+        columns(static_cast<u32>(columns_)),
+        tile_rows((rows + kTileRows - 1) / kTileRows),
+        tile_columns((columns + kTileColumns - 1) / kTileColumns) {
+    first = reinterpret_cast<const u32*>(tiles + static_cast<u64>(tile_rows) * tile_columns * kTileBytes);
+    escapes = first + rows + 1;
+    u32 power = (payload[kBaseAt] + 126u) << 7;
+    powers = power | power << 16;
+  }
+};
+
+// What a lane holds of a tile: sign and mantissa of 32 weights, and their codes.
+struct Tile {
+  u32 words[8], codes[4];
+};
+
+NETWEIGHT_DEVICE void load_tile(Tile& tile, const Weight& weight, u32 tile_row, u32 tile_column) {
+  const u8* p = weight.tiles + (static_cast<u64>(tile_row) * weight.tile_columns + tile_column) * kTileBytes + 16 * lane_id();
+#pragma unroll
+  for (u32 i = 0; i < 3; i++) {
+    uint4 loaded = load_once(p + 512 * i);
+    u32* to = i < 2 ? tile.words + 4 * i : tile.codes;
+    to[0] = loaded.x;
+    to[1] = loaded.y;
+    to[2] = loaded.z;
+    to[3] = loaded.w;
+  }
+}
+
+// Of product q: two weights of row g, of row g + 8, and the next two of either, as bf16.
+NETWEIGHT_DEVICE void decode_product(u32 (&pairs)[4], const Tile& tile, u32 q, u32 powers) {
+#pragma unroll
+  for (u32 i = 0; i < 4; i++) {
+    u32 word = tile.words[2 * q + i / 2];
+    if (i & 1) word = __byte_perm(word, 0, 0x2301);
+    u32 codes = __funnelshift_r(tile.codes[q], tile.codes[q], 4 * i);
+    pairs[i] = times_power((word & 0x807f807fu) | (codes & 0x07800780u), powers);
+  }
+}
+
+// ---- decoding --------------------------------------------------------------------------------------------------------
+
+// out[rows][columns] bf16, 16-byte aligned. One block per 16 rows.
+extern "C" __global__ void __launch_bounds__(256) decode_fixed(const u8* payload, u16* out, i64 rows, i64 columns) {
+  Weight weight(payload, rows, columns);
+  u32 row = blockIdx.x * kTileRows + lane_id() / 4, warps = blockDim.x / kWarp;
+  bool wide = columns % 8 == 0;
+  for (u32 k = warp_id(); k < weight.tile_columns; k += warps) {
+    Tile tile;
+    load_tile(tile, weight, blockIdx.x, k);
+    u32 pairs[4][4];
+#pragma unroll
+    for (u32 q = 0; q < 4; q++) decode_product(pairs[q], tile, q, weight.powers);
+    u32 column = k * kTileColumns + lane_id() % 4 * 16;
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      if (row + 8 * h >= weight.rows) continue;
+      u16* to = out + static_cast<u64>(row + 8 * h) * weight.columns + column;
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {  // eight weights
+        u32 left = column + 8 * half;
+        const u32 eight[4] = {pairs[2 * half][h], pairs[2 * half][h + 2], pairs[2 * half + 1][h], pairs[2 * half + 1][h + 2]};
+        if (wide && left < weight.columns) {
+          *reinterpret_cast<uint4*>(to + 8 * half) = make_uint4(eight[0], eight[1], eight[2], eight[3]);
+        } else {
+#pragma unroll
+          for (u32 i = 0; i < 8; i++) {
+            if (left + i < weight.columns) to[8 * half + i] = static_cast<u16>(eight[i / 2] >> 16 * (i % 2));
+          }
+        }
+      }
+    }
+  }
+  __syncthreads();
+  u32 top = blockIdx.x * kTileRows, bottom = min(top + kTileRows, weight.rows);
+  for (u32 i = weight.first[top] + threadIdx.x; i < weight.first[bottom]; i += blockDim.x) {
+    u32 at = top;
+    while (weight.first[at + 1] <= i) at++;
+    u32 escape = weight.escapes[i];
+    out[static_cast<u64>(at) * weight.columns + (escape & 0xffff)] = static_cast<u16>(escape >> 16);
+  }
+}
+
+// ---- products --------------------------------------------------------------------------------------------------------
+
+// Sixteen bf16 inputs from a column on as eight pairs; zeros beyond the row's end, and for rows that are not there.
+NETWEIGHT_DEVICE void load_inputs(u32 (&pairs)[8], const u16* row, u32 column, u32 columns, bool wide) {
+  if (row != nullptr && wide && column + 16 <= columns) {
+    const uint4* p = reinterpret_cast<const uint4*>(row + column);
+    uint4 left = __ldg(p), right = __ldg(p + 1);
+    pairs[0] = left.x, pairs[1] = left.y, pairs[2] = left.z, pairs[3] = left.w;
+    pairs[4] = right.x, pairs[5] = right.y, pairs[6] = right.z, pairs[7] = right.w;
+    return;
+  }
+#pragma unroll
+  for (u32 i = 0; i < 8; i++) {
+    u32 at = column + 2 * i;
+    pairs[i] = row != nullptr && at < columns ? row[at] : 0;
+    if (row != nullptr && at + 1 < columns) pairs[i] |= static_cast<u32>(row[at + 1]) << 16;
+  }
+}
+
+// The part of an output that escapes contribute.
+NETWEIGHT_DEVICE float sum_escapes(const Weight& weight, u32 row, const u16* inputs) {
+  float sum = 0;
+  for (u32 i = weight.first[row], end = weight.first[row + 1]; i < end; i++) {
+    u32 escape = weight.escapes[i];
+    sum += to_float(escape >> 16) * to_float(inputs[escape & 0xffff]);
+  }
+  return sum;
+}
+
+// What a block computes, and the work of its warps. Warps are `groups` side by side over rows, the rest over columns;
+// blocks are `splits` over columns for the same rows.
+template <u32 kRowTiles, u32 kBatchTiles, u32 kWarps, u32 kMostGroups>
+struct Product {
+  static constexpr u32 kOutputs = kRowTiles * kBatchTiles * kTileOutputs;      // of a warp
+  static constexpr u32 kShared = kWarps * kOutputs, kEscaped = kMostGroups * kOutputs;  // numbers in shared memory
+
+  // y[batch][rows] = x[batch][columns] times the weight, plus bias[rows] if it is not null. With more than one split
+  // sums go to partial[splits][batch][rows] instead, for `finish`.
+  static __device__ __forceinline__ void run(const u8* payload, const u16* x, const u16* bias, u16* y, float* partial, i64 batch, i64 rows,
+                                             i64 columns, u32 groups, u32 splits, float* shared, float* escaped) {
+    const Weight weight(payload, rows, columns);
+    u32 group = warp_id() % groups, depth = blockDim.x / kWarp / groups;
+    u32 split = blockIdx.x % splits, block_row = blockIdx.x / splits;
+    u32 tile_row = (block_row * groups + group) * kRowTiles, step = depth * splits;
+    u32 k = split * depth + warp_id() / groups;
+    bool wide = columns % 8 == 0;
+
+    Tile next[kRowTiles];
+    load_tiles(next, weight, tile_row, k);
+    if (split == 0) {  // while the first weights are on their way
+      for (u32 i = threadIdx.x; i < groups * kOutputs; i += blockDim.x) {
+        Place place(i, block_row, groups);
+        bool there = place.row < weight.rows && place.input < batch;
+        escaped[i] = there ? sum_escapes(weight, place.row, x + static_cast<u64>(place.input) * weight.columns) : 0;
+      }
+    }
+
+    float sums[kRowTiles][kBatchTiles][4] = {};
+    for (; k < weight.tile_columns; k += step) {
+      Tile tiles[kRowTiles];
+#pragma unroll
+      for (u32 r = 0; r < kRowTiles; r++) tiles[r] = next[r];
+      load_tiles(next, weight, tile_row, k + step);
+      u32 column = k * kTileColumns + lane_id() % 4 * 16;
+      u32 pairs[kRowTiles][4][4];
+#pragma unroll
+      for (u32 r = 0; r < kRowTiles; r++)
+#pragma unroll
+        for (u32 q = 0; q < 4; q++) decode_product(pairs[r][q], tiles[r], q, weight.powers);
+#pragma unroll
+      for (u32 n = 0; n < kBatchTiles; n++) {
+        u32 inputs[8], input = 8 * n + lane_id() / 4;
+        load_inputs(inputs, input < batch ? x + static_cast<u64>(input) * weight.columns : nullptr, column, weight.columns, wide);
+#pragma unroll
+        for (u32 q = 0; q < 4; q++)
+#pragma unroll
+          for (u32 r = 0; r < kRowTiles; r++) multiply(sums[r][n], pairs[r][q], inputs[2 * q], inputs[2 * q + 1]);
+      }
+    }
+
+#pragma unroll
+    for (u32 r = 0; r < kRowTiles; r++)
+#pragma unroll
+      for (u32 n = 0; n < kBatchTiles; n++)
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+          shared[warp_id() * kOutputs + ((r * kBatchTiles + n) * 4 + i) * kWarp + lane_id()] = sums[r][n][i];
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < groups * kOutputs; i += blockDim.x) {
+      Place place(i, block_row, groups);
+      if (place.row >= weight.rows || place.input >= batch) continue;
+      float sum = split == 0 ? escaped[i] : 0;
+      for (u32 d = 0; d < depth; d++) sum += shared[d * groups * kOutputs + i];
+      u64 at = static_cast<u64>(place.input) * weight.rows + place.row;
+      if (splits > 1) {
+        partial[static_cast<u64>(split) * static_cast<u64>(batch) * weight.rows + at] = sum;
+      } else {
+        y[at] = to_bf16(bias == nullptr ? sum : sum + to_float(bias[place.row]));
+      }
+    }
+  }
+
+  // The output that a number of a group in shared memory belongs to.
+  struct Place {
+    u32 row, input;
+    __device__ __forceinline__ Place(u32 i, u32 block_row, u32 groups) {
+      u32 lane = i % kWarp, part = i / kWarp % 4, n = i / kTileOutputs % kBatchTiles;
+      u32 tile = block_row * groups * kRowTiles + i / (kTileOutputs * kBatchTiles);
+      row = tile * kTileRows + lane / 4 + part / 2 * 8;
+      input = n * 8 + lane % 4 * 2 + part % 2;
+    }
+  };
+
+  // Tiles beyond the weight are zeros.
+  static __device__ __forceinline__ void load_tiles(Tile (&tiles)[kRowTiles], const Weight& weight, u32 tile_row, u32 tile_column) {
+#pragma unroll
+    for (u32 r = 0; r < kRowTiles; r++) {
+      if (tile_row + r < weight.tile_rows && tile_column < weight.tile_columns) {
+        load_tile(tiles[r], weight, tile_row + r, tile_column);
+      } else {
+        tiles[r] = Tile{};
+      }
+    }
+  }
+};
+
+// The entries differ by the batch that they take at most, and by what of it a warp holds at a time. `groups`: 1 or 2;
+// blocks: as many warps as the launch bounds allow, or fewer, a multiple of `groups`.
+#define PARAMETERS                                                                                                             \
+  const u8 *payload, const u16 *x, const u16 *bias, u16 *y, float *partial, i64 batch, i64 rows, i64 columns, i64 groups, i64 splits
+#define RUN(Case)                                                                                                              \
+  __shared__ float shared[Case::kShared];                                                                                      \
+  __shared__ float escaped[Case::kEscaped];                                                                                    \
+  Case::run(payload, x, bias, y, partial, batch, rows, columns, static_cast<u32>(groups), static_cast<u32>(splits), shared, escaped)
+
+typedef Product<1, 1, 16, 2> Batch8;
+typedef Product<1, 2, 16, 2> Batch16;
+typedef Product<2, 4, 8, 2> Batch32;
+typedef Product<1, 8, 8, 2> Batch64;
+
+extern "C" __global__ void __launch_bounds__(512, 2) product_8(PARAMETERS) { RUN(Batch8); }
+extern "C" __global__ void __launch_bounds__(512, 2) product_16(PARAMETERS) { RUN(Batch16); }
+extern "C" __global__ void __launch_bounds__(256, 2) product_32(PARAMETERS) { RUN(Batch32); }
+extern "C" __global__ void __launch_bounds__(256, 2) product_64(PARAMETERS) { RUN(Batch64); }
+
+// y[batch][rows]: the sums of splits, in their order, plus bias[rows] if it is not null.
+extern "C" __global__ void __launch_bounds__(256) finish(const float* partial, const u16* bias, u16* y, i64 batch, i64 rows, i64 splits) {
+  i64 count = batch * rows;
+  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += static_cast<i64>(gridDim.x) * blockDim.x) {
+    float sum = 0;
+    for (i64 split = 0; split < splits; split++) sum += partial[split * count + i];
+    y[i] = to_bf16(bias == nullptr ? sum : sum + to_float(bias[i % rows]));
+  }
+}

@@ -1,0 +1,359 @@
+"""The fixed-length form of bf16 matrices in memory, lossless, which a product can read as fast as memory gives it.
+
+Entropy-coded bytes must be decoded before they are used; here every weight has its place, so that a kernel multiplies
+what it loads. Exponents of trained weights lie close together: of each weight the sign and the mantissa are kept (8
+bits) and a code of 4 bits. Code 0 is zero; codes 1 to 15 are the exponents from a tensor's `base` on. Weights with
+other exponents, some 2 in 10 000, stand as +0 in their place and whole in a list of escapes. That is 12.0 to 12.1 bits
+per weight instead of 16. It is a form for memory only: files hold the entropy-coded form. docs/formats-on-gpus.md says
+when it pays; kernels/fixed.cu computes with it. Called by `codec.cuda` and by models in compressed memory.
+
+A payload is a U8 tensor of these parts, numbers little-endian:
+
+      0  8 bytes   length of what follows; with it every later part is aligned as loads of 16 bytes need it
+      8  "NWF", version 1 (one byte), dtype (one byte: 1 is bf16), base (one byte, 1 to 128), two zeros
+     16  rows, columns, escapes (8 bytes each), CRC-32 of bytes 8 to 39, then zeros up to byte 128
+    128  tiles of 16 rows and 64 columns, 1536 bytes each, along a row of tiles first
+         first[rows + 1] (4 bytes each): where the escapes of each row begin, and the number of all
+         escapes (4 bytes each): column, and above 16 bits the weight; by row, then by column
+         zeros up to a multiple of 16 bytes
+
+A tile holds what the 32 lanes of a warp need for four products of 16 × 16 weights on tensor cores. Lane 4 g + t holds,
+of rows g and g + 8, columns 16 t to 16 t + 15: in product q (0 to 3) and pair p (0 or 1) columns 16 t + 4 q + 2 p and
+the next, e = 0 and 1. Rows and columns that fill up the last tiles are zeros.
+
+    byte 512 (q / 2) + 16 lane    16 bytes; words 2 (q % 2) + p of 32 bits: of the 16 bits e, bits 0 to 6 are the
+                                  mantissa and bit 15 the sign of row g, bits 8 to 14 and bit 7 those of row g + 8
+    byte 1024 + 16 lane           16 bytes; word q: the code of row g + 8 h, pair p, element e is in bits
+                                  7 + 4 (h + 2 p + 4 e) and the next three, bit 31 being followed by bit 0
+
+So a register of two bf16 numbers, as tensor cores want them, takes a mask of either word; row g + 8 after the bytes of
+each half are exchanged, and codes after a rotation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from netweight.errors import CorruptBlob, Unsupported
+
+__all__ = ["FixedLayout", "check_fixed", "decode_fixed", "encode_fixed", "is_fixed", "layout_of_shape", "read_layout"]
+
+MAGIC = b"NWF"
+VERSION = 1
+TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
+TILES_AT = 128  # byte of the payload where the tiles begin
+MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
+MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf16 number that kernels multiply with
+MOST_ESCAPES = 32  # of so many weights at most one may escape
+_BF16 = 1
+_CODES = 15
+_STEP = 1 << 20  # weights at a time: what encoding and decoding need besides is a few times this
+_SIGNS = 0x807F  # sign and mantissa of a bf16 number
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FixedLayout:
+    """Where the parts of a payload lie.
+
+    Attributes:
+        rows: Rows of the matrix.
+        columns: Its columns.
+        escapes: Number of weights outside the codes.
+        base: The exponent of code 1, 1 to 128.
+    """
+
+    rows: int
+    columns: int
+    escapes: int
+    base: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of tiles."""
+        return -(-self.columns // TILE_COLUMNS)
+
+    @property
+    def first_at(self) -> int:
+        """Byte where the rows' first escapes begin."""
+        return TILES_AT + self.tile_rows * self.tile_columns * TILE_BYTES
+
+    @property
+    def escapes_at(self) -> int:
+        """Byte where the escapes begin."""
+        return self.first_at + 4 * (self.rows + 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return -(-(self.escapes_at + 4 * self.escapes) // 16) * 16
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def encode_fixed(weight: torch.Tensor) -> torch.Tensor:
+    """Put a matrix into the fixed-length form, on its own device.
+
+    Args:
+        weight: bf16 tensor of shape (rows, columns), at most 65 536 columns; any bit patterns.
+
+    Returns:
+        The payload, a one-dimensional U8 tensor.
+
+    Raises:
+        Unsupported: The tensor is no such matrix, or more than one weight in 32 has an exponent outside the codes.
+    """
+    _refuse_others(weight)
+    bits = weight.detach().contiguous().view(torch.int16)
+    layout = _chosen(bits)
+    payload = torch.zeros(layout.size, dtype=torch.uint8, device=weight.device)
+    payload[: len(_header(layout))] = torch.tensor(list(_header(layout)), dtype=torch.uint8)
+    tiles = payload[TILES_AT : layout.first_at].view(layout.tile_rows, -1, TILE_BYTES)
+    rows, escapes = [], []
+    for first, last in _steps(layout):
+        part = bits[first * TILE_ROWS : last * TILE_ROWS]
+        inside, codes = _codes_of(part, layout.base)
+        row, column = (~inside).nonzero(as_tuple=True)
+        rows.append(row + first * TILE_ROWS)
+        escapes.append(column | (part[row, column].to(torch.int64) & 0xFFFF) << 16)
+        _write_tiles(part.where(inside, 0), codes, tiles[first:last])
+    counts = torch.bincount(torch.cat(rows), minlength=layout.rows)
+    payload[layout.first_at + 4 : layout.escapes_at].view(torch.int32).copy_(counts.cumsum(0))
+    payload[layout.escapes_at :][: 4 * layout.escapes].view(torch.int32).copy_(_signed(torch.cat(escapes)))
+    return payload
+
+
+def _refuse_others(weight: torch.Tensor) -> None:
+    reason = None
+    if weight.dtype != torch.bfloat16:
+        reason = f"is of dtype {weight.dtype}, not bf16"
+    elif weight.dim() != 2 or not weight.numel():
+        reason = "is not a matrix with rows and columns"
+    elif weight.shape[1] > MOST_COLUMNS or weight.shape[0] >= 1 << 31:
+        reason = f"has more than {MOST_COLUMNS} columns or 2^31 rows"
+    if reason is not None:
+        raise Unsupported(
+            f"A weight of shape {tuple(weight.shape)} {reason}: it has no fixed-length form.",
+            cure="Keep it in the entropy-coded form: netweight.codec.encode.",
+        )
+
+
+def _chosen(bits: torch.Tensor) -> FixedLayout:
+    """The base with the fewest escapes, the lowest of equal ones."""
+    flat = bits.reshape(-1)
+    counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
+    zeros = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in torch.split(flat, _STEP):
+        counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)  # uint8 drops the sign
+        zeros += ((part & 0x7FFF) == 0).sum()
+    sums = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    windows = sums[1 + _CODES : MOST_BASE + 1 + _CODES] - sums[1 : MOST_BASE + 1]
+    places = torch.arange(MOST_BASE, device=bits.device)
+    base = int((windows * MOST_BASE - places).argmax()) + 1
+    escapes = flat.numel() - int(windows[base - 1]) - int(zeros)
+    if escapes * MOST_ESCAPES > flat.numel():
+        raise Unsupported(
+            f"Of a weight of shape {tuple(bits.shape)} {escapes} numbers of {flat.numel()} have exponents outside the "
+            f"{_CODES} most frequent ones: it has no fixed-length form.",
+            cure="Keep it in the entropy-coded form: netweight.codec.encode.",
+        )
+    return FixedLayout(bits.shape[0], bits.shape[1], escapes, base)
+
+
+def _header(layout: FixedLayout) -> bytes:
+    numbers = (layout.rows, layout.columns, layout.escapes)
+    said = MAGIC + bytes((VERSION, _BF16, layout.base, 0, 0)) + b"".join(n.to_bytes(8, "little") for n in numbers)
+    return (layout.size - 8).to_bytes(8, "little") + said + zlib.crc32(said).to_bytes(4, "little")
+
+
+def _steps(layout: FixedLayout) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of tiles to work on at a time."""
+    step = max(1, _STEP // (layout.tile_columns * TILE_ROWS * TILE_COLUMNS))
+    for first in range(0, layout.tile_rows, step):
+        yield first, min(first + step, layout.tile_rows)
+
+
+def _codes_of(bits: torch.Tensor, base: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which weights have a code, and the codes, 0 for zeros and escapes."""
+    exponents = (bits >> 7) & 0xFF
+    coded = (exponents >= base) & (exponents < base + _CODES)
+    codes = (exponents - (base - 1)).where(coded, 0).to(torch.uint8)
+    return coded | ((bits & 0x7FFF) == 0), codes
+
+
+def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -> None:
+    """Put whole rows of tiles into their places; `tiles` is of shape (rows of tiles, columns of tiles, 1536)."""
+    places = (tiles.shape[0], 2, 8, tiles.shape[1], 4, 2, 2, 2, 2)  # tile, h, g; tile, t, q / 2, q % 2, p, e
+    room = (0, tiles.shape[1] * TILE_COLUMNS - bits.shape[1], 0, tiles.shape[0] * TILE_ROWS - bits.shape[0])
+    bits, codes = (torch.nn.functional.pad(values, room).view(places) for values in (bits, codes))
+    mantissas = (bits & 0x7F).to(torch.uint8).permute(0, 3, 5, 2, 4, 6, 7, 8, 1)
+    signs = (bits < 0).to(torch.uint8).permute(0, 3, 5, 2, 4, 6, 7, 8, 1).flip(-1)
+    tiles[..., :1024].view((*mantissas.shape[:2], 2, 8, 4, 2, 2, 2, 2)).copy_(mantissas | signs << 7)
+    nibbles = codes.permute(0, 3, 2, 4, 5, 6, 8, 7, 1).reshape(*tiles.shape[:2], 512, 2)
+    words = (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32)
+    tiles[..., 1024:].copy_((words << 7 | (words >> 25 & 0x7F)).view(torch.uint8))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_fixed(payload: torch.Tensor) -> bool:
+    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device."""
+    return bytes(payload[8:11].tolist()) == MAGIC
+
+
+def layout_of_shape(rows: int, columns: int) -> FixedLayout:
+    """The layout of a matrix as far as its shape tells, without escapes; for kernels, which read the rest themselves.
+
+    Args:
+        rows: Rows of the matrix.
+        columns: Its columns.
+    """
+    return FixedLayout(rows, columns, 0, 1)
+
+
+def read_layout(payload: torch.Tensor) -> FixedLayout:
+    """Read and check a payload's header; waits for the device.
+
+    Args:
+        payload: One-dimensional U8 tensor; bytes behind the stated length are ignored.
+
+    Raises:
+        CorruptBlob: The header is none, contradicts itself, or is of another length than the payload can hold.
+        Unsupported: A newer release made it.
+    """
+    if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < TILES_AT:
+        raise _corrupt("it is shorter than a header")
+    head = bytes(payload[:TILES_AT].tolist())
+    if head[8:11] != MAGIC:
+        raise _corrupt("it does not begin as one")
+    if head[11] != VERSION or head[12] != _BF16:
+        raise Unsupported(
+            f"A weight in the fixed-length form is of version {head[11]} and dtype {head[12]}; this release knows "
+            f"version {VERSION} and dtype {_BF16}.",
+            cure="Make it anew with this release: the form is for memory, not for files.",
+        )
+    rows, columns, escapes = (int.from_bytes(head[at : at + 8], "little") for at in (16, 24, 32))
+    layout = FixedLayout(rows, columns, escapes, head[13])
+    if not (0 < rows < 1 << 31 and 0 < columns <= MOST_COLUMNS and 1 <= layout.base <= MOST_BASE):
+        raise _corrupt(f"it says {rows} rows, {columns} columns, base {layout.base}")
+    sound = zlib.crc32(head[8:40]) == int.from_bytes(head[40:44], "little")
+    if not sound or escapes * MOST_ESCAPES > rows * columns or any(head[14:16]) or any(head[44:]):
+        raise _corrupt("its header holds what no header holds")
+    if int.from_bytes(head[:8], "little") != layout.size - 8 or layout.size > payload.numel():
+        raise _corrupt(f"it has {payload.numel()} bytes and its header asks for {layout.size}")
+    return layout
+
+
+def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
+    """Decode with torch's operators, on the payload's device; `codec.cuda` has a kernel for it.
+
+    Args:
+        payload: What `encode_fixed` gave, possibly with more bytes behind it.
+
+    Returns:
+        bf16 tensor of shape (rows, columns), the same bits as before.
+
+    Raises:
+        CorruptBlob: The header or the list of escapes contradicts itself.
+        Unsupported: A newer release made it.
+    """
+    layout = read_layout(payload)
+    rows, escapes = _escapes(payload, layout)
+    bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
+    for first, last in _steps(layout):
+        _read_tiles(payload, layout, first, last, bits[first * TILE_ROWS : last * TILE_ROWS])
+    bits[rows, escapes & 0xFFFF] = (escapes >> 16).to(torch.int16)
+    return bits.view(torch.bfloat16)
+
+
+def check_fixed(payload: torch.Tensor) -> FixedLayout:
+    """Check all of a payload that can contradict itself; kernels then touch no memory but its own.
+
+    Args:
+        payload: What somebody else made.
+
+    Returns:
+        Its layout.
+
+    Raises:
+        CorruptBlob: The header, the escapes, or the places of zeros and escapes contradict themselves.
+        Unsupported: A newer release made it.
+    """
+    layout = read_layout(payload)
+    rows, escapes = _escapes(payload, layout)
+    values = (escapes >> 16).to(torch.int16)
+    inside, _ = _codes_of(values, layout.base)
+    if bool(inside.any()):
+        raise _corrupt("a weight that has a code stands among the escapes")
+    bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
+    for first, last in _steps(layout):
+        part = bits[first * TILE_ROWS : last * TILE_ROWS]
+        _read_tiles(payload, layout, first, last, part)
+        if bool((((part & 0x7F80) == 0) & ((part & 0x7F) != 0)).any()):
+            raise _corrupt("a zero has a mantissa")
+    if bool((bits[rows, escapes & 0xFFFF] != 0).any()):
+        raise _corrupt("the place of an escape is not zero")
+    return layout
+
+
+def _corrupt(reason: str) -> CorruptBlob:
+    return CorruptBlob(
+        f"The bytes are not a weight in the fixed-length form: {reason}.", cure="Make it anew from the stored weight."
+    )
+
+
+def _escapes(payload: torch.Tensor, layout: FixedLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the escapes, and the escapes as unsigned numbers; checked."""
+    first = payload[layout.first_at : layout.escapes_at].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    counts = first.diff()
+    if int(first[0]) != 0 or int(first[-1]) != layout.escapes or bool((counts < 0).any()):
+        raise _corrupt("its rows' escapes do not add up")
+    listed = payload[layout.escapes_at :][: 4 * layout.escapes].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rows = torch.repeat_interleave(torch.arange(layout.rows, device=payload.device), counts)
+    columns = listed & 0xFFFF
+    if bool((columns >= layout.columns).any()) or bool(((rows << 16 | columns).diff() <= 0).any()):
+        raise _corrupt("an escape lies outside its row or out of order")
+    return rows, listed
+
+
+def _read_tiles(payload: torch.Tensor, layout: FixedLayout, first: int, last: int, out: torch.Tensor) -> None:
+    """Decode whole rows of tiles, escapes as zeros, by words of two weights as the kernels do."""
+    width = layout.tile_columns
+    start = TILES_AT + first * width * TILE_BYTES
+    tiles = payload[start : start + (last - first) * width * TILE_BYTES].view(last - first, width, TILE_BYTES)
+    # words: tile, tile, q / 2, g, t, q % 2, p -> tile, g, tile, t, q / 2, q % 2, p
+    words = tiles[..., :1024].view(torch.int32).view(-1, width, 2, 8, 4, 2, 2).permute(0, 3, 1, 4, 2, 5, 6).contiguous()
+    codes = tiles[..., 1024:].view(torch.int32).view(-1, width, 8, 4, 2, 2).permute(0, 2, 1, 3, 4, 5).contiguous()
+    swapped = (words >> 8 & 0x00FF00FF) | ((words & 0x00FF00FF) << 8)
+    whole = torch.empty(last - first, 2, 8, width * TILE_COLUMNS, dtype=torch.int16, device=payload.device)
+    for h, source in ((0, words), (1, swapped)):
+        pairs = whole[:, h].view(torch.int32).view(words.shape)
+        for p in (0, 1):
+            turn = 4 * (h + 2 * p)
+            turned = (codes >> turn & (1 << 32 - turn) - 1) | (codes << 32 - turn) if turn else codes
+            pairs[..., p] = (source[..., p] & _twice(_SIGNS)) | (turned & _twice(0x0780))
+    whole += ((whole & 0x0780) != 0).to(torch.int16) * ((layout.base - 1) << 7)
+    out.copy_(whole.view(-1, width * TILE_COLUMNS)[: out.shape[0], : layout.columns])
+
+
+def _twice(mask: int) -> int:
+    """A mask of 16 bits for both halves of a signed word."""
+    word = mask << 16 | mask
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _signed(words: torch.Tensor) -> torch.Tensor:
+    """Words of 32 bits, held in 64, as int32 with the same bits."""
+    return words.where(words < 1 << 31, words - (1 << 32)).to(torch.int32)

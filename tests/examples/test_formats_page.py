@@ -1,0 +1,63 @@
+"""What docs/formats-on-gpus.md shows is run, and its figures are those of the benchmark's results."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from netweight.codec.cuda import fixed_products
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "formats-on-gpus.md"
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the page is not here: outside a source tree")
+
+
+def results():
+    (name,) = re.findall(r"\(\.\./benchmarks/results/(fixed-format-.*?\.json)\)", PAGE.read_text())
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_the_code_works():
+    torch.manual_seed(0)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    exec(compile(code, str(PAGE), "exec"), {})
+
+
+def test_tables_are_those_of_the_results():
+    text, computed = PAGE.read_text(), results()["computed"]
+    assert len(computed) == 5
+    for name, memory in computed.items():
+        (table,) = re.findall(rf"### {re.escape(name)}: .*?\n\n(.*?)\n\n", text, re.S)
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        wanted = memory["rows of inputs"]
+        assert {line[0]: line[1:] for line in lines} == {
+            rows: [f"{value:.2f}" for key, value in found.items() if key != "dense, ps"]
+            for rows, found in wanted.items()
+        }
+
+
+def test_what_is_measured_is_that_of_the_results():
+    text, measured = PAGE.read_text(), results()["measured"]
+    for key, row, digits in (
+        ("escapes of 10 000, 4-bit codes", "escapes with 4-bit codes", 2),
+        ("escapes of 10 000, 3-bit codes", "escapes with 3-bit codes", 0),
+        ("bits per weight, fixed", "bits per weight, fixed-length form", 3),
+        ("bits per weight, codec", "bits per weight, codec", 3),
+        ("bits per weight, 3-bit codes, counted out", "bits per weight with 3-bit codes, exponents", 2),
+        ("bits per weight, 3-bit codes, with places", "bits per weight with 3-bit codes, places", 2),
+    ):
+        cells = " | ".join(f"{measured[name][key]:.{digits}f}" for name in ("all-MiniLM-L6-v2", "N(0, 0.02)"))
+        assert re.search(rf"\| {re.escape(row)}.*\| {re.escape(cells)} \|", text), row
+
+
+def test_arithmetic_is_that_of_the_kernels():
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "fixed_format.py"))
+    assert benchmark["FUSED"] == fixed_products.MOST_FUSED
+    assert fixed_products.plan(benchmark["AT_ONCE"], 64, 64, 1).entry == f"product_{benchmark['AT_ONCE']}"
+    memory, arithmetic, decoders = benchmark["MEMORIES"]["H200"]
+    bits = [results()["measured"]["N(0, 0.02)"][f"bits per weight, {form}"] / 8 for form in ("fixed", "codec")]
+    again = {str(b): benchmark["relative"](b, memory, arithmetic, *bits, decoders) for b in benchmark["BATCHES"]}
+    assert again == results()["computed"]["H200"]["rows of inputs"]
