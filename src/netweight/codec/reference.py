@@ -113,11 +113,12 @@ def tensor_bytes(element: ElementType, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def read_header(blob: Any) -> Header:
+def read_header(blob: Any, *, size: int | None = None) -> Header:
     """Read and check a blob's header and index of chunks; no payload is touched.
 
     Args:
         blob: Anything with the buffer protocol.
+        size: Bytes of the blob, if `blob` is only its beginning, with header and index; None if it is all of it.
 
     Raises:
         CorruptBlob: The bytes are damaged or not a blob.
@@ -151,8 +152,9 @@ def read_header(blob: Any) -> Header:
     if xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF != int.from_bytes(fixed[24:28], "little"):
         raise _corrupt("the header's checksum does not fit its bytes")
     starts = (reader.at, *(reader.at + np.cumsum(lengths, dtype=np.int64)).tolist())
-    if starts[-1] != len(reader.data):
-        raise _corrupt(f"it has {len(reader.data)} bytes where its index adds up to {starts[-1]}")
+    size = len(reader.data) if size is None else size
+    if starts[-1] != size:
+        raise _corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
     return Header(element, shape, level, chunk_log2, fixed[8:24], nbytes, starts)
 
 
