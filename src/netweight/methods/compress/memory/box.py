@@ -12,15 +12,17 @@ from typing import Any, final
 
 import numpy
 import torch
+import xxhash
 
 from netweight import codec
 from netweight.codec import Precision
 from netweight.errors import LossyWrite, UsageError
+from netweight.methods.compress.memory import device
+from netweight.methods.compress.memory.device import LENGTH
 from netweight.store.writing import Level
 
-__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
+__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "settled", "threads_for"]
 
-LENGTH = 8  # bytes of the length at the payload's start
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
@@ -46,11 +48,15 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    used = LENGTH + len(blob)
-    size = capacity if capacity is not None else -(-(used + (used >> 8)) // 64) * 64
-    payload = torch.empty(size, dtype=torch.uint8)
+    payload = torch.empty(_capacity(len(blob)) if capacity is None else capacity, dtype=torch.uint8)
     _fill(payload, blob)
     return payload
+
+
+def _capacity(size: int) -> int:
+    """Bytes of a payload for a blob of this size."""
+    used = LENGTH + size
+    return -(-(used + (used >> 8)) // 64) * 64
 
 
 def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
@@ -58,6 +64,37 @@ def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
     memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
     memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
     memory[used:] = 0
+
+
+def _fill_there(payload: torch.Tensor, blob: torch.Tensor) -> None:
+    """`_fill` on a device, with a blob that is there."""
+    used = LENGTH + blob.numel()
+    payload[:LENGTH].view(torch.int64).fill_(blob.numel())
+    payload[LENGTH:used].copy_(blob)
+    payload[used:].zero_()
+
+
+def settled(payload: torch.Tensor) -> torch.Tensor:
+    """Complete the blob in a payload that came from a device, where weights are encoded without their digests.
+
+    Args:
+        payload: U8 payload on the CPU; completed in place.
+
+    Returns:
+        The payload.
+
+    Raises:
+        CorruptBlob: The blob is damaged.
+    """
+    blob = blob_of(payload)
+    if bytes(blob[:3]) != b"NWT" or blob[8:24].any():
+        return payload
+    start = codec.info(blob).chunk_offsets[0]
+    decoded = codec.decode_raw(blob, threads=threads_for(len(blob) * 3 // 2))
+    blob[8:24] = numpy.frombuffer(xxhash.xxh3_128_digest(decoded.data), numpy.uint8)
+    check = xxhash.xxh3_64_intdigest(blob[:24].tobytes() + blob[28:start].tobytes()) & 0xFFFFFFFF
+    blob[24:28] = numpy.frombuffer(check.to_bytes(4, "little"), numpy.uint8)
+    return payload
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
@@ -124,9 +161,16 @@ class Box:
         Raises:
             Unsupported: Weights of this dtype cannot be rounded.
         """
-        blob = _encode(weight, level, chunk_log2, precision or Precision())
-        payload = pack(blob).to(weight.device)
-        return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
+        precision = precision or Precision()
+        there = device.encode(weight, level, chunk_log2) if precision.lossless else None
+        if there is None:
+            payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
+        else:
+            payload = torch.empty(_capacity(there.numel()), dtype=torch.uint8, device=weight.device)
+        box = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
+        if there is not None:
+            box._adopt_there(there)
+        return box
 
     def like(self, payload: torch.Tensor) -> Box:
         """A box of its own with the same weight's description and another payload."""
@@ -147,7 +191,12 @@ class Box:
                 f"A weight of shape {self.shape} is kept rounded, so that nothing can be written into it.",
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
-        self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
+        same = weight.device == self.payload.device
+        there = device.encode(weight, self.level, self.chunk_log2) if same else None
+        if there is None:
+            self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
+        else:
+            self._adopt_there(there)
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
@@ -156,6 +205,7 @@ class Box:
             if self.payload.is_cpu:
                 _fill(self.payload, blob)
             else:
+                device.about_to_write(self.payload)
                 self.payload.copy_(pack(blob, self.payload.numel()))
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
             torch.autograd.graph.increment_version(self.payload)
@@ -167,6 +217,23 @@ class Box:
             )
         self.payload = pack(blob).to(self.payload.device)
 
+    def _adopt_there(self, blob: torch.Tensor) -> None:
+        """`adopt` a blob that was encoded on the payload's device."""
+        if LENGTH + blob.numel() > self.payload.numel():
+            self.payload = torch.empty(_capacity(blob.numel()), dtype=torch.uint8, device=blob.device)
+        device.about_to_write(self.payload)
+        _fill_there(self.payload, blob)
+        torch.autograd.graph.increment_version(self.payload)
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        device.wrote(self.payload, blob.numel(), like, self.chunk_log2, self.level)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle keeps: the bytes with their digest."""
+        state = dict(self.__dict__)
+        if device.handles(self.payload):
+            state["payload"] = settled(self.payload.cpu()).to(self.payload.device)
+        return state
+
     @property
     def lossy(self) -> bool:
         """Whether the weight was rounded."""
@@ -175,7 +242,9 @@ class Box:
     @property
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding."""
-        return memoryview(blob_of(self.payload.cpu()).tobytes())
+        if self.payload.is_cpu:
+            return memoryview(blob_of(self.payload).tobytes())
+        return memoryview(blob_of(settled(self.payload.cpu())).tobytes())
 
 
 def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
