@@ -9,6 +9,8 @@ __all__ = [
     "AlreadyCompressed",
     "BadGradient",
     "CorruptBlob",
+    "CudaFailed",
+    "CudaUnavailable",
     "DenseOnly",
     "FederationStopped",
     "LayerwiseConflict",
@@ -16,6 +18,7 @@ __all__ = [
     "MissingExtra",
     "NameNotFound",
     "NetweightError",
+    "OutOfMemory",
     "OutputExists",
     "OutputFailed",
     "PrivateTensor",
@@ -92,6 +95,18 @@ class TrainingStopped(NetweightError):
 
 class MissingExtra(NetweightError):
     """An optional dependency is not installed; the message holds the pip command."""
+
+
+class CudaUnavailable(NetweightError):
+    """CUDA kernels were asked for and cannot run here: no GPU, another torch, an old driver, no compiler for them."""
+
+
+class CudaFailed(NetweightError):
+    """The CUDA driver refused a call or a kernel could not be compiled; the message holds the driver's own words."""
+
+
+class OutOfMemory(NetweightError):
+    """A GPU has no room for a tensor that was to be decoded or encoded; the message names the tensor and its size."""
 
 
 class Unsupported(NetweightError):

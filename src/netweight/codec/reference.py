@@ -24,7 +24,17 @@ import xxhash
 from netweight.codec.element_types import ELEMENT_TYPES, ElementType
 from netweight.errors import CorruptBlob, Unsupported
 
-__all__ = ["LANE_ORDER", "Header", "Split", "decode", "decode_numbers", "read_header", "read_varint", "tensor_bytes"]
+__all__ = [
+    "LANE_ORDER",
+    "Header",
+    "Split",
+    "decode",
+    "decode_numbers",
+    "index_end",
+    "read_header",
+    "read_varint",
+    "tensor_bytes",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -118,13 +128,54 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
 
     Args:
         blob: Anything with the buffer protocol.
-        size: Bytes of the blob, if `blob` is only its beginning, with header and index; None if it is all of it.
+        size: Bytes of the whole blob, of which `blob` may then be only the beginning, up to the end of its index at
+            least (see `index_end`); None if `blob` is all of it.
 
     Raises:
         CorruptBlob: The bytes are damaged or not a blob.
         Unsupported: The blob is of a newer format or of a size that no machine holds.
     """
     reader = Reader(_as_bytes(blob))
+    size = len(reader.data) if size is None else size
+    start = _read_start(reader, size)
+    lengths = reader.take(4 * start.chunks, "the index of chunks").view("<u4")
+    checked = start.fixed[:24] + reader.data[FIXED_HEADER : reader.at].tobytes()
+    if xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF != int.from_bytes(start.fixed[24:28], "little"):
+        raise _corrupt("the header's checksum does not fit its bytes")
+    starts = (reader.at, *(reader.at + np.cumsum(lengths, dtype=np.int64)).tolist())
+    if starts[-1] != size:
+        raise _corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
+    level, chunk_log2 = start.fixed[5:7]
+    return Header(start.element, start.shape, level, chunk_log2, start.fixed[8:24], start.nbytes, starts)
+
+
+def index_end(beginning: Any, size: int) -> int:
+    """Where the index of a blob ends, whose first bytes are at hand.
+
+    Args:
+        beginning: The first 1,024 bytes of the blob at least, or all of it.
+        size: Bytes of the whole blob.
+
+    Raises:
+        CorruptBlob, Unsupported: See `read_header`.
+    """
+    reader = Reader(_as_bytes(beginning))
+    chunks = _read_start(reader, size).chunks
+    return reader.at + 4 * chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What stands before a blob's index."""
+
+    fixed: bytes
+    element: ElementType
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: int
+
+
+def _read_start(reader: Reader, size: int) -> _Start:
     if len(reader.data) < FIXED_HEADER:
         raise _corrupt(f"it is shorter than a header ({len(reader.data)} bytes)")
     fixed = reader.take(FIXED_HEADER, "the header").tobytes()
@@ -145,17 +196,9 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
     shape = tuple(read_varint(reader) for _ in range(dimensions))
     nbytes = tensor_bytes(element, shape)
     chunks = -(-nbytes // element.number_bytes >> chunk_log2)
-    if chunks > (len(reader.data) - reader.at) // 4:
+    if chunks > (size - reader.at) // 4:
         raise _corrupt("the data ends inside the index of chunks")
-    lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
-    checked = fixed[:24] + reader.data[FIXED_HEADER : reader.at].tobytes()
-    if xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF != int.from_bytes(fixed[24:28], "little"):
-        raise _corrupt("the header's checksum does not fit its bytes")
-    starts = (reader.at, *(reader.at + np.cumsum(lengths, dtype=np.int64)).tolist())
-    size = len(reader.data) if size is None else size
-    if starts[-1] != size:
-        raise _corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
-    return Header(element, shape, level, chunk_log2, fixed[8:24], nbytes, starts)
+    return _Start(fixed, element, shape, nbytes, chunks)
 
 
 def decode(blob: Any, *, check: bool = False, out: Bytes | None = None) -> Bytes:

@@ -1,13 +1,20 @@
-"""The codec on CUDA devices: what a blob's layout is, and whether kernels can run here.
+"""The codec on NVIDIA's GPUs: netweight's own kernels, compiled for the GPU at hand when they are first used.
 
-Importing this needs neither a GPU nor its libraries.
+Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` tells whether the kernels can run.
 """
 
+from netweight.codec.cuda.compiling import compile_all
+from netweight.codec.cuda.decoding import DecodePlan, decode, raise_if_corrupt
+from netweight.codec.cuda.launching import launch, unavailable_because
 from netweight.codec.cuda.layout import BlobLayout, layout_of
 
-__all__ = ["BlobLayout", "layout_of", "unavailable_because"]
-
-
-def unavailable_because() -> str | None:
-    """Why kernels cannot run here, with the cure, in one sentence; None when they can."""
-    return "This build has no CUDA kernels. Update netweight."
+__all__ = [
+    "BlobLayout",
+    "DecodePlan",
+    "compile_all",
+    "decode",
+    "launch",
+    "layout_of",
+    "raise_if_corrupt",
+    "unavailable_because",
+]

@@ -1,41 +1,40 @@
-"""Where the parts of a blob lie, found once on the host, so that a device can decode it without asking again.
-
-`torch_path.py`, the kernels' launchers and the runtime for compressed models start from this.
-"""
+"""What a blob on a device says of itself: read once, kept by whoever decodes it again and again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from netweight.codec.api import LEVELS, _in_our_words
+import numpy as np
+import torch
+from torch import Tensor
+
+from netweight.codec import reference
+from netweight.codec.api import LEVELS, is_lossy
 from netweight.codec.dtypes import torch_dtype
-from netweight.codec.reference import read_header
-from netweight.errors import CorruptBlob
-
-if TYPE_CHECKING:
-    import torch
+from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 __all__ = ["BlobLayout", "layout_of"]
 
-_BEGINNING = 1 << 16  # bytes that hold the header and index of any blob but very large ones
+# Enough for the header and the index of 16,000 chunks; more is fetched in a second step.
+_FIRST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """What the header of a lossless blob says, and where its index and chunks begin.
+    """A blob's header, checked.
 
     Attributes:
         dtype: The tensor's dtype.
         shape: Its shape.
         nbytes: Its bytes.
-        numbers: Its numbers: elements, or twice as many for complex types.
+        numbers: Numbers in it: elements, or twice as many for complex types.
         chunk_log2: Binary logarithm of the numbers in a chunk.
         chunks: Number of chunks.
-        index_at: Where in the blob the index of chunks starts, four bytes for each.
+        index_at: Where the index of chunks starts in the blob.
         payload_at: Where the first chunk starts.
         size: Bytes of the blob.
         level: The level it was encoded with.
+        starts: Where each chunk starts, and where the last one ends; int64 of shape (chunks + 1,) on the blob's device.
     """
 
     dtype: torch.dtype
@@ -48,36 +47,49 @@ class BlobLayout:
     payload_at: int
     size: int
     level: str
+    starts: Tensor = field(repr=False, compare=False)
 
 
-def layout_of(blob: torch.Tensor) -> BlobLayout:
-    """Read and check a blob's header and index; one synchronization if it is on a device.
+def layout_of(blob: Tensor) -> BlobLayout:
+    """Read and check a blob's header and index.
+
+    Waits for the blob's device once, for an index of more than 16,000 chunks twice.
 
     Args:
-        blob: U8 tensor of one dimension, on any device: a whole lossless blob.
+        blob: uint8 of one dimension on any device: one plain blob, whole.
 
     Raises:
-        CorruptBlob: The bytes are damaged or not a lossless blob.
-        Unsupported: The blob is of a newer format, or torch lacks its element type.
+        CorruptBlob: The bytes are damaged or not a blob.
+        Unsupported: It is of a newer format or lossy (its sections have layouts), or torch lacks the element type.
+        UsageError: `blob` is not a contiguous tensor of bytes.
     """
-    with _in_our_words("a blob"):
-        try:
-            header = read_header(blob[:_BEGINNING].cpu().numpy(), size=blob.numel())
-        except CorruptBlob:
-            if blob.numel() <= _BEGINNING:
-                raise
-            header = read_header(blob.cpu().numpy())
+    if blob.dtype != torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
+        raise UsageError(
+            f"A blob must be a contiguous uint8 tensor of one dimension, not {blob.dtype} of shape {tuple(blob.shape)}."
+        )
+    size = blob.numel()
+    beginning = blob[:_FIRST_BYTES].cpu().numpy()
+    if is_lossy(beginning):
+        raise Unsupported("A lossy blob has no layout of its own.", cure="Ask for the layouts of its sections.")
+    try:
+        end = reference.index_end(beginning, size)
+        if end > len(beginning):
+            beginning = blob[:end].cpu().numpy()
+        header = reference.read_header(beginning, size=size)
+    except (CorruptBlob, Unsupported) as error:
+        raise type(error)(f"Cannot decode a blob: {error.reason}.", cure=error.cure) from error
     chunks = len(header.chunk_starts) - 1
-    payload_at = header.chunk_starts[0]
+    starts = torch.from_numpy(np.array(header.chunk_starts, np.int64)).to(blob.device)
     return BlobLayout(
-        torch_dtype(header.element.name),
-        header.shape,
-        header.nbytes,
-        header.numbers,
-        header.chunk_log2,
-        chunks,
-        payload_at - 4 * chunks,
-        payload_at,
-        blob.numel(),
-        LEVELS[header.level],
+        dtype=torch_dtype(header.element.name),
+        shape=header.shape,
+        nbytes=header.nbytes,
+        numbers=header.numbers,
+        chunk_log2=header.chunk_log2,
+        chunks=chunks,
+        index_at=header.chunk_starts[0] - 4 * chunks,
+        payload_at=header.chunk_starts[0],
+        size=size,
+        level=LEVELS[header.level],
+        starts=starts,
     )

@@ -7,7 +7,6 @@ which version of Pillow, so that it can be deleted at any time and is never stal
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from netweight.core.cache import cache_folder
 from netweight.core.digest import of_config
 from netweight.errors import NetweightError, UsageError
 from netweight.store.atomic import whole_file
 from netweight.zoo.data.sources import module
 
-__all__ = ["cache_folder", "cached", "decode_splits"]
+__all__ = ["cached", "decode_splits"]
 
 
 def decode_splits(
@@ -102,14 +102,6 @@ def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) ->
             picture = picture.resize(size[::-1], image.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
     return pixels.unsqueeze(0) if gray else pixels.permute(2, 0, 1)
-
-
-def cache_folder() -> Path:
-    """The folder of decoded pictures: `NETWEIGHT_CACHE`, else `netweight` in the user's cache folder."""
-    named = os.environ.get("NETWEIGHT_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netweight"
 
 
 def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,0 +1,114 @@
+// Decodes blobs (docs/format.md): a block of threads takes one chunk, a warp one stream of a plane.
+//
+// Every length and place is compared with the chunk before it is used, so that no bytes, whatever they are, make a kernel
+// read outside the blob or write outside the output. A chunk that is refused leaves its part of the output undefined and
+// its reason in `status`.
+#include "rans.cuh"
+#include "simple_planes.cuh"
+#include "wide.cuh"
+
+enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
+
+// A blob to decode. Python writes this as an array of eight 64-bit integers.
+struct Job {
+  const u8* blob;
+  i64 size;
+  const i64* starts;  // where each chunk starts in the blob, and where the last one ends
+  u8* out;
+  i64 numbers;
+  i64 number_bytes;
+  i64 chunk_log2;
+  i64 first_block;  // the first of the grid's blocks that decodes this blob
+};
+
+// Stages the header of a plane in shared memory, all of it or what the blob has.
+NETWEIGHT_DEVICE const u8* stage(const u8* at, const Bounds& blob, Shared& shared) {
+  const u64 from = address(at) & ~15ull;
+  for (u32 unit = threadIdx.x; unit < kStagedBytes / 16; unit += blockDim.x) shared.staged[unit] = load16(from + 16 * unit, blob);
+  __syncthreads();
+  return reinterpret_cast<const u8*>(shared.staged) + (address(at) & 15);
+}
+
+// Decodes a plane that `left` bytes begin with and gives its size. Returns a reason for refusal, the same in all threads.
+NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, const Bounds& blob, Shared& shared, u64& size) {
+  if (left == 0) return kTruncated;
+  const u8* header = stage(at, blob, shared);
+  const u64 raw_bytes = static_cast<u64>(plane.count) * plane.width;
+  u32 reason = 0;
+  switch (header[0]) {
+    case kRaw:
+      if (raw_bytes > left - 1) return kTruncated;
+      size = 1 + decode_raw(at + 1, plane, blob);
+      return 0;
+    case kConstant:
+      if (plane.width > left - 1) return kTruncated;
+      size = 1 + decode_constant(header + 1, plane);
+      return 0;
+    case kPacked:
+      reason = decode_packed(at + 1, left - 1, plane, size);
+      size++;
+      return reason;
+    case kRans:
+      return decode_rans(at, left, header, plane, blob, shared, size);
+    case kWideRans:
+      if (warp_id() == 0) {
+        reason = decode_wide(at, left, plane, *reinterpret_cast<WideTable*>(shared.rings), size);
+        if (lane_id() == 0) {
+          shared.plane_bytes = size;
+          if (reason) fail(shared, reason);
+        }
+      }
+      __syncthreads();
+      size = shared.plane_bytes;
+      return shared.failure;
+    default:
+      return kBadMode;
+  }
+}
+
+NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status, Shared& shared) {
+  const Bounds blob{address(job.blob), address(job.blob) + static_cast<u64>(job.size)};
+  const i64 start = job.starts[chunk], end = job.starts[chunk + 1], first = chunk << job.chunk_log2;
+  if (threadIdx.x == 0) shared.failure = 0;
+  u32 reason = start < 0 || start > end || end > job.size ? kBadIndex : 0;
+  const u32 bytes = static_cast<u32>(job.number_bytes), head = min(bytes, 2u);
+  Plane plane{};
+  plane.count = static_cast<u32>(min(job.numbers - first, 1ll << job.chunk_log2));
+  plane.stride = bytes;
+  plane.width = head;
+  plane.out = job.out + first * bytes + (bytes - head);
+  i64 at = start;
+  for (u32 planes = bytes - head + 1; planes > 0 && !reason; planes--) {
+    __syncthreads();  // the plane before is done
+    reason = shared.failure;
+    if (reason) break;
+    u64 size = 0;
+    reason = decode_plane(job.blob + at, static_cast<u64>(end - at), plane, blob, shared, size);
+    at += static_cast<i64>(size);
+    plane.width = 1;
+    plane.out--;
+  }
+  if (!reason && at != end) reason = kLeftOver;
+  __syncthreads();
+  if (threadIdx.x == 0 && (reason | shared.failure)) atomicOr(status, reason | shared.failure);
+}
+
+// One blob; a block for each chunk.
+extern "C" __global__ void __launch_bounds__(128, 8)
+    decode_blob(const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes, i64 chunk_log2, u32* status) {
+  __shared__ Shared shared;
+  decode_chunk(Job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0}, blockIdx.x, status, shared);
+}
+
+// Many blobs; `jobs` ascend by their first block, the first of which is 0.
+extern "C" __global__ void __launch_bounds__(128, 8) decode_blobs(const Job* jobs, i64 count, u32* status) {
+  __shared__ Shared shared;
+  i64 job = 0, beyond = count;  // the last job whose first block is not behind this one
+  while (beyond - job > 1) {
+    const i64 middle = (job + beyond) / 2;
+    if (jobs[middle].first_block <= static_cast<i64>(blockIdx.x)) job = middle;
+    else beyond = middle;
+  }
+  const Job mine = jobs[job];
+  decode_chunk(mine, blockIdx.x - mine.first_block, status, shared);
+}

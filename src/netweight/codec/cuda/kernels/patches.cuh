@@ -1,0 +1,57 @@
+// Rare symbols and patches: corrections of symbols that a table does not hold, applied by one warp to its own stream.
+#pragma once
+
+#include "chunk.cuh"
+
+constexpr u32 kMostRare = 14, kLiteral = 14, kSkip = 15;
+
+// The list of rare symbols and what it needs of the chunk. Every lane holds one symbol.
+struct RareSymbols {
+  u32 count;
+  u32 symbol;
+};
+
+// Reads a list that lies within the chunk as far as its first byte. Returns a reason for refusal, the same in all lanes.
+NETWEIGHT_DEVICE u32 read_rare(const u8* at, u64 left, u32 symbol_bits, RareSymbols& rare) {
+  rare.count = at[0];
+  rare.symbol = 0;
+  if (rare.count > kMostRare) return kBadPatch;
+  if (1 + 2 * rare.count > left) return kTruncated;
+  if (lane_id() < rare.count) rare.symbol = read_u16(at + 1 + 2 * lane_id());
+  return __any_sync(kAllLanes, rare.symbol >> symbol_bits != 0) ? kBadPatch : 0;
+}
+
+// Applies `count` patch words. `element_at` gives the index of an element from a position in the stream. Returns a reason
+// for refusal, the same in all lanes.
+template <typename ElementAt>
+NETWEIGHT_DEVICE u32 apply_patches(const u8* words, u32 count, const RareSymbols& rare, const Split& split, const Plane& plane,
+                                   ElementAt element_at) {
+  const u32 mask = split.symbol_mask();
+  constexpr u32 kBeyond = 1u << 24;  // more than any chunk has
+  u32 next = 0;                      // position that a gap of one would reach
+  bool carry = false;
+  for (u32 first = 0; first < count; first += kWarp) {
+    const u32 i = first + lane_id();
+    const bool here = i < count;
+    const u32 word = here ? read_u16(words + 2 * i) : 0, code = word >> 12;
+    const bool is_symbol = claimed_items(__ballot_sync(kAllLanes, here && code == kLiteral), carry) >> lane_id() & 1;
+    const bool is_patch = here && !is_symbol;
+    const u32 sum = inclusive_sum(is_patch ? (word & 0xfff) + 1 : 0);
+    const u32 position = next + sum - 1;
+    next = min(next + __shfl_sync(kAllLanes, sum, kWarp - 1), kBeyond);
+    u32 symbol = __shfl_sync(kAllLanes, rare.symbol, static_cast<int>(code & 15));
+    bool bad = false, changes = is_patch && code != kSkip;
+    if (changes && code == kLiteral) {
+      bad = i + 1 >= count;
+      symbol = bad ? 0 : read_u16(words + 2 * (i + 1));
+      bad = bad || symbol >> split.symbol_bits != 0;
+    } else if (changes) {
+      bad = code >= rare.count;
+    }
+    const u32 element = changes ? element_at(position) : 0;
+    bad = bad || element >= plane.count;
+    if (changes && !bad) plane.put(element, (plane.get(element) & ~mask) | symbol << split.symbol_shift);
+    if (__any_sync(kAllLanes, bad)) return kBadPatch;
+  }
+  return 0;
+}

@@ -1,0 +1,189 @@
+"""Launches kernels on torch's current stream through the CUDA driver, in the primary context, which is torch's, too.
+
+`launch` is the only way from Python to a kernel; tests put the emulator in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from netweight.codec.cuda import compiling
+from netweight.errors import CudaFailed, CudaUnavailable, OutOfMemory, UsageError
+
+__all__ = ["launch", "multiprocessors", "require", "unavailable_because"]
+
+_LEAST_CAPABILITY = (7, 5)
+Argument = torch.Tensor | int | float | np.generic
+
+
+@cache
+def unavailable_because() -> str | None:
+    """Why CUDA kernels cannot run in this process, with the cure; None where they can."""
+    if torch.version.cuda is None:
+        built = "for AMD's GPUs" if torch.version.hip else "without CUDA"
+        return f"torch {torch.__version__} is built {built}. Install a build of torch for CUDA."
+    if not torch.cuda.is_available():
+        return "torch finds no GPU. Check that nvidia-smi lists one and that CUDA_VISIBLE_DEVICES does not hide it."
+    try:
+        compiler = compiling.compiler_version()
+        supported = int(_call("cuDriverGetVersion")[0])
+    except CudaUnavailable as error:
+        return str(error)
+    if supported // 1000 < compiler[0]:
+        return (
+            f"the driver supports CUDA {supported // 1000}.{supported % 1000 // 10}, and NVRTC is of CUDA "
+            f"{compiler[0]}.{compiler[1]}. Update NVIDIA's driver, or install cuda-bindings and NVRTC of its version."
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < _LEAST_CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}; 7.5 is needed. Use a newer GPU."
+    return None
+
+
+def require() -> None:
+    """Raise unless CUDA kernels can run here.
+
+    Raises:
+        CudaUnavailable: They cannot; the message is `unavailable_because`'s.
+    """
+    reason = unavailable_because()
+    if reason is not None:
+        raise CudaUnavailable(f"CUDA kernels cannot run here: {reason}")
+
+
+def launch(
+    file: str, entry: str, grid: int, block: int, arguments: Sequence[Argument], *, device: torch.device
+) -> None:
+    """Start a kernel on torch's current stream of a device and return at once.
+
+    Args:
+        file: Name of the .cu file, such as "decode.cu". The first use of a file in a process loads it, from the cache
+            or the compiler; it cannot happen while a CUDA graph is captured.
+        entry: Name of the kernel in it.
+        grid: Blocks, at least 1.
+        block: Threads of a block, 1 to 1024.
+        arguments: The kernel's parameters. A tensor passes its address and must lie on `device`; an int passes 64 bits,
+            a float a double, a numpy scalar itself.
+        device: A CUDA device.
+
+    Raises:
+        CudaUnavailable: CUDA kernels cannot run here.
+        CudaFailed: The driver refuses the launch; the message holds its words.
+        UsageError: The arguments do not fit the kernel's parameters.
+    """
+    require()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _context(index):
+        function, sizes = _function(file, entry, index)
+        values = [_parameter(argument) for argument in arguments]
+        if tuple(ctypes.sizeof(value) for value in values) != sizes:
+            given = [ctypes.sizeof(value) for value in values]
+            raise UsageError(f"{entry} takes parameters of {list(sizes)} bytes and was given {given}.")
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = torch.cuda.current_stream(index).cuda_stream
+        _call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0, what=entry)
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Multiprocessors of a device, by which grids are sized."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _parameter(argument: Argument) -> Any:
+    """An argument in memory of C's."""
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, np.generic):
+        return (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return ctypes.c_int64(argument)
+
+
+@cache
+def _driver() -> Any:
+    """The driver's bindings, initialized."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise CudaUnavailable(f"CUDA's bindings are missing ({error}).", cure=compiling.INSTALL) from error
+    try:
+        (result,) = driver.cuInit(0)
+    except RuntimeError as error:
+        raise CudaUnavailable("NVIDIA's driver is missing.", cure="Install it.") from error
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise CudaUnavailable(f"NVIDIA's driver does not start: {result.name}.", cure="Check that nvidia-smi works.")
+    return driver
+
+
+def _call(name: str, *arguments: Any, what: str = "") -> tuple[Any, ...]:
+    """Call a function of the driver and return what it gives besides its result code."""
+    driver = _driver()
+    result, *values = getattr(driver, name)(*arguments)
+    if result == driver.CUresult.CUDA_SUCCESS:
+        return tuple(values)
+    words = driver.cuGetErrorString(result)[1]
+    reason = f"{result.name}, {words.decode() if isinstance(words, bytes) else 'unknown'}"
+    for_what = f" for {what}" if what else ""
+    if result == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise OutOfMemory(f"The GPU has no memory left{for_what}: {reason}.", cure="Free memory on it and try again.")
+    raise CudaFailed(
+        f"The CUDA driver refused {name}{for_what}: {reason}.",
+        cure="If an earlier kernel failed, start the process again; CUDA_LAUNCH_BLOCKING=1 shows which one did.",
+    )
+
+
+@cache
+def _primary_context(index: int) -> Any:
+    (device,) = _call("cuDeviceGet", index)
+    (context,) = _call("cuDevicePrimaryCtxRetain", device)  # never released: it lives as long as torch's
+    return context
+
+
+@contextmanager
+def _context(index: int) -> Iterator[None]:
+    """Make a device's primary context current in this thread, which may never have called CUDA before."""
+    _call("cuCtxPushCurrent", _primary_context(index))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent")
+
+
+@cache
+def _function(file: str, entry: str, index: int) -> tuple[Any, tuple[int, ...]]:
+    """A kernel on a device and the sizes of its parameters; its context is current."""
+    (function,) = _call("cuModuleGetFunction", _module(file, index), entry.encode(), what=entry)
+    driver = _driver()
+    sizes: list[int] = []
+    while True:
+        result, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if result != driver.CUresult.CUDA_SUCCESS:  # no parameter of this number
+            return function, tuple(sizes)
+        sizes.append(int(size))
+
+
+@cache
+def _module(file: str, index: int) -> Any:
+    return _call("cuModuleLoadData", compiling.cubin(file, _architecture(index)), what=file)[0]
+
+
+def _architecture(index: int) -> str:
+    """The best architecture that a device runs and NVRTC compiles for: the same major version, and not newer."""
+    major, minor = torch.cuda.get_device_capability(index)
+    fitting = [n for n in compiling.supported_architectures() if n // 10 == major and n % 10 <= minor]
+    if not fitting:
+        raise CudaUnavailable(
+            f"The installed NVRTC does not compile for compute capability {major}.{minor}.",
+            cure="Install a version of nvidia-cuda-nvrtc that does.",
+        )
+    return f"sm_{fitting[-1]}"
