@@ -167,9 +167,7 @@ def _numbers(blob: torch.Tensor, layout: BlobLayout) -> torch.Tensor:
     numbers = torch.empty((layout.numbers, element.number_bytes), dtype=torch.uint8, device=blob.device)
     if not layout.chunks:
         return numbers
-    places = layout.index_at + 4 * torch.arange(layout.chunks, device=blob.device)
-    lengths = _number(blob, places, 4)
-    ends = layout.payload_at + lengths.cumsum(0)
+    starts = layout.starts.to(blob.device)
     step = 1 << layout.chunk_log2
     together = max(1, _AT_ONCE >> layout.chunk_log2)
     for first in range(0, layout.chunks, together):
@@ -178,7 +176,7 @@ def _numbers(blob: torch.Tensor, layout: BlobLayout) -> torch.Tensor:
         counts = torch.full((some.stop - first,), step, dtype=torch.int64, device=blob.device)
         if some.stop == layout.chunks:
             counts[-1] = layout.numbers - (layout.chunks - 1) * step
-        readers = _Readers(blob, (ends - lengths)[some], ends[some])
+        readers = _Readers(blob, starts[:-1][some], starts[1:][some])
         head = _plane(readers, element.head_bytes, counts, min(step, len(out))).view(-1)[: len(out)]
         for byte in range(element.head_bytes):
             out[:, element.tails + byte] = (head >> 8 * byte & 255).to(torch.uint8)

@@ -62,7 +62,6 @@ class _Known:
 
     layout: Layout | None = None
     checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
-    starts: tuple[int, ...] | None = None  # of the chunks, and where the last one ends; once rows were asked for
 
 
 _known = WeakIdKeyDictionary()  # payload -> (version, _Known)
@@ -100,24 +99,34 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
         chunk_log2: As given to the encoder.
         level: As given to the encoder.
     """
-    layout = _layout_for(like.dtype, tuple(like.shape), chunk_log2, size, level)
+    layout = _layout_for(payload[LENGTH : LENGTH + size], like, chunk_log2, level)
     _known[payload] = (_version(payload), _Known(layout, checked=True))
 
 
-def _layout_for(
-    dtype: torch.dtype, shape: tuple[int, ...], chunk_log2: int | None, size: int, level: str
-) -> BlobLayout:
-    """The layout of a blob that the encoder made, without reading it."""
-    number = dtype.itemsize // (2 if dtype.is_complex else 1)
+def _layout_for(blob: torch.Tensor, like: torch.Tensor, chunk_log2: int | None, level: str) -> BlobLayout:
+    """The layout of a blob that netweight's encoder made of a tensor, without waiting for the device."""
+    shape = tuple(like.shape)
+    number = like.dtype.itemsize // (2 if like.dtype.is_complex else 1)
     log2 = chunk_log2 or (17 if number >= 4 else 18)
-    elements = 1
-    for dimension in shape:
-        elements *= dimension
-    nbytes = elements * dtype.itemsize
-    chunks = -(-(nbytes // number) >> log2)
-    index_at = 28 + sum(max(1, -(-dimension.bit_length() // 7)) for dimension in shape)
+    numbers = like.nbytes // number
+    chunks = -(-numbers >> log2)
+    index_at = 28 + sum(max(1, -(-size.bit_length() // 7)) for size in shape)
+    payload_at = index_at + 4 * chunks
+    index = blob[index_at:payload_at].view(chunks, 4).to(torch.int64)
+    lengths = index[:, 0] | index[:, 1] << 8 | index[:, 2] << 16 | index[:, 3] << 24
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + payload_at
     return BlobLayout(
-        dtype, shape, nbytes, nbytes // number, log2, chunks, index_at, index_at + 4 * chunks, size, level
+        dtype=like.dtype,
+        shape=shape,
+        nbytes=like.nbytes,
+        numbers=numbers,
+        chunk_log2=log2,
+        chunks=chunks,
+        index_at=index_at,
+        payload_at=payload_at,
+        size=blob.numel(),
+        level=level,
+        starts=starts,
     )
 
 
@@ -243,17 +252,12 @@ class Decoder:
         """
         known = self._look_up(payload)
         layout = known.layout
-        if not isinstance(layout, BlobLayout) or not layout.chunks or not known.checked:
+        if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
             return self.weight(payload)[start:stop]
-        if known.starts is None:
-            _refuse_capture(payload)
-            index = payload[LENGTH + layout.index_at : LENGTH + layout.payload_at].cpu().view(torch.int32)
-            lengths = index.to(torch.int64) & 0xFFFF_FFFF
-            known.starts = (layout.payload_at, *(layout.payload_at + lengths.cumsum(0)).tolist())
         per_row = layout.numbers // layout.shape[0]
         first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
-        some, blob = _chunks(payload[LENGTH : LENGTH + layout.size], layout, known.starts, first, max(last, first))
-        numbers = self._decoded(blob, some, known, None)
+        some = _chunks(layout, first, last)
+        numbers = self._decoded(payload[LENGTH : LENGTH + layout.size], some, known, None)
         skipped = start * per_row - (first << layout.chunk_log2)
         element = some.nbytes // max(1, some.numbers)
         content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
@@ -312,28 +316,18 @@ class Decoder:
         return weight if out is None else out.copy_(weight)
 
 
-def _chunks(
-    blob: torch.Tensor, layout: BlobLayout, starts: tuple[int, ...], first: int, last: int
-) -> tuple[BlobLayout, torch.Tensor]:
-    """Chunks `first` to `last` (exclusive) of a blob as index and content of their own, without a header.
-
-    A decoder that has a layout reads nothing else.
-    """
-    index = blob[layout.index_at + 4 * first : layout.index_at + 4 * last]
-    content = torch.cat([index, blob[starts[first] : starts[last]]])
+def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
+    """The layout of chunks `first` to `last` (exclusive) of the same blob, as a tensor of one dimension."""
     numbers = min(last << layout.chunk_log2, layout.numbers) - (first << layout.chunk_log2)
-    size = layout.nbytes // layout.numbers
-    some = replace(
+    nbytes = numbers * (layout.nbytes // layout.numbers)
+    return replace(
         layout,
-        shape=(numbers * size // layout.dtype.itemsize,),
-        nbytes=numbers * size,
+        shape=(nbytes // layout.dtype.itemsize,),
+        nbytes=nbytes,
         numbers=numbers,
         chunks=last - first,
-        index_at=0,
-        payload_at=4 * (last - first),
-        size=content.numel(),
+        starts=layout.starts[first : last + 1],
     )
-    return some, content
 
 
 def _layout_of(payload: torch.Tensor) -> Layout:
