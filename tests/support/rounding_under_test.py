@@ -113,7 +113,7 @@ def with_sections(blob, sections, **changes):
     dimensions = blob[7]
     shape = changes.get("shape", numbers[:dimensions])
     numbers = [*shape, changes.get("block", numbers[dimensions]), *map(len, sections)]
-    head = blob[:7] + bytes((len(shape),)) + blob[8:36] + b"".join(map(fallback._varint, numbers))
+    head = blob[:7] + bytes((len(shape),)) + blob[8:36] + b"".join(map(fallback.varint, numbers))
     return with_lossy_check(head + b"".join(sections))
 
 

@@ -36,7 +36,7 @@ from netweight.codec.reference import (
 )
 from netweight.errors import Unsupported
 
-__all__ = ["encode"]
+__all__ = ["encode", "head_splits", "sampling"]
 
 Counts = npt.NDArray[np.int64]
 Patches = list[tuple[int, int]]  # position and symbol, ascending
@@ -80,12 +80,12 @@ def encode(
     chunks = [_chunk(data[start : start + step], element, level) for start in range(0, len(data), step)]
     fields = bytes((VERSION, element.code, level, chunk_log2, len(shape)))
     start = MAGIC + fields + xxhash.xxh3_128_digest(data.data)
-    rest = b"".join(map(_varint, shape)) + b"".join(_little(len(chunk), 4) for chunk in chunks)
+    rest = b"".join(map(varint, shape)) + b"".join(_little(len(chunk), 4) for chunk in chunks)
     check = xxhash.xxh3_64_intdigest(start + rest) & 0xFFFFFFFF
     return b"".join((start, _little(check, 4), rest, *chunks))
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     out = bytearray()
     while value >= 128:
         out.append(value & 127 | 128)
@@ -136,6 +136,16 @@ def _head(element: ElementType) -> _Plane:
     return _Plane(element.head_bytes, min(inside, element.mantissa_bits), element.exponent_bits)
 
 
+def head_splits(element: ElementType, level: int) -> list[Split]:
+    """The splits that the encoder tries for the heads of an element type, the widest symbol first; level by number."""
+    return list(_head(element).splits(level))
+
+
+def sampling(level: int) -> int:
+    """Of so many groups of eight elements one is looked at first, in planes of 2^16 elements and more; level by number."""
+    return {FAST: 16, DEFAULT: 8, MAX: 1}[level]
+
+
 def _chunk(data: Bytes, element: ElementType, level: int) -> bytes:
     numbers = data.reshape(-1, element.number_bytes)
     head = np.ascontiguousarray(numbers[:, element.tails :]).reshape(-1)
@@ -158,7 +168,7 @@ def _plane(plane: _Plane, data: Bytes, level: int) -> bytes:
     if plane.width == 1:
         widths = _packed_widths(elements)
         packed = 1 + -(-len(widths) // 2) + 8 * int(widths.sum())
-    sample = 1 if count < 1 << 16 else {FAST: 16, DEFAULT: 8, MAX: 1}[level]
+    sample = 1 if count < 1 << 16 else sampling(level)
     while True:
         choice = _choose_split(plane, elements, level, sample)
         if packed * 8 * COST < worthwhile and (choice is None or packed * 8 * COST <= choice.cost):

@@ -1,0 +1,268 @@
+// XXH3 of 64 and 128 bits, seed 0: the digest of a tensor and the check of a header (docs/format.md).
+//
+// The algorithm and its constants are those of xxHash (BSD 2-Clause, Yann Collet; see native/third_party). A long text is
+// hashed in blocks of 1 KiB. What a block adds to the eight accumulators does not depend on them, so the sums of all blocks
+// are found side by side; only adding and scrambling go block by block, in the eight accumulators of one warp at once.
+// Functions named `long_` are for a whole warp, whose lane is accumulator lane & 7; the others are for any thread.
+#pragma once
+
+#include "types.cuh"
+
+constexpr u64 kDigestBlock = 1024;  // bytes
+constexpr u32 kStripes = 16;        // of 64 bytes, in a block
+constexpr u64 kLongText = 241;      // bytes; shorter ones are hashed otherwise
+constexpr u32 kLastStripeKey = 121, kMergeLowKey = 11, kMergeHighKey = 117;  // places in the secret
+
+constexpr u64 kPrime32First = 0x9E3779B1u, kPrime32Second = 0x85EBCA77u, kPrime32Third = 0xC2B2AE3Du;
+constexpr u64 kPrimeFirst = 0x9E3779B185EBCA87ull, kPrimeSecond = 0xC2B2AE3D27D4EB4Full, kPrimeThird = 0x165667B19E3779F9ull;
+constexpr u64 kPrimeFourth = 0x85EBCA77C2B2AE63ull, kPrimeFifth = 0x27D4EB2F165667C5ull;
+constexpr u64 kMixer = 0x165667919E3779F9ull, kStrongMixer = 0x9FB21C651E98DF25ull;
+
+static __device__ const u64 kSecret[24] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
+    0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5,
+    0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+};
+
+static __device__ const u64 kFirstAccumulators[8] = {
+    kPrime32Third, kPrimeFirst, kPrimeSecond, kPrimeThird, kPrimeFourth, kPrime32Second, kPrimeFifth, kPrime32First,
+};
+
+struct Hash128 {
+  u64 low, high;
+};
+
+NETWEIGHT_DEVICE u64 secret_at(u32 place) {
+  const u32 shift = place % 8 * 8;
+  const u64 word = kSecret[place / 8] >> shift;
+  return shift == 0 ? word : word | kSecret[place / 8 + 1] << (64 - shift);
+}
+
+NETWEIGHT_DEVICE u64 read_u64(const u8* p) {
+  const u32 odd = bytes_to_alignment(p, 8);
+  if (odd == 0) return *reinterpret_cast<const u64*>(p);
+  if (odd % 2 == 0) {
+    const u16* halves = reinterpret_cast<const u16*>(p);
+    return halves[0] | static_cast<u64>(halves[1]) << 16 | static_cast<u64>(halves[2]) << 32 | static_cast<u64>(halves[3]) << 48;
+  }
+  return read_u32(p) | static_cast<u64>(read_u32(p + 4)) << 32;
+}
+
+// What is hashed: `size` bytes, of which those from place `gap_at` on lie `gap` bytes further on.
+struct Text {
+  const u8* at;
+  u64 size;
+  u64 gap_at;
+  u32 gap;
+
+  NETWEIGHT_DEVICE Text of(const u8* at, u64 size) { return {at, size, size, 0}; }
+  __device__ __forceinline__ u64 byte(u64 i) const { return at[i + (i < gap_at ? 0 : gap)]; }
+  __device__ __forceinline__ u64 half(u64 i) const { return byte(i) | byte(i + 1) << 8 | byte(i + 2) << 16 | byte(i + 3) << 24; }
+  __device__ __forceinline__ u64 word(u64 i) const {
+    if (i < gap_at && i + 8 > gap_at) return half(i) | half(i + 4) << 32;
+    return read_u64(at + i + (i < gap_at ? 0 : gap));
+  }
+};
+
+// ---- mixing ----------------------------------------------------------------------------------------------------------
+
+NETWEIGHT_DEVICE u64 folded_product(u64 a, u64 b) { return (a * b) ^ __umul64hi(a, b); }
+
+NETWEIGHT_DEVICE u64 avalanche(u64 h) {
+  h = (h ^ h >> 37) * kMixer;
+  return h ^ h >> 32;
+}
+
+NETWEIGHT_DEVICE u64 older_avalanche(u64 h) {
+  h = (h ^ h >> 33) * kPrimeSecond;
+  h = (h ^ h >> 29) * kPrimeThird;
+  return h ^ h >> 32;
+}
+
+NETWEIGHT_DEVICE u64 swapped(u64 x) {
+  return static_cast<u64>(__byte_perm(static_cast<u32>(x), 0, 0x0123)) << 32 | __byte_perm(static_cast<u32>(x >> 32), 0, 0x0123);
+}
+
+NETWEIGHT_DEVICE u64 mix_16(const Text& text, u64 i, u32 key) {
+  return folded_product(text.word(i) ^ secret_at(key), text.word(i + 8) ^ secret_at(key + 8));
+}
+
+NETWEIGHT_DEVICE void mix_32(Hash128& h, const Text& text, u64 first, u64 second, u32 key) {
+  h.low = (h.low + mix_16(text, first, key)) ^ (text.word(second) + text.word(second + 8));
+  h.high = (h.high + mix_16(text, second, key + 16)) ^ (text.word(first) + text.word(first + 8));
+}
+
+// ---- short texts -----------------------------------------------------------------------------------------------------
+
+NETWEIGHT_DEVICE Hash128 hash_1_to_3(const Text& text) {
+  const u32 size = static_cast<u32>(text.size);
+  const u32 low = static_cast<u32>(text.byte(0) << 16 | text.byte(size >> 1) << 24 | text.byte(size - 1)) | size << 8;
+  const u32 turned = __byte_perm(low, 0, 0x0123), high = turned << 13 | turned >> 19;
+  const u32 key[4] = {static_cast<u32>(secret_at(0)), static_cast<u32>(secret_at(4)), static_cast<u32>(secret_at(8)), static_cast<u32>(secret_at(12))};
+  return {older_avalanche(low ^ (key[0] ^ key[1])), older_avalanche(high ^ (key[2] ^ key[3]))};
+}
+
+NETWEIGHT_DEVICE Hash128 hash_4_to_8(const Text& text) {
+  const u64 keyed = (text.half(0) | text.half(text.size - 4) << 32) ^ (secret_at(16) ^ secret_at(24));
+  const u64 factor = kPrimeFirst + (text.size << 2);
+  Hash128 h = {keyed * factor, __umul64hi(keyed, factor)};
+  h.high += h.low << 1;
+  h.low ^= h.high >> 3;
+  h.low = (h.low ^ h.low >> 35) * kStrongMixer;
+  return {h.low ^ h.low >> 28, avalanche(h.high)};
+}
+
+NETWEIGHT_DEVICE Hash128 hash_9_to_16(const Text& text) {
+  const u64 first = text.word(0), second = text.word(text.size - 8);
+  const u64 mixed = first ^ second ^ secret_at(32) ^ secret_at(40), keyed = second ^ secret_at(48) ^ secret_at(56);
+  Hash128 m = {mixed * kPrimeFirst + ((text.size - 1) << 54), __umul64hi(mixed, kPrimeFirst)};
+  m.high += keyed + (keyed & 0xffffffffu) * (kPrime32Second - 1);
+  m.low ^= swapped(m.high);
+  return {avalanche(m.low * kPrimeSecond), avalanche(__umul64hi(m.low, kPrimeSecond) + m.high * kPrimeSecond)};
+}
+
+NETWEIGHT_DEVICE Hash128 merge_short(const Hash128& h, u64 size) {
+  const u64 high = h.low * kPrimeFirst + h.high * kPrimeFourth + size * kPrimeSecond;
+  return {avalanche(h.low + h.high), 0 - avalanche(high)};
+}
+
+// 128 bits of 1 to 240 bytes.
+NETWEIGHT_DEVICE Hash128 short_hash_128(const Text& text) {
+  const u64 size = text.size;
+  if (size <= 3) return hash_1_to_3(text);
+  if (size <= 8) return hash_4_to_8(text);
+  if (size <= 16) return hash_9_to_16(text);
+  Hash128 h = {size * kPrimeFirst, 0};
+  if (size <= 128) {
+    for (u32 i = static_cast<u32>(size - 1) / 32 + 1; i-- > 0;) mix_32(h, text, 16 * i, size - 16 * (i + 1), 32 * i);
+    return merge_short(h, size);
+  }
+  for (u32 i = 0; i < 4; i++) mix_32(h, text, 32 * i, 32 * i + 16, 32 * i);
+  h = {avalanche(h.low), avalanche(h.high)};
+  for (u32 i = 4; i < size / 32; i++) mix_32(h, text, 32 * i, 32 * i + 16, 3 + 32 * (i - 4));
+  mix_32(h, text, size - 16, size - 32, 103);
+  return merge_short(h, size);
+}
+
+// 64 bits of 17 to 240 bytes; no header is shorter.
+NETWEIGHT_DEVICE u64 short_hash_64(const Text& text) {
+  const u64 size = text.size;
+  u64 h = size * kPrimeFirst;
+  if (size <= 128) {
+    for (u32 i = static_cast<u32>(size - 1) / 32 + 1; i-- > 0;) h += mix_16(text, 16 * i, 32 * i) + mix_16(text, size - 16 * (i + 1), 32 * i + 16);
+    return avalanche(h);
+  }
+  for (u32 i = 0; i < 8; i++) h += mix_16(text, 16 * i, 16 * i);
+  h = avalanche(h);
+  for (u32 i = 8; i < size / 16; i++) h += mix_16(text, 16 * i, 3 + 16 * (i - 8));
+  return avalanche(h + mix_16(text, size - 16, 119));
+}
+
+// ---- long texts ------------------------------------------------------------------------------------------------------
+
+NETWEIGHT_DEVICE u64 long_first_accumulator() { return kFirstAccumulators[lane_id() & 7]; }
+
+// Blocks that end in scrambling: all but the last, which may be whole, too.
+NETWEIGHT_DEVICE u64 long_blocks(u64 size) { return (size - 1) / kDigestBlock; }
+
+NETWEIGHT_DEVICE u64 long_scrambled(u64 accumulator) {
+  return (accumulator ^ accumulator >> 47 ^ kSecret[kStripes + (lane_id() & 7)]) * kPrime32First;
+}
+
+// The sum of what the warp's four lanes of each accumulator have found: products, and words, which go to the neighbor.
+NETWEIGHT_DEVICE u64 long_total(u64 products, u64 words) {
+  for (int other = 8; other <= 16; other *= 2) {
+    products += __shfl_xor_sync(kAllLanes, products, other);
+    words += __shfl_xor_sync(kAllLanes, words, other);
+  }
+  return products + __shfl_xor_sync(kAllLanes, words, 1);
+}
+
+// What up to 16 stripes add, with the secret from `key` on.
+NETWEIGHT_DEVICE u64 long_sum(const Text& text, u64 from, u32 stripes, u32 key) {
+  u64 products = 0, words = 0;
+  for (u32 stripe = lane_id() / 8; stripe < stripes; stripe += 4) {
+    const u32 place = 8 * (lane_id() & 7);
+    const u64 word = text.word(from + 64 * stripe + place), keyed = word ^ secret_at(key + 8 * stripe + place);
+    products += (keyed & 0xffffffffu) * (keyed >> 32);
+    words += word;
+  }
+  return long_total(products, words);
+}
+
+// Goes on from an accumulator by blocks whose sums, eight for each, are known.
+NETWEIGHT_DEVICE u64 long_chain(u64 accumulator, const u64* sums, u64 blocks) {
+  constexpr u32 kAhead = 16;  // sums on their way: memory takes longer than a step
+  const u64* mine = sums + (lane_id() & 7);
+  u64 next[kAhead];
+#pragma unroll
+  for (u32 k = 0; k < kAhead; k++) next[k] = k < blocks ? mine[8 * k] : 0;
+  for (u64 block = 0; block < blocks; block += kAhead) {
+    u64 now[kAhead];
+#pragma unroll
+    for (u32 k = 0; k < kAhead; k++) {
+      now[k] = next[k];
+      next[k] = block + kAhead + k < blocks ? mine[8 * (block + kAhead + k)] : 0;
+    }
+#pragma unroll
+    for (u32 k = 0; k < kAhead; k++)
+      if (block + k < blocks) accumulator = long_scrambled(accumulator + now[k]);
+  }
+  return accumulator;
+}
+
+// The rest of a text after its scrambled blocks: whole stripes, and once more its last 64 bytes.
+NETWEIGHT_DEVICE u64 long_end(const Text& text, u64 accumulator) {
+  const u64 from = long_blocks(text.size) * kDigestBlock;
+  accumulator += long_sum(text, from, static_cast<u32>((text.size - 1 - from) / 64), 0);
+  return accumulator + long_sum(text, text.size - 64, 1, kLastStripeKey);
+}
+
+NETWEIGHT_DEVICE u64 long_merged(u64 accumulator, u32 key, u64 start) {
+  for (u32 i = 0; i < 4; i++) {
+    const u64 first = __shfl_sync(kAllLanes, accumulator, static_cast<int>(2 * i)), second = __shfl_sync(kAllLanes, accumulator, static_cast<int>(2 * i + 1));
+    start += folded_product(first ^ secret_at(key + 16 * i), second ^ secret_at(key + 16 * i + 8));
+  }
+  return avalanche(start);
+}
+
+// ---- whole texts -----------------------------------------------------------------------------------------------------
+
+// 64 bits of at least 17 bytes, by a warp that is the only one at work: for headers, which are short.
+NETWEIGHT_DEVICE u64 hash_64(const Text& text) {
+  if (text.size < kLongText) return short_hash_64(text);
+  u64 accumulator = long_first_accumulator();
+  for (u64 block = 0; block < long_blocks(text.size); block++)
+    accumulator = long_scrambled(accumulator + long_sum(text, block * kDigestBlock, kStripes, 0));
+  return long_merged(long_end(text, accumulator), kMergeLowKey, text.size * kPrimeFirst);
+}
+
+// 128 bits of at least one byte; `accumulator` has gone through all blocks that end in scrambling.
+NETWEIGHT_DEVICE Hash128 hash_128(const Text& text, u64 accumulator) {
+  if (text.size < kLongText) return short_hash_128(text);
+  accumulator = long_end(text, accumulator);
+  return {long_merged(accumulator, kMergeLowKey, text.size * kPrimeFirst), long_merged(accumulator, kMergeHighKey, ~(text.size * kPrimeSecond))};
+}
+
+// The canonical form: most significant byte first, the high half before the low one. By one thread.
+NETWEIGHT_DEVICE void write_canonical(const Hash128& h, u8* out) {
+  for (u32 i = 0; i < 8; i++) {
+    out[i] = static_cast<u8>(h.high >> (56 - 8 * i));
+    out[8 + i] = static_cast<u8>(h.low >> (56 - 8 * i));
+  }
+}
+
+// By a warp: goes on with a tensor's digest by `blocks` blocks whose sums are known. `state` holds the accumulators between
+// calls (`first` and `last` tell which call this is); the last one writes the digest's 16 bytes.
+NETWEIGHT_DEVICE void advance_digest(const Text& text, const u64* sums, u64 blocks, u64* state, bool first, bool last, u8* out) {
+  u64 accumulator = first ? long_first_accumulator() : state[lane_id() & 7];
+  __syncwarp();
+  accumulator = long_chain(accumulator, sums, blocks);
+  if (!last) {
+    if (lane_id() < 8) state[lane_id()] = accumulator;
+    return;
+  }
+  const Hash128 h = hash_128(text, accumulator);
+  if (lane_id() == 0) write_canonical(h, out);
+}

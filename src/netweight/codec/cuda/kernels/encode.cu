@@ -1,0 +1,193 @@
+// Kernels that encode a tensor into the bytes of docs/format.md, the same as the CPU's encoder writes. encoding.py launches
+// them: for each wave of chunks encode_planes, place_planes and copy_planes; then finish_blob.
+#include "encode_packed.cuh"
+#include "encode_rans.cuh"
+
+constexpr u32 kSmallest = 512;  // bytes; below this no table pays
+constexpr u32 kManyElements = 1u << 16;  // from here on a sample is looked at first
+constexpr u32 kMaxTailRawBits = 5;
+constexpr u64 kFixedHeader = 28;
+constexpr u32 kCopiers = 8;  // blocks of copy_planes for each plane
+constexpr i64 kOverflow = 1;
+
+// How a tensor falls into planes.
+struct Tensor {
+  const u8* data;
+  u64 numbers;
+  u32 number_bytes, chunk_log2, planes;
+  SplitRange head;
+
+  __device__ __forceinline__ Plane plane(u64 chunk, u32 number) const {
+    const u64 first = chunk << chunk_log2, left = numbers - first;
+    const u32 unit = number == 0 && number_bytes > 1 ? 2 : 1;
+    Plane p;
+    p.numbers = data + first * number_bytes;
+    p.number_bytes = number_bytes;
+    p.unit = unit;
+    p.shift = 8 * (number_bytes - (number == 0 ? unit : number + 2));
+    p.count = static_cast<u32>(left < (u64{1} << chunk_log2) ? left : u64{1} << chunk_log2);
+    p.aligned = bytes_to_alignment(p.numbers, 16) == 0;
+    return p;
+  }
+};
+
+NETWEIGHT_DEVICE Tensor tensor_of(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 least, i64 most, i64 signed_raw) {
+  const u32 bytes = static_cast<u32>(number_bytes);
+  const SplitRange head = {static_cast<u32>(least), static_cast<u32>(most), signed_raw != 0, false};
+  return {data, static_cast<u64>(numbers), bytes, static_cast<u32>(chunk_log2), bytes <= 2 ? 1 : bytes - 1, head};
+}
+
+// Encodes a plane to `out`, by a whole block. Returns its size, with kRawBit if it is raw, which is copied later.
+NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, const SplitRange& range, u32 sampling, u8* out, u8* work, Memory& m) {
+  const u32 bytes = plane.bytes();
+  if (is_constant(plane, &m.flag)) {
+    if (threadIdx.x == 0) out[0] = kConstant;
+    if (threadIdx.x < plane.unit) out[1 + threadIdx.x] = plane.byte(threadIdx.x);
+    return 1 + plane.unit;
+  }
+  if (bytes < kSmallest) return (1 + bytes) | kRawBit;
+  const u64 worthwhile = (static_cast<u64>(bytes) << 19) / 200 * 199;  // half a percent at least
+  const u64 packed_cost = static_cast<u64>(plane.unit == 1 ? packed_size(plane, m.parts) : bytes) << 19;
+  for (u32 stride = plane.count < kManyElements ? 1 : sampling;; stride = 1) {
+    choose_split(plane, range, stride, m.search, m.table);
+    __syncthreads();
+    const u64 cost = m.table.cost;
+    if (packed_cost < worthwhile && packed_cost <= cost) return write_packed(plane, out, m.parts);
+    if (cost >= worthwhile) return (1 + bytes) | kRawBit;
+    const u32 size = encode_rans(plane, out, work, m);
+    if (size != 0) return size;
+    if (stride == 1) return (1 + bytes) | kRawBit;  // else the sample misled: look at everything
+    __syncthreads();
+  }
+}
+
+// Encodes the planes of chunks from `first_chunk` on, a block for each: plane k of the wave to slots + k * slot_bytes, with its
+// size in sizes[k]. `work` holds work_bytes for each, which a multiple of 16 must be. If `digest` is set, block 0 goes on with
+// the tensor's digest meanwhile and planes follow from block 1 on; see advance_digest.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    encode_planes(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 least, i64 most, i64 signed_raw, i64 sampling, i64 first_chunk,
+                  u8* slots, i64 slot_bytes, u8* work, i64 work_bytes, u32* sizes, i64 digest, const u64* sums, i64 sum_blocks, u64* state,
+                  i64 last_wave, u8* digest_out) {
+  __shared__ Memory m;
+  u32 item = blockIdx.x;
+  if (digest != 0) {
+    if (item-- == 0) {
+      const Text text = Text::of(data, static_cast<u64>(numbers) * static_cast<u64>(number_bytes));
+      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_chunk == 0, last_wave != 0, digest_out);
+      return;
+    }
+  }
+  const Tensor tensor = tensor_of(data, numbers, number_bytes, chunk_log2, least, most, signed_raw);
+  const u32 number = item % tensor.planes;
+  const Plane plane = tensor.plane(static_cast<u64>(first_chunk) + item / tensor.planes, number);
+  const SplitRange tail = {0, kMaxTailRawBits, false, true};
+  const u32 size = encode_plane(plane, number == 0 ? tensor.head : tail, static_cast<u32>(sampling), slots + item * static_cast<u64>(slot_bytes),
+                                work + item * static_cast<u64>(work_bytes), m);
+  if (threadIdx.x == 0) sizes[item] = size;
+}
+
+// Gives the wave's planes their places in the blob, the first one `payload_at` and those of later waves behind the
+// `progress[0]` bytes that are there already, and writes the chunks' entries in the index. One block. `progress[1]` becomes
+// kOverflow when the blob would pass `capacity`, and is 0 before.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    place_planes(const u32* sizes, i64 items, i64 planes, i64 first_chunk, u8* blob, i64 index_at, i64 payload_at, i64 capacity, u64* progress,
+                 u64* places) {
+  __shared__ u64 parts[kWarps];
+  u64 done = first_chunk == 0 ? static_cast<u64>(payload_at) : progress[0];
+  for (i64 base = 0; base < items; base += kThreads) {
+    const i64 item = base + threadIdx.x;
+    const u64 size = item < items ? sizes[item] & ~kRawBit : 0;
+    u64 total = 0;
+    const u64 before = block_running_sum(size, parts, total);
+    if (item < items) places[item] = done + before;
+    done += total;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    progress[0] = done;
+    if (first_chunk == 0 || done > static_cast<u64>(capacity)) progress[1] = done > static_cast<u64>(capacity) ? kOverflow : 0;
+  }
+  for (i64 chunk = threadIdx.x; chunk < items / planes; chunk += kThreads) {
+    u32 size = 0;
+    for (i64 k = 0; k < planes; k++) size += sizes[chunk * planes + k] & ~kRawBit;
+    const i64 at = index_at + 4 * (first_chunk + chunk);
+    if (at + 4 > capacity) continue;
+    write_u16(blob + at, size);
+    write_u16(blob + at + 2, size >> 16);
+  }
+}
+
+// Copies the wave's planes to their places, raw ones from the tensor; kCopiers blocks for each.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    copy_planes(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 first_chunk, const u8* slots, i64 slot_bytes, const u32* sizes,
+                const u64* places, u8* blob, i64 capacity) {
+  const u32 item = blockIdx.x / kCopiers, worker = blockIdx.x % kCopiers * kThreads + threadIdx.x, workers = kCopiers * kThreads;
+  const u32 size = sizes[item] & ~kRawBit;
+  if (places[item] + size > static_cast<u64>(capacity)) return;
+  u8* const out = blob + places[item];
+  if ((sizes[item] & kRawBit) == 0) return copy_bytes(out, slots + item * static_cast<u64>(slot_bytes), size, worker, workers);
+  const Tensor tensor = tensor_of(data, numbers, number_bytes, chunk_log2, 0, 0, 0);
+  const Plane plane = tensor.plane(static_cast<u64>(first_chunk) + item / tensor.planes, item % tensor.planes);
+  if (worker == 0) out[0] = kRaw;
+  if (plane.dense()) return copy_bytes(out + 1, plane.numbers, plane.bytes(), worker, workers);
+  const u32 head = bytes_to_alignment(out + 1, 4), words = plane.bytes() < head ? 0 : (plane.bytes() - head) / 4, done = head + 4 * words;
+  u8* const to = out + 1;
+  for (u32 i = worker; i < words; i += workers) {
+    u32 word = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) word |= static_cast<u32>(plane.byte(head + 4 * i + k)) << 8 * k;
+    *reinterpret_cast<u32*>(to + head + 4 * i) = word;
+  }
+  if (worker < head && worker < plane.bytes()) to[worker] = plane.byte(worker);
+  if (done + worker < plane.bytes()) to[done + worker] = plane.byte(done + worker);
+}
+
+// Writes the header check over the bytes of a header that are there. By a warp that is the only one at work.
+NETWEIGHT_DEVICE void write_check(u8* blob, u64 header_bytes) {
+  const Text text = {blob, header_bytes - 4, kFixedHeader - 4, 4};
+  const u32 check = static_cast<u32>(hash_64(text));
+  __syncwarp();
+  if (lane_id() == 0) {
+    write_u16(blob + kFixedHeader - 4, check);
+    write_u16(blob + kFixedHeader - 2, check >> 16);
+  }
+}
+
+// Block 0, a warp: writes the header, before which the index must stand, and the blob's length to `length` (8 bytes before the
+// blob, little-endian; 0 if it did not fit, and kOverflow is ORed into `status`). The other blocks fill what is left with zeros.
+// `start` holds bytes 0 to 7 of the header; `shape` are the bytes of its varints, eight to an argument.
+extern "C" __global__ void finish_blob(u8* length, u8* blob, i64 capacity, const u64* progress, i32* status, i64 has_digest, const u8* digest, u64 start,
+                                       i64 shape_bytes, i64 index_bytes, u64 shape0, u64 shape1, u64 shape2, u64 shape3, u64 shape4, u64 shape5,
+                                       u64 shape6, u64 shape7, u64 shape8, u64 shape9) {
+  const u64 size = progress[0];
+  const bool fits = progress[1] == 0;
+  if (blockIdx.x > 0) {
+    const u64 workers = static_cast<u64>(gridDim.x - 1) * blockDim.x;
+    for (u64 i = (fits ? size : 0) + static_cast<u64>(blockIdx.x - 1) * blockDim.x + threadIdx.x; i < static_cast<u64>(capacity); i += workers) blob[i] = 0;
+    return;
+  }
+  if (warp_id() > 0) return;
+  const u32 lane = lane_id();
+  if (lane < 8) length[lane] = static_cast<u8>(fits ? size >> 8 * lane : 0);
+  if (!fits) {
+    if (lane == 0) atomicOr(status, static_cast<i32>(kOverflow));
+    return;
+  }
+  const u64 shape[10] = {shape0, shape1, shape2, shape3, shape4, shape5, shape6, shape7, shape8, shape9};
+  if (lane < 8) blob[lane] = static_cast<u8>(start >> 8 * lane);
+  if (lane < 16) blob[8 + lane] = has_digest != 0 ? digest[lane] : 0;
+#pragma unroll
+  for (u32 word = 0; word < 10; word++)
+    if (lane < 8 && 8 * word + lane < static_cast<u64>(shape_bytes)) blob[kFixedHeader + 8 * word + lane] = static_cast<u8>(shape[word] >> 8 * lane);
+  __threadfence();
+  __syncwarp();
+  write_check(blob, kFixedHeader + static_cast<u64>(shape_bytes) + static_cast<u64>(index_bytes));
+}
+
+// One warp: puts a digest into a blob whose digest was left out.
+extern "C" __global__ void seal_blob(u8* blob, i64 header_bytes, const u8* digest) {
+  if (lane_id() < 16) blob[8 + lane_id()] = digest[lane_id()];
+  __threadfence();
+  __syncwarp();
+  write_check(blob, static_cast<u64>(header_bytes));
+}
