@@ -143,12 +143,23 @@ def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch
     layout = layout_of(blob)
     plan = _description(torch.empty(layout.shape, dtype=layout.dtype, device="meta"), "default", layout.chunk_log2)
     if plan.numbers == 0:
-        return _on_host(torch.empty(layout.shape, dtype=layout.dtype, device=blob.device), layout.level, plan.chunk_log2)
+        return _on_host(
+            torch.empty(layout.shape, dtype=layout.dtype, device=blob.device), layout.level, plan.chunk_log2
+        )
     source = _source(decode(blob, layout) if tensor is None else tensor, plan)
     small = _Small.on(source, plan.what)
     for wave in plan.waves():
         sums = _sums(source, plan, wave)
-        arguments = [source, plan.nbytes, sums, wave.digest_blocks, small.state, wave.first == 0, wave.last, small.digest]
+        arguments = [
+            source,
+            plan.nbytes,
+            sums,
+            wave.digest_blocks,
+            small.state,
+            wave.first == 0,
+            wave.last,
+            small.digest,
+        ]
         launch("digest.cu", "chain_digest", 1, 32, [_plain(a) for a in arguments], device=source.device)
     sealed = _memory(blob.numel(), source, plan.what).copy_(blob)
     launch("encode.cu", "seal_blob", 1, 32, [sealed, layout.payload_at, small.digest], device=source.device)

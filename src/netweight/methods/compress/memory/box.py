@@ -231,7 +231,7 @@ class Box:
         """What pickle keeps: the bytes with their digest."""
         state = dict(self.__dict__)
         if device.handles(self.payload):
-            state["payload"] = settled(self.payload.cpu()).to(self.payload.device)
+            state["payload"] = self._settled().to(self.payload.device)
         return state
 
     @property
@@ -242,9 +242,12 @@ class Box:
     @property
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding."""
-        if self.payload.is_cpu:
-            return memoryview(blob_of(self.payload).tobytes())
-        return memoryview(blob_of(settled(self.payload.cpu())).tobytes())
+        local = self._settled()  # must outlive what `blob_of` gives
+        return memoryview(blob_of(local).tobytes())
+
+    def _settled(self) -> torch.Tensor:
+        """The payload on the CPU, its blob with a digest."""
+        return settled(self.payload.to("cpu", copy=True)) if device.handles(self.payload) else self.payload.cpu()
 
 
 def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:
