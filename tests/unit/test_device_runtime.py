@@ -197,6 +197,19 @@ def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
     assert not differing(dense, other)
 
 
+def test_copies_of_a_weight_are_looked_at_once(counts):
+    """As weights are that come from the CPU for their layer, pass after pass."""
+    weight = torch.randn(64, 64)
+    kept = copy.deepcopy(netweight.CompressedTensor.of(weight))
+    for _ in range(3):
+        assert same(kept.to("cpu", copy=True).dense(), weight)
+    assert counts.looked == counts.waited == 1
+    with torch.no_grad():
+        kept.copy_(weight + 1)
+    assert same(kept.to("cpu", copy=True).dense(), weight + 1)
+    assert counts.looked == counts.waited == 1
+
+
 def test_level_max_and_settings_go_to_the_encoder(counts):
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for level, chunk_log2 in (("fast", 10), ("max", None), ("default", 12)):

@@ -21,7 +21,7 @@ from netweight.methods.compress.memory import device
 from netweight.methods.compress.memory.device import LENGTH
 from netweight.store.writing import Level
 
-__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "settled", "threads_for"]
+__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "moved", "pack", "settled", "threads_for"]
 
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
@@ -48,14 +48,13 @@ def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
     Returns:
         A one-dimensional U8 tensor on the CPU.
     """
-    payload = torch.empty(_capacity(len(blob)) if capacity is None else capacity, dtype=torch.uint8)
+    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
+    payload = torch.empty(size, dtype=torch.uint8)
     _fill(payload, blob)
     return payload
 
 
-def _capacity(size: int) -> int:
-    """Bytes of a payload for a blob of this size."""
-    used = LENGTH + size
+def _capacity(used: int) -> int:
     return -(-(used + (used >> 8)) // 64) * 64
 
 
@@ -95,6 +94,17 @@ def settled(payload: torch.Tensor) -> torch.Tensor:
     check = xxhash.xxh3_64_intdigest(blob[:24].tobytes() + blob[28:start].tobytes()) & 0xFFFFFFFF
     blob[24:28] = numpy.frombuffer(check.to_bytes(4, "little"), numpy.uint8)
     return payload
+
+
+def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
+    leaves = device.handles(payload) and to.type == "cpu"
+    copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
+    if leaves:
+        settled(copy)
+    if device.handles(payload) or device.handles(copy):
+        device.copied(copy, payload)
+    return copy
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
@@ -166,7 +176,7 @@ class Box:
         if there is None:
             payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
         else:
-            payload = torch.empty(_capacity(there.numel()), dtype=torch.uint8, device=weight.device)
+            payload = torch.empty(_capacity(LENGTH + there.numel()), dtype=torch.uint8, device=weight.device)
         box = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, layout_of(weight))
         if there is not None:
             box._adopt_there(there)
@@ -220,7 +230,7 @@ class Box:
     def _adopt_there(self, blob: torch.Tensor) -> None:
         """`adopt` a blob that was encoded on the payload's device."""
         if LENGTH + blob.numel() > self.payload.numel():
-            self.payload = torch.empty(_capacity(blob.numel()), dtype=torch.uint8, device=blob.device)
+            self.payload = torch.empty(_capacity(LENGTH + blob.numel()), dtype=torch.uint8, device=blob.device)
         device.about_to_write(self.payload)
         _fill_there(self.payload, blob)
         torch.autograd.graph.increment_version(self.payload)
@@ -231,7 +241,7 @@ class Box:
         """What pickle keeps: the bytes with their digest."""
         state = dict(self.__dict__)
         if device.handles(self.payload):
-            state["payload"] = self._settled().to(self.payload.device)
+            state["payload"] = pack(self.blob).to(self.payload.device)
         return state
 
     @property
@@ -242,12 +252,9 @@ class Box:
     @property
     def blob(self) -> memoryview:
         """A copy of the codec's bytes, without length and padding."""
-        local = self._settled()  # must outlive what `blob_of` gives
+        there = device.handles(self.payload)
+        local = settled(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
         return memoryview(blob_of(local).tobytes())
-
-    def _settled(self) -> torch.Tensor:
-        """The payload on the CPU, its blob with a digest."""
-        return settled(self.payload.to("cpu", copy=True)) if device.handles(self.payload) else self.payload.cpu()
 
 
 def _encode(weight: torch.Tensor, level: Level, chunk_log2: int | None, precision: Precision) -> bytes:

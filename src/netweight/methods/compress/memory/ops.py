@@ -42,8 +42,9 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
 
 def _decode_to(payload: torch.Tensor, direction: str) -> torch.Tensor:
     pending = ahead.current()
-    alone = pending is None or device.handles(payload) or not payload.is_cpu
-    return decode_now(payload) if alone else pending.take(payload, direction)
+    if pending is None or device.handles(payload) or not payload.is_cpu:
+        return decode_now(payload)
+    return pending.take(payload, direction)
 
 
 def _decode(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from netweight import codec
 from netweight.errors import DenseOnly, Unsupported
 from netweight.methods.compress.memory import compute, device
-from netweight.methods.compress.memory.box import Box, blob_of, layout_of, settled, threads_for
+from netweight.methods.compress.memory.box import Box, blob_of, layout_of, moved, threads_for
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
 
@@ -296,19 +296,14 @@ def _view(func: Any, tensor: CompressedTensor, args: tuple[Any, ...], kwargs: di
 
 
 def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
-    dtype, target = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
+    dtype, device = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
     box = tensor.box
-    if target.type == "meta":
-        return torch.empty(tensor.shape, dtype=dtype, device=target)
+    if device.type == "meta":
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
     if dtype == tensor.dtype:
-        leaves = device.handles(box.payload) and target.type == "cpu"
-        payload = box.payload.to(target, non_blocking=bool(kwargs.get("non_blocking")) and not leaves, copy=True)
-        if leaves:
-            settled(payload)
-        if device.handles(box.payload) or device.handles(payload):
-            device.copied(payload, box.payload)
+        payload = moved(box.payload, device, non_blocking=bool(kwargs.get("non_blocking")))
         return CompressedTensor(_laid_out(box.like(payload), **kwargs))
-    dense = tensor.dense().to(target, dtype)
+    dense = tensor.dense().to(device, dtype)
     return CompressedTensor(_laid_out(Box.of(dense, level=box.level, chunk_log2=box.chunk_log2), **kwargs))
 
 
