@@ -8,7 +8,7 @@ it (the runtime of compressed models) says how a section, which is a lossless bl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,9 +82,12 @@ def layout_of(blob: torch.Tensor) -> LossyLayout:
     start = header.words_start
     sections: list[Section | None] = []
     for part in (header.words, header.normalizers, header.gaps, header.kept):
-        size = 0 if part is None else len(part)
-        sections.append(None if part is None else Section(start, section_layout_of(local[start : start + size])))
-        start += size
+        if part is None:
+            sections.append(None)
+        else:
+            its = section_layout_of(local[start : start + len(part)])
+            sections.append(Section(start, replace(its, starts=its.starts.to(blob.device))))
+            start += len(part)
     words, normalizers, gaps, kept = sections
     assert words is not None
     dtype = torch_dtype(header.rounding.element.name)

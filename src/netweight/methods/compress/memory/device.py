@@ -86,7 +86,21 @@ def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
     if known is None:
         known = _Known()
         _known[source] = (_version(source), known)
+    if known.layout is not None and handles(payload):
+        known = _Known(_layout_on(known.layout, payload.device), known.checked)
     _known[payload] = (_version(payload), known)
+
+
+def _layout_on(layout: Layout, place: torch.device) -> Layout:
+    """A layout whose tensors are on a device, so that decoding there copies nothing."""
+    if isinstance(layout, BlobLayout):
+        return layout if layout.starts.device == place else replace(layout, starts=layout.starts.to(place))
+    parts: dict[str, Any] = {
+        name: None if part is None else replace(part, layout=_layout_on(part.layout, place))
+        for name in ("words", "normalizers", "gaps", "kept")
+        for part in [getattr(layout, name)]
+    }
+    return replace(layout, **parts)
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:

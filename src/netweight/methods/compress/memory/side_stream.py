@@ -26,6 +26,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from netweight.errors import OutOfMemory
 from netweight.methods.compress.memory import device
 from netweight.methods.compress.memory.device import Decoder, Event
 from netweight.methods.compress.memory.order import Order
@@ -188,7 +189,10 @@ class SideStream:
         if self._written.get(payload) != version:  # type: ignore[no-untyped-call]
             self._machine.wait_aside(self._machine.mark())
             self._written[payload] = version
-        weight = self._machine.decode_aside(payload, room.memory)
+        try:
+            weight = self._machine.decode_aside(payload, room.memory)
+        except (torch.OutOfMemoryError, OutOfMemory):
+            return None  # a rounded weight takes more memory than its room
         room.taken = True
         return _Pending(payload, direction, version, room, weight, self._machine.mark_aside())
 
