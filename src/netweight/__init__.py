@@ -23,6 +23,7 @@ _HOMES = {
     "WeightSpace": "netweight.methods.space.method:WeightSpace",
     "average_gradient": "netweight.methods.compress.memory.conflicts:average_gradient",
     "capture": "netweight.probe.capture:capture",
+    "check_device": "netweight.methods.compress.memory.device:check_device",
     "compress_": "netweight.methods.compress.memory.model:compress_",
     "compress_activations": "netweight.methods.compress.memory.activations:compress_activations",
     "compress_folder": "netweight.methods.compress.folder:compress_folder",

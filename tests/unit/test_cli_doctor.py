@@ -5,6 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from netweight import cli, codec
+from netweight.codec import cuda
 from netweight.core import environment
 
 
@@ -102,3 +103,10 @@ def test_the_folder_of_data_sets(diagnose, monkeypatch, tmp_path):
     answer = diagnose()
     assert answer.exit_code == 1
     assert "elsewhere, which is no folder" in answer.stdout
+
+
+def test_what_would_decode_on_a_gpu(diagnose, monkeypatch):
+    monkeypatch.setattr(cuda, "unavailable_because", lambda: None)
+    assert json.loads(diagnose("--json").stdout)["environment"]["gpu_decoding"] == "netweight's kernels"
+    monkeypatch.setattr(cuda, "unavailable_because", lambda: "NVRTC is missing. Install it.")
+    assert "no kernels: NVRTC is missing. Install it. Weights on a CUDA device would be decoded by" in diagnose().stdout

@@ -30,6 +30,7 @@ def doctor(context: click.Context, output: Output) -> None:
 
     facts = environment.describe({"codec_path": codec.active_path(), "codec_paths": list(codec.available_paths())})
     facts["accelerators"] = _accelerators()
+    facts["gpu_decoding"] = _gpu_decoding()
     extras = _extras()
     data = _data()
     problems = [*_codec_problems(facts["codec_path"]), *_torchvision_problems(), *data["problems"]]
@@ -46,6 +47,16 @@ def _accelerators() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu_decoding() -> str:
+    """What decodes compressed weights on a CUDA device here, and why not netweight's kernels if they do not."""
+    from netweight.codec import cuda
+
+    reason = cuda.unavailable_because()
+    if reason is None:
+        return "netweight's kernels"
+    return f"no kernels: {reason} Weights on a CUDA device would be decoded by plain torch operations, slowly."
 
 
 def _extras() -> dict[str, dict[str, Any]]:
@@ -128,6 +139,7 @@ def _show(
             ("machine", f"{facts['cpu'] or facts['machine']}, {facts['cores']} cores{memory}"),
             ("instructions", " ".join(facts["cpu_flags"]) or "unknown"),
             ("accelerators", ", ".join(facts["accelerators"]) or "none"),
+            ("on a GPU", facts["gpu_decoding"]),
             ("codec", f"{facts['codec_path']} (available: {', '.join(facts['codec_paths'])})"),
             ("NETWEIGHT_DATA", f"{data['folder']}: {', '.join(data['holds'])}" if data["folder"] else "not set"),
         ],

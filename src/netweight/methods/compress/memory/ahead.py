@@ -1,8 +1,8 @@
 """Decoding the next layers while the current one computes.
 
-The order is learned as it happens: after weight A came weight B, so the next time A is taken, B is decoded by a
-second thread, the codec's own. A changed order costs one decoding and is learned anew. `ops.py` asks here when a
-`decode_ahead` block is open.
+After a weight is taken, those that followed it the last time (`order.py`) are decoded: on the CPU by a second thread,
+the codec's own; on a GPU on a stream of its own (`side_stream.py`). A changed order costs one decoding. `ops.py` asks
+here when a `decode_ahead` block is open.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from netweight.codec import DecodeQueue, Decoding
+from netweight.methods.compress.memory import device
 from netweight.methods.compress.memory.box import blob_of
+from netweight.methods.compress.memory.order import Order
+from netweight.methods.compress.memory.side_stream import Loan, SideStream, side_stream_of
 
 __all__ = ["Ahead", "current", "decode_ahead"]
 
@@ -38,19 +40,37 @@ class _Pending:
 
 @final
 class Ahead:
-    """A second thread that decodes what will probably be asked for next; made by `decode_ahead`."""
+    """A second thread, or stream, that decodes what will probably be asked for next; made by `decode_ahead`."""
 
     def __init__(self, decode: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.hits = 0  # weights that were ready, or on their way, when asked for
+        self._hits = 0
         self._decode = decode
         self._queue = DecodeQueue()
         self._lock = threading.Lock()
-        self._after: dict[str, WeakIdKeyDictionary] = {
-            "forward": WeakIdKeyDictionary(),
-            "backward": WeakIdKeyDictionary(),
-        }
-        self._last: tuple[str, WeakIdRef] | None = None
+        self._order = Order()
         self._pending: deque[_Pending] = deque()
+        self._sides: dict[torch.device, SideStream | None] = {}
+
+    @property
+    def hits(self) -> int:
+        """Weights that were ready, or on their way, when asked for."""
+        return self._hits + sum(side.hits for side in self._sides.values() if side is not None)
+
+    def lend(self, payload: torch.Tensor, direction: str) -> Loan | None:
+        """Lend the weight of a payload on a device, decoded on a stream of its own, and begin with its successor.
+
+        Args:
+            payload: U8 payload on a CUDA device.
+            direction: "forward" or "backward".
+
+        Returns:
+            The weight, to be given back; None where it must be decoded as it would be without `decode_ahead`.
+        """
+        with self._lock:
+            if payload.device not in self._sides:
+                self._sides[payload.device] = side_stream_of(payload.device)
+            side = self._sides[payload.device]
+        return None if side is None else side.lend(payload, direction)
 
     def take(self, payload: torch.Tensor, direction: str) -> torch.Tensor:
         """Give the weight of a payload, decoded by now or on the spot, and begin with its probable successors.
@@ -67,7 +87,7 @@ class Ahead:
         """
         with self._lock:
             weight = self._collect(payload)
-            self._learn(payload, direction)
+            self._order.learn(payload, direction)
             self._look_ahead(payload, direction)
             return self._decode(payload) if weight is None else weight
 
@@ -77,28 +97,20 @@ class Ahead:
             pending = self._pending[0]
             if pending.payload is payload and pending.version == payload._version:
                 self._pending.popleft()
-                self.hits += 1
+                self._hits += 1
                 return pending.decoding.result()
         self._forget_pending()
         return None
-
-    def _learn(self, payload: torch.Tensor, direction: str) -> None:
-        if self._last is not None:
-            before = self._last[1]()
-            if before is not None:
-                self._after[self._last[0]][before] = (direction, WeakIdRef(payload))
-        self._last = (direction, WeakIdRef(payload))
 
     def _look_ahead(self, payload: torch.Tensor, direction: str) -> None:
         """Have weights decoded that followed the last one that is under way."""
         if self._pending:
             payload, direction = self._pending[-1].payload, self._pending[-1].direction
         while len(self._pending) < _AHEAD:
-            following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
-            successor = following[1]() if following is not None else None
-            if successor is None:
+            following = self._order.after(payload, direction)
+            if following is None:
                 return
-            payload, direction = successor, following[0]
+            payload, direction = following
             self._pending.append(_Pending(payload, direction, payload._version, self._queue.add(blob_of(payload))))
 
     def _forget_pending(self) -> None:
@@ -107,10 +119,13 @@ class Ahead:
         self._pending.clear()
 
     def close(self) -> None:
-        """Drop what is pending and end the thread."""
+        """Drop what is pending and end the thread; streams of their own let go of their memory."""
         with self._lock:
             self._forget_pending()
             self._queue.close()
+            for side in self._sides.values():
+                if side is not None:
+                    side.close()
 
 
 def current() -> Ahead | None:
@@ -120,11 +135,13 @@ def current() -> Ahead | None:
 
 @contextmanager
 def decode_ahead() -> Iterator[Ahead]:
-    """Decode the next compressed weights on a second CPU thread while the current layer computes.
+    """Decode the next compressed weights while the current layer computes: on a second thread, or stream of the GPU.
 
-    For weights on the CPU. Results do not change by a bit; memory grows by two decoded weights. It pays where a
-    processor core is idle during the layer's own calculation: leave it one with `torch.set_num_threads`, or the two
-    threads are in each other's way.
+    Results do not change by a bit; memory grows by two decoded weights, on a GPU by twice its largest. On the CPU it
+    pays where a core is idle during the layer's own calculation: leave it one with `torch.set_num_threads`, or the two
+    threads are in each other's way. On a GPU weights that only kernels read are decoded ahead; it changes nothing where
+    netweight's kernels cannot run (see `netweight doctor`) or a CUDA graph is captured. When the block ends without an
+    error, `netweight.check_device` has been called.
 
     Yields:
         The `Ahead` at work; its `hits` counts weights that were asked for as foreseen.
@@ -142,3 +159,4 @@ def decode_ahead() -> Iterator[Ahead]:
     finally:
         _open.remove(ahead)
         ahead.close()
+    device.check_device()

@@ -14,18 +14,19 @@ from typing import Any, final
 
 import numpy
 import torch
+import xxhash
 
 from netweight import codec
 from netweight.codec import Precision
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
-from netweight.codec.rounding import LOSSLESS_BITS
 from netweight.errors import LossyWrite, Unsupported, UsageError
+from netweight.methods.compress.memory import device
+from netweight.methods.compress.memory.device import LENGTH
 from netweight.store.writing import Level
 
-__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "pack", "threads_for"]
+__all__ = ["LENGTH", "Box", "blob_of", "layout_of", "moved", "pack", "settled", "threads_for"]
 
-LENGTH = 8  # bytes of the length at the payload's start
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
@@ -66,6 +67,50 @@ def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
     memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
     memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
     memory[used:] = 0
+
+
+def _fill_there(payload: torch.Tensor, blob: torch.Tensor) -> None:
+    """`_fill` on a device, with a blob that is there."""
+    used = LENGTH + blob.numel()
+    payload[:LENGTH].view(torch.int64).fill_(blob.numel())
+    payload[LENGTH:used].copy_(blob)
+    payload[used:].zero_()
+
+
+def settled(payload: torch.Tensor) -> torch.Tensor:
+    """Complete the blob in a payload that came from a device, where weights are encoded without their digests.
+
+    Args:
+        payload: U8 payload on the CPU; completed in place.
+
+    Returns:
+        The payload.
+
+    Raises:
+        CorruptBlob: The blob is damaged.
+    """
+    blob = blob_of(payload)
+    if bytes(blob[:3]) != b"NWT" or blob[8:24].any():
+        return payload
+    start = codec.info(blob).chunk_offsets[0]
+    decoded = codec.decode_raw(blob, threads=threads_for(len(blob) * 3 // 2))
+    blob[8:24] = numpy.frombuffer(xxhash.xxh3_128_digest(decoded.data), numpy.uint8)
+    check = xxhash.xxh3_64_intdigest(blob[:24].tobytes() + blob[28:start].tobytes()) & 0xFFFFFFFF
+    blob[24:28] = numpy.frombuffer(check.to_bytes(4, "little"), numpy.uint8)
+    return payload
+
+
+def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
+    leaves = device.handles(payload) and to.type == "cpu"
+    copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
+    if type(payload) is not torch.Tensor:
+        return copy  # a compiler's or tracer's, without bytes
+    if leaves:
+        settled(copy)
+    if device.handles(payload) or device.handles(copy):
+        device.copied(copy, payload)
+    return copy
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
@@ -137,14 +182,19 @@ class Box:
         Raises:
             Unsupported: Weights of this dtype cannot be rounded.
         """
-        stride = layout_of(weight)
-        exact = (precision or Precision()).mantissa_bits == LOSSLESS_BITS
-        payload = _fixed(weight) if fixed and exact and stride is None else None
+        precision, stride = precision or Precision(), layout_of(weight)
+        payload = _fixed(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
             return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
-        blob = _encode(weight, level, chunk_log2, precision or Precision())
-        payload = pack(blob).to(weight.device)
-        return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
+        there = device.encode(weight, level, chunk_log2) if precision.lossless else None
+        if there is None:
+            payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
+        else:
+            payload = torch.empty(_capacity(LENGTH + there.numel()), dtype=torch.uint8, device=weight.device)
+        box = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
+        if there is not None:
+            box._adopt_there(there)
+        return box
 
     def like(self, payload: torch.Tensor) -> Box:
         """A box of its own with the same weight's description and another payload."""
@@ -173,7 +223,12 @@ class Box:
                 self._replace(payload)
                 return
             self.fixed = False
-        self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
+        same = weight.device == self.payload.device
+        there = device.encode(weight, self.level, self.chunk_log2) if same else None
+        if there is None:
+            self.adopt(_encode(weight, self.level, self.chunk_log2, Precision()))
+        else:
+            self._adopt_there(there)
 
     def adopt(self, blob: bytes | memoryview) -> None:
         """Put another blob of the same shape and dtype in place of what was here; see `write`."""
@@ -186,6 +241,7 @@ class Box:
             if self.payload.is_cpu:
                 _fill(self.payload, blob)
             else:
+                device.about_to_write(self.payload)
                 self.payload.copy_(pack(blob, self.payload.numel()))
             # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
             torch.autograd.graph.increment_version(self.payload)
@@ -214,6 +270,8 @@ class Box:
         """The decoded weight, contiguous, on the payload's device."""
         if self.fixed:
             return fixed_products.decode(self.payload, *self.shape)
+        if device.handles(self.payload):
+            return device.decoder_of(self.payload.device).weight(self.payload)
         blob = blob_of(self.payload.cpu())
         return codec.decode(blob, threads=threads_for(self.payload.numel() * 3 // 2)).to(self.payload.device)
 
@@ -237,9 +295,9 @@ class Box:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles hold: always the codec's blob, so that the fixed-length form stays out of files."""
+        """What pickles hold: always the codec's blob with its digest; the fixed-length form stays out of files."""
         state = dict(self.__dict__)
-        if self.fixed:
+        if self.fixed or device.handles(self.payload):
             state["payload"] = pack(self.blob).to(self.payload.device)
         return state
 
@@ -248,6 +306,16 @@ class Box:
         self.__dict__.update(state)
         self.fixed = False
         self.transcode(fixed=state.get("fixed", False))
+
+    def _adopt_there(self, blob: torch.Tensor) -> None:
+        """`adopt` a blob that was encoded on the payload's device."""
+        if LENGTH + blob.numel() > self.payload.numel():
+            self.payload = torch.empty(_capacity(LENGTH + blob.numel()), dtype=torch.uint8, device=blob.device)
+        device.about_to_write(self.payload)
+        _fill_there(self.payload, blob)
+        torch.autograd.graph.increment_version(self.payload)
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        device.wrote(self.payload, blob.numel(), like, self.chunk_log2, self.level)
 
     @property
     def lossy(self) -> bool:
@@ -259,7 +327,9 @@ class Box:
         """A copy of the codec's bytes, without length and padding; made anew of the fixed-length form."""
         if self.fixed:
             return memoryview(_encode(self.dense(), self.level, self.chunk_log2, Precision()))
-        return memoryview(blob_of(self.payload.cpu()).tobytes())
+        there = device.handles(self.payload)
+        local = settled(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
+        return memoryview(blob_of(local).tobytes())
 
 
 def _fixed(weight: torch.Tensor) -> torch.Tensor | None:

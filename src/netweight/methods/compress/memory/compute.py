@@ -3,7 +3,8 @@
 Each function stands in for one of torch's when its weight is compressed. Outputs and gradients are those of the dense
 weight to the last bit, because the same kernels run on the same values; where that is not sure (odd strides, vectors)
 the function declines and torch's own runs, with operators that decode one by one. What is kept for the backward pass
-is the payload, never a dense weight (NeuZip, section 3.2). Called by `tensor.py` only.
+is the payload, never a dense weight (NeuZip, section 3.2). A weight that is lent (`ops.borrow`) is given back when its
+product has been asked for; nothing here keeps it. Called by `tensor.py` only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from netweight.methods.compress.memory.fixed_ops import decode_fixed, decode_fixed_backward, multiply
-from netweight.methods.compress.memory.ops import decode_backward, gather_rows, read
+from netweight.methods.compress.memory.ops import Loan, borrow, decode_backward, gather_rows, give_back, read
 
 __all__ = ["addmm", "conv", "embedding", "linear"]
 
@@ -69,20 +70,34 @@ def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x, payload
 
 
-def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    return read(payload, weight.shape, weight.dtype).to(compute)
+def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype, loan: Loan | None) -> torch.Tensor:
+    return (read(payload, weight.shape, weight.dtype) if loan is None else loan.weight).to(compute)
 
 
-def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor, loan: Loan | None) -> torch.Tensor:
     again = decode_fixed_backward if ctx.fixed else decode_backward
-    dense: torch.Tensor = again(payload, ctx.shape, ctx.dtype)
+    dense: torch.Tensor = again(payload, ctx.shape, ctx.dtype) if loan is None else loan.weight
     return dense.to(gradient.dtype)
+
+
+def _times_weight(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
+    """A gradient of shape (rows, a) times the weight of shape (a, b), or (b, a) if that is to be transposed."""
+    loan = None if ctx.fixed else borrow(payload, "backward")
+    try:
+        dense = _dense_again(ctx, payload, gradient, loan)
+        return gradient.mm(dense.t() if transposed else dense)
+    finally:
+        give_back(loan)
 
 
 class _Linear(_Product):
     @staticmethod
     def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
-        return F.linear(x, _dense(payload, weight, compute), bias)
+        loan = borrow(payload, "forward")
+        try:
+            return F.linear(x, _dense(payload, weight, compute, loan), bias)
+        finally:
+            give_back(loan)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -91,7 +106,7 @@ class _Linear(_Product):
         flat = gradient.flatten(0, -2)
         to_x = None
         if needs_x:
-            to_x = flat.mm(_dense_again(ctx, payload, flat)).view(*gradient.shape[:-1], ctx.shape[1])
+            to_x = _times_weight(ctx, payload, flat).view(*gradient.shape[:-1], ctx.shape[1])
         to_weight = flat.t().mm(x.flatten(0, -2)).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, flat.sum(0) if needs_bias else None, None, None
 
@@ -114,13 +129,17 @@ class _FixedLinear(_Linear):
 class _Addmm(_Product):
     @staticmethod
     def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, keeper: Any) -> torch.Tensor:
-        return torch.addmm(bias, x, _dense(payload, weight, compute))
+        loan = borrow(payload, "forward")
+        try:
+            return torch.addmm(bias, x, _dense(payload, weight, compute, loan))
+        finally:
+            give_back(loan)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = _kept(ctx)
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
-        to_x = gradient.mm(_dense_again(ctx, payload, gradient).t()) if needs_x else None
+        to_x = _times_weight(ctx, payload, gradient, transposed=True) if needs_x else None
         to_weight = x.t().mm(gradient).to(ctx.dtype) if needs_weight else None
         return to_x, to_weight, None, gradient.sum(0) if needs_bias else None, None, None
 
@@ -130,9 +149,12 @@ class _Conv(Function):
     def forward(x: Any, weight: Any, payload: Any, bias: Any, compute: torch.dtype, geometry: Any) -> torch.Tensor:
         stride, padding, dilation, groups = geometry
         none = [0] * len(stride)
-        return torch.convolution(
-            x, _dense(payload, weight, compute), bias, stride, padding, dilation, False, none, groups
-        )
+        loan = borrow(payload, "forward")
+        try:
+            dense = _dense(payload, weight, compute, loan)
+            return torch.convolution(x, dense, bias, stride, padding, dilation, False, none, groups)
+        finally:
+            give_back(loan)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -145,10 +167,14 @@ class _Conv(Function):
         x, payload = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
-            gradient, x, _dense_again(ctx, payload, gradient), [ctx.shape[0]], stride, padding, dilation, False,
-            [0] * len(stride), groups, wanted,
-        )  # fmt: skip
+        loan = borrow(payload, "backward")
+        try:
+            to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
+                gradient, x, _dense_again(ctx, payload, gradient, loan), [ctx.shape[0]], stride, padding, dilation,
+                False, [0] * len(stride), groups, wanted,
+            )  # fmt: skip
+        finally:
+            give_back(loan)
         return to_x, to_weight.to(ctx.dtype) if wanted[1] else None, None, to_bias, None, None
 
 

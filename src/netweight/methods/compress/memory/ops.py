@@ -10,10 +10,21 @@ from __future__ import annotations
 import torch
 
 from netweight import codec
-from netweight.methods.compress.memory import ahead
+from netweight.methods.compress.memory import ahead, device
 from netweight.methods.compress.memory.box import blob_of, threads_for
+from netweight.methods.compress.memory.side_stream import Loan
 
-__all__ = ["decode", "decode_backward", "decode_now", "gather_rows", "is_watched", "read"]
+__all__ = [
+    "Loan",
+    "borrow",
+    "decode",
+    "decode_backward",
+    "decode_now",
+    "gather_rows",
+    "give_back",
+    "is_watched",
+    "read",
+]
 
 _library = torch.library.Library("netweight", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -23,14 +34,16 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
     """Decode a payload on the spot.
 
     Args:
-        payload: U8 payload; if it is not on the CPU its bytes are copied there and the weight back.
+        payload: U8 payload. On a CUDA device it is decoded there; elsewhere its bytes go to the CPU, the weight back.
 
     Returns:
-        The dense weight on the payload's device, in memory from the codec's pool.
+        The dense weight on the payload's device; on the CPU in memory from the codec's pool.
 
     Raises:
         CorruptBlob: The payload is damaged.
     """
+    if device.handles(payload):
+        return device.decoder_of(payload.device).weight(payload)
     local = payload.cpu()
     # A weight is about half again as large as its blob.
     weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
@@ -39,7 +52,9 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
 
 def _decode_to(payload: torch.Tensor, direction: str) -> torch.Tensor:
     pending = ahead.current()
-    return decode_now(payload) if pending is None or not payload.is_cpu else pending.take(payload, direction)
+    if pending is None or device.handles(payload) or not payload.is_cpu:
+        return decode_now(payload)
+    return pending.take(payload, direction)
 
 
 def _decode(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -55,6 +70,12 @@ def _decode_fake(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) ->
 
 
 def _gather_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    if device.handles(payload):  # the whole table: to know which chunks are touched is to wait for the device
+        loan = borrow(payload, "forward")
+        try:
+            return torch.nn.functional.embedding(ids, decode_now(payload) if loan is None else loan.weight)
+        finally:
+            give_back(loan)
     local, wanted = payload.cpu(), ids.reshape(-1).cpu()
     if not wanted.numel():
         return torch.empty((*ids.shape, *shape[1:]), dtype=dtype, device=payload.device)
@@ -132,6 +153,34 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
         return _decode_to(payload, "forward")
     weight: torch.Tensor = decode(payload, shape, dtype)
     return weight
+
+
+def borrow(payload: torch.Tensor, direction: str) -> Loan | None:
+    """Borrow a weight that was decoded ahead of time on a device, in memory that layers share.
+
+    For products only, which keep neither the weight nor a view of it. Where autograd, a compiler or a tracer looks on
+    there is no loan: what they keep must have memory of its own.
+
+    Args:
+        payload: U8 payload.
+        direction: "forward" or "backward".
+
+    Returns:
+        The loan, which must be given back; None where the weight must be decoded, always on the CPU.
+
+    Raises:
+        CorruptBlob: The payload is damaged.
+    """
+    if not device.handles(payload) or is_watched() or torch.is_grad_enabled():
+        return None
+    pending = ahead.current()
+    return None if pending is None else pending.lend(payload, direction)
+
+
+def give_back(loan: Loan | None) -> None:
+    """Give back what `borrow` gave, once everything that reads it was asked of the current stream."""
+    if loan is not None:
+        loan.give_back()
 
 
 # (payload: U8 of shape (capacity,), shape, dtype) -> dense weight of that shape and dtype

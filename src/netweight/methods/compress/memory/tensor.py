@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from netweight import codec
 from netweight.errors import DenseOnly, Unsupported
-from netweight.methods.compress.memory import compute
-from netweight.methods.compress.memory.box import Box, blob_of, layout_of, threads_for
+from netweight.methods.compress.memory import compute, device
+from netweight.methods.compress.memory.box import Box, blob_of, layout_of, moved, threads_for
 from netweight.methods.compress.memory.fixed_ops import decode_fixed
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
@@ -71,8 +71,17 @@ class CompressedTensor(torch.Tensor):
     views: tuple[_View, ...]
 
     @staticmethod
-    def __new__(cls, box: Box, views: tuple[_View, ...] = (), stand_in: torch.Tensor | None = None) -> CompressedTensor:
-        """Make the tensor without memory of its own."""
+    def __new__(
+        cls,
+        box: Box | torch.Tensor,
+        views: tuple[_View, ...] = (),
+        stand_in: torch.Tensor | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Make the tensor without memory of its own; or, as accelerate's `type(parameter)(tensor)`, a parameter."""
+        if isinstance(box, torch.Tensor):
+            return torch.nn.Parameter(box, requires_grad=requires_grad)
         like = _meta(box) if stand_in is None else stand_in
         tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -84,9 +93,17 @@ class CompressedTensor(torch.Tensor):
         )
         return tensor
 
-    def __init__(self, box: Box, views: tuple[_View, ...] = (), stand_in: torch.Tensor | None = None) -> None:
-        self.box = box
-        self.views = views
+    def __init__(
+        self,
+        box: Box | torch.Tensor,
+        views: tuple[_View, ...] = (),
+        stand_in: torch.Tensor | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        if isinstance(box, Box):
+            self.box = box
+            self.views = views
 
     @classmethod
     def of(cls, weight: torch.Tensor, *, level: Level = "default", chunk_log2: int | None = None) -> CompressedTensor:
@@ -183,6 +200,9 @@ class CompressedTensor(torch.Tensor):
             if func is torch.Tensor.is_shared:
                 return args[0].payload.is_shared()
             if func in _NO_MEMORY and isinstance(args[0], cls):
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                if func is torch.Tensor.data_ptr and caller.startswith("accelerate."):
+                    return args[0].payload.data_ptr()  # it tells by addresses which weights are tied
                 _no_memory(_NO_MEMORY[func])
         if result is not None:
             return result
@@ -253,6 +273,8 @@ def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
     row_of = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and box.stride is None
     if row_of and not box.fixed and not torch.compiler.is_compiling():
         row = views[0][1][1] % box.shape[0]
+        if device.handles(box.payload):
+            return _cut(device.decoder_of(box.payload.device).rows(box.payload, row, row + 1)[0], views[1:])
         local = box.payload.cpu()
         threads = threads_for(local.numel() // box.shape[0])
         return _cut(
@@ -282,7 +304,7 @@ def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
     if device.type == "meta":
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     if dtype == tensor.dtype:
-        payload = box.payload.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
+        payload = moved(box.payload, device, non_blocking=bool(kwargs.get("non_blocking")))
         return CompressedTensor(_laid_out(box.like(payload), **kwargs))
     dense = tensor.dense().to(device, dtype)
     changed = Box.of(dense, level=box.level, chunk_log2=box.chunk_log2, fixed=box.fixed)

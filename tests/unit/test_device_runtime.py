@@ -1,0 +1,391 @@
+"""The runtime of compressed models on a device, on one that the CPU pretends to be: see `pretended_device.py`."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models_under_test import Picture, Tied, differing, pair, same, stack
+from pretended_device import CPU, pretend
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import netweight
+from netweight import codec
+from netweight.codec import cuda, torch_path
+from netweight.codec.dtypes import torch_dtype
+from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.compress.memory import ahead as ahead_of_time
+from netweight.methods.compress.memory import device, side_stream
+from netweight.methods.compress.memory.box import Box, blob_of
+
+IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
+PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+ROWS = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    return pretend(monkeypatch)
+
+
+def step(model, x):
+    """Output and gradient of the input; the parameters' gradients stay."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
+    y = model(x)
+    y.square().mean().backward()
+    return y, x.grad if x.is_floating_point() else y
+
+
+def assert_steps_alike(dense, model, x):
+    for one, other in zip(step(dense, x), step(model, x), strict=True):
+        assert same(one, other)
+    assert not differing(dense, model, lambda parameter: parameter.grad)
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "x"), [(Tied, IDS), (Picture, PICTURE), (stack, ROWS)])
+def test_outputs_and_gradients_are_equal_to_the_last_bit(counts, make, x, dtype):
+    dense, model = pair(make, dtype)
+    x = x.to(dtype) if x.is_floating_point() else x
+    assert_steps_alike(dense, model, x)
+    with netweight.decode_ahead() as ahead:
+        for _ in range(3):
+            assert_steps_alike(dense, model, x)
+    assert ahead.hits > 3
+    with torch.no_grad():
+        assert same(dense(x), model(x))
+
+
+def test_from_the_second_pass_on_the_host_waits_for_nothing(counts):
+    dense, model = pair(Tied, torch.bfloat16)
+    copies = copy.deepcopy(model)  # their bytes are as if they came from a file: nobody here encoded them
+    step(copies, IDS)
+    assert counts.waited == counts.looked == 3  # embedding and head are one weight
+    with netweight.decode_ahead():
+        for _ in range(3):
+            assert_steps_alike(dense, copies, IDS)
+    assert counts.waited == counts.looked == 3
+    step(model, IDS)
+    assert counts.waited == counts.looked == 3  # what was encoded on the device is known
+
+
+def test_rounded_weights(counts):
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).to(dtype)
+        model[0].weight.data[3, 5] = float("inf")
+        model[0].weight.data[3, 6] = 1e-40
+        report = netweight.compress_(model, mantissa_bits=2)
+        dense = copy.deepcopy(model)
+        netweight.decompress_(dense)
+        assert len(report.compressed) == 2
+        for layer in model:
+            assert same(layer.weight, codec.decode(layer.weight.box.blob))
+        x = ROWS.to(dtype)
+        with torch.no_grad(), netweight.decode_ahead() as ahead:
+            for _ in range(3):
+                assert same(dense(x), model(x))
+        assert ahead.hits > 2
+
+
+def test_what_keeps_a_weight_gets_one_of_its_own(counts):
+    """Second derivatives, checkpoints, and weights used outside of their layers, while rooms are decoded into again."""
+    dense, model = pair(stack)
+    with netweight.decode_ahead():
+        for m in (dense, model, dense, model):
+            m.requires_grad_(False)
+            x = ROWS.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(m(x).sigmoid().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+            m.slope = slope.detach(), x.grad
+            m.requires_grad_(True)
+        assert all(same(one, other) for one, other in zip(dense.slope, model.slope, strict=True))
+        for m in (dense, model, dense, model):
+            m.zero_grad()
+            x = ROWS.clone().requires_grad_()
+            kept = m[1].weight.t() @ m[2].weight.detach()
+            checkpoint(m, x, use_reentrant=False).square().sum().backward()
+            kept.sum().backward()
+            m.slope = kept.detach(), x.grad
+        assert all(same(one, other) for one, other in zip(dense.slope, model.slope, strict=True))
+        assert not differing(dense, model, lambda parameter: parameter.grad)
+
+
+def test_autocast_and_other_orders_of_layers(counts):
+    dense, model = pair(stack)
+    with netweight.decode_ahead(), torch.no_grad():
+        for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0], [2, 2, 2], [0, 1, 2, 3]):
+            results = []
+            for m in (dense, model):
+                x = ROWS
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    for layer in order:
+                        x = m[layer](x)
+                results.append(x)
+            assert same(*results)
+
+
+def test_a_failed_product_gives_its_room_back(counts):
+    dense, model = pair(stack)
+    with torch.no_grad(), netweight.decode_ahead() as ahead:
+        model(ROWS)
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model[0](ROWS[:, :-1].contiguous())
+        before = ahead.hits
+        for _ in range(2):
+            assert same(dense(ROWS), model(ROWS))
+        assert ahead.hits > before + 4
+
+
+# ---- training and what leaves the device -----------------------------------------------------------------------------
+
+
+def test_training_encodes_on_the_device(counts):
+    dense, model = pair(stack, torch.bfloat16)
+    x = ROWS.bfloat16()
+    step(model, x)
+    optimizers = [torch.optim.SGD(dense.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]
+    with netweight.decode_ahead():
+        for _ in range(3):
+            assert_steps_alike(dense, model, x)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not differing(dense, model)
+    assert counts.waited == counts.looked == 0
+    assert not any(blob_of(layer.weight.payload)[8:24].any() for layer in model)  # no digests
+
+
+def test_layerwise_training_is_that_of_the_dense_model(counts):
+    dense, model = pair(Tied)
+    optimizers = [netweight.LayerwiseOptimizer(m, torch.optim.AdamW, lr=0.01) for m in (dense, model)]
+    with netweight.decode_ahead():
+        for _ in range(3):
+            for m in (dense, model):
+                m(IDS).square().mean().backward()
+    assert [optimizer.steps for optimizer in optimizers] == [3, 3]
+    assert not differing(dense, model)
+
+
+def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
+    dense, model = pair(stack, torch.bfloat16)
+    with torch.no_grad():
+        for m in (dense, model):
+            m[0].weight.add_(1)
+    weight = model[0].weight
+    assert not blob_of(weight.payload)[8:24].any()
+    expected = codec.encode(dense[0].weight)
+    assert bytes(weight.box.blob) == expected
+    assert bytes(blob_of(weight.to("cpu", copy=True).payload)) == expected
+    assert bytes(blob_of(pickle.loads(pickle.dumps(weight)).payload)) == expected
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert bytes(blob_of(torch.load(file, weights_only=True)["0.weight"].payload)) == expected
+    netweight.save_checkpoint(tmp_path / "now.safetensors", model)
+    other = copy.deepcopy(model)
+    netweight.load_checkpoint(tmp_path / "now.safetensors", other)
+    assert not differing(dense, other)
+
+
+def test_copies_of_a_weight_are_looked_at_once(counts):
+    """As weights are that come from the CPU for their layer, pass after pass."""
+    weight = torch.randn(64, 64)
+    kept = copy.deepcopy(netweight.CompressedTensor.of(weight))
+    for _ in range(3):
+        assert same(kept.to("cpu", copy=True).dense(), weight)
+    assert counts.looked == counts.waited == 1
+    with torch.no_grad():
+        kept.copy_(weight + 1)
+    assert same(kept.to("cpu", copy=True).dense(), weight + 1)
+    assert counts.looked == counts.waited == 1
+
+
+def test_level_max_and_settings_go_to_the_encoder(counts):
+    weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for level, chunk_log2 in (("fast", 10), ("max", None), ("default", 12)):
+        box = Box.of(weight, level=level, chunk_log2=chunk_log2)
+        assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=chunk_log2)
+        box.write(weight * 2)
+        assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=chunk_log2)
+    assert counts.looked == 0
+
+
+def test_a_weight_that_outgrows_its_payload(counts):
+    weight = torch.zeros(64, 64)
+    box = Box.of(weight)
+    assert same(device.decoder_of(CPU).weight(box.payload), weight)
+    noise = torch.randn(64, 64)
+    box.write(noise)
+    assert same(device.decoder_of(CPU).weight(box.payload), noise)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["BF16", "F32", "F64", "C64", "I8", "BOOL", "F8_E5M2", "C32"]),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.sampled_from([None, 10]),
+)
+def test_layouts_of_what_was_encoded_here_are_those_that_one_would_read(dtype, shape, chunk_log2):
+    tensor = torch.zeros(shape, dtype=torch_dtype(dtype))
+    blob = torch.from_numpy(np.frombuffer(codec.encode(tensor, chunk_log2=chunk_log2), np.uint8).copy())
+    made, read = device._layout_for(blob, tensor, chunk_log2, "default"), cuda.layout_of(blob)
+    assert made == read
+    assert made.starts.equal(read.starts)
+
+
+# ---- parts of weights ------------------------------------------------------------------------------------------------
+
+
+def test_one_row_of_many_decodes_no_more_than_its_chunks(counts):
+    draw = torch.Generator().manual_seed(2)
+    for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int8):
+        weight = (torch.randn(6, 10, 100, generator=draw) * 50).to(dtype)
+        box = Box.of(weight, chunk_log2=10)
+        tensor = netweight.CompressedTensor(box)
+        assert len(counts.chunks) == 0
+        for row in (0, 5, 2, -1):
+            assert same(tensor[row].dense(), weight[row])
+        assert max(counts.chunks) <= 2 + dtype.is_complex
+        assert counts.waited == 0
+        counts.chunks.clear()
+    assert same(tensor[3][2:4].dense(), weight[3][2:4])
+
+
+def test_the_first_row_of_unknown_bytes_checks_them_all(counts):
+    weight = torch.randn(6, 1000).bfloat16()
+    tensor = netweight.CompressedTensor(copy.deepcopy(netweight.CompressedTensor.of(weight, chunk_log2=10)).box)
+    assert same(tensor[4].dense(), weight[4])
+    assert (counts.waited, counts.chunks) == (1, [6])
+    assert same(tensor[5].dense(), weight[5])
+    assert (counts.waited, counts.chunks) == (1, [6, 2])
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def damage(model, layer=1):
+    """Damage a weight's bytes as faulty memory does: nobody knows."""
+    blob = blob_of(model[layer].weight.payload)
+    blob[codec.info(blob).chunk_offsets[0]] = 77  # the mode of a plane
+
+
+def test_damaged_bytes_are_refused_when_they_are_first_decoded(counts):
+    _, made = pair(stack)
+    model = copy.deepcopy(made)
+    damage(model)
+    with pytest.raises(CorruptBlob, match="unknown mode"):
+        model(ROWS)
+    netweight.check_device()  # told already
+
+
+def test_later_damage_is_told_by_check_device_and_at_the_end_of_a_block(counts):
+    _, model = pair(stack)
+    model(ROWS)
+    netweight.check_device()
+    damage(model)
+    model(ROWS)
+    with pytest.raises(CorruptBlob, match="on cpu was found damaged after it had been decoded well"):
+        netweight.check_device()
+    with pytest.raises(CorruptBlob), netweight.decode_ahead():
+        model(ROWS)
+    netweight.check_device("cpu")  # another check begins anew
+    netweight.check_device("cuda")
+
+
+def test_later_damage_is_told_some_layers_late_without_being_asked(counts):
+    _, model = pair(stack)
+    model(ROWS)
+    damage(model)
+    with pytest.raises(CorruptBlob):
+        [model(ROWS) for _ in range(10)]
+
+
+def test_later_damage_of_rounded_weights_is_told(counts):
+    torch.manual_seed(0)
+    model = stack().bfloat16()
+    netweight.compress_(model, mantissa_bits=3)
+    x = ROWS.bfloat16()
+    model(x)
+    blob = blob_of(model[1].weight.payload)
+    layout = device._found(model[1].weight.payload).layout
+    words = layout.words
+    blob[words.start + words.layout.payload_at] = 0  # the mode of a plane: words that stand for no number
+    model(x)
+    with pytest.raises(CorruptBlob):
+        netweight.check_device()
+
+
+def test_bytes_that_others_write_are_looked_at_again(counts):
+    dense, made = pair(stack)
+    model = copy.deepcopy(made)
+    model(ROWS)
+    assert counts.looked == 4
+    payload, other = model[2].weight.payload, made[1].weight.payload
+    size = min(len(payload), len(other))
+    payload[:size] = other[:size]
+    dense[2].weight.data.copy_(dense[1].weight.data)
+    assert same(model(ROWS), dense(ROWS))
+    assert (counts.looked, counts.waited) == (5, 5)
+    payload.fill_(255)
+    with pytest.raises(CorruptBlob, match="states a length of"):
+        model(ROWS)
+
+
+# ---- errors and fallbacks --------------------------------------------------------------------------------------------
+
+
+def test_without_kernels_torch_decodes_and_says_so_and_the_host_encodes(counts, monkeypatch):
+    dense, model = pair(stack, torch.bfloat16)
+    monkeypatch.setattr(cuda, "unavailable_because", lambda: "NVRTC is missing.")
+    monkeypatch.setattr(device, "_decoders", {})
+    monkeypatch.setattr(ahead_of_time, "side_stream_of", side_stream.side_stream_of)
+    x = ROWS.bfloat16()
+    torch_path._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"plain torch operations.*no kernels for devices of type 'cpu'"):
+        assert_steps_alike(dense, model, x)
+    with netweight.decode_ahead() as ahead:
+        for m in (dense, model):
+            with torch.no_grad():
+                m[0].weight.mul_(2)
+        assert_steps_alike(dense, model, x)
+    assert ahead.hits == 0
+    assert counts.chunks == []
+    assert blob_of(model[0].weight.payload)[8:24].any()  # the host's encoder gives a digest
+    netweight.check_device()
+
+
+def test_a_graph_cannot_be_captured_before_weights_were_looked_at(counts, monkeypatch):
+    dense, made = pair(stack)
+    model = copy.deepcopy(made)
+    monkeypatch.setattr(device, "_is_capturing", lambda tensor: True)
+    with torch.no_grad():
+        with pytest.raises(UsageError, match="Run the model once before"):
+            model(ROWS)
+        monkeypatch.undo()
+        pretend(monkeypatch)
+        model(ROWS)
+        monkeypatch.setattr(device, "_is_capturing", lambda tensor: True)
+        assert same(model(ROWS), dense(ROWS))
+
+
+def test_without_memory_the_error_says_what_it_was_for(counts, monkeypatch):
+    _, model = pair(stack)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(device.decoder_of(CPU), "_run", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(ROWS)
+    assert "weight of shape (64, 64)" in caught.value.__notes__[0]
