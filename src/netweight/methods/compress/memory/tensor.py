@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from netweight import codec
-from netweight.errors import DenseOnly, Unsupported
-from netweight.methods.compress.memory import compute
+from netweight.errors import DenseOnly
+from netweight.methods.compress.memory import compute, sharding
 from netweight.methods.compress.memory.box import Box, blob_of, layout_of, threads_for
 from netweight.methods.compress.memory.ops import decode
 from netweight.store.writing import Level
@@ -30,7 +30,6 @@ _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.device.__get__
-_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
     getattr(aten, name).default
@@ -39,6 +38,12 @@ _LIKE = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     )
 )  # fmt: skip
+# How FSDP2 cuts a weight.
+_CUTTING: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.new_zeros: sharding.blank,
+    torch.Tensor.narrow: sharding.cut,
+    torch.Tensor.pin_memory: sharding.refuse_pinning,
+}
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
@@ -152,6 +157,16 @@ class CompressedTensor(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """What FSDP2 gathers of this shard; see `sharding.py`."""
+        return sharding.before_gather(self.box, mesh)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        """What FSDP2 makes of the gathered shards."""
+        return sharding.after_gather(self.box, gathered[0], sent, param_dtype, out)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Send the layers' functions to `compute.py`, and stop what would be lost without a word."""
@@ -173,7 +188,11 @@ class CompressedTensor(torch.Tensor):
             if func == _SET_DATA:
                 return _set_data(*args)
             if func == _GET_DEVICE:
-                _refuse_sharding(sys._getframe(1).f_globals.get("__name__", ""))
+                sharding.refuse(args[0], sys._getframe(1))
+            if func in _CUTTING and sharding.is_fsdp(sys._getframe(1)):
+                return _CUTTING[func](*args, **kwargs)
+            if func is torch.Tensor.data_ptr and sharding.is_preparation(sys._getframe(1)):
+                return args[0].payload.data_ptr()
             if func is torch.Tensor.share_memory_:
                 args[0].payload.share_memory_()
                 return args[0]
@@ -280,9 +299,10 @@ def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     if dtype == tensor.dtype:
         payload = box.payload.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
-        return CompressedTensor(_laid_out(box.like(payload), **kwargs))
-    dense = tensor.dense().to(device, dtype)
-    return CompressedTensor(_laid_out(Box.of(dense, level=box.level, chunk_log2=box.chunk_log2), **kwargs))
+        converted = box.like(payload)
+    else:
+        converted = Box.of(tensor.dense().to(device, dtype), level=box.level, chunk_log2=box.chunk_log2)
+    return CompressedTensor(sharding.inherit(_laid_out(converted, **kwargs), box))
 
 
 def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
@@ -370,16 +390,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         _copy_whole(tensor, value.detach())
-
-
-def _refuse_sharding(caller: str) -> None:
-    """Stop code that takes weights apart: it would keep decoded pieces without a word. It asks for the device first."""
-    if caller.startswith(_SHARDING):
-        raise Unsupported(
-            "FSDP and DTensor cannot shard compressed weights yet. Nothing was sharded.",
-            cure="Call netweight.decompress_(model) first; or keep whole replicas, compressed, by "
-            "DistributedDataParallel or LayerwiseOptimizer(..., reduce=average_gradient).",
-        )
 
 
 def _no_memory(what: str) -> NoReturn:
