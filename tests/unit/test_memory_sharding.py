@@ -205,10 +205,52 @@ def outgrown_capacities(rank):
         assert sent[0] < 3000 < 4000 < sent[-1]  # once they are known, the new lengths fit into one gather
 
 
+def inference_mode(rank):
+    """torch's buffers cannot be enlarged then: what does not fit goes the other way each time."""
+    inputs = numbers(torch.bfloat16, 65, rank)
+    results = []
+    for m in pair(lambda: stack(width=65), torch.bfloat16):
+        values = [p.detach().clone() for p in m.parameters()]
+        values = [v.dense() if isinstance(v, CompressedTensor) else v for v in values]
+        with torch.no_grad():
+            [p.zero_() for p in m.parameters()]
+        shard(m, reshard_after_forward=True)
+        with torch.inference_mode():
+            seen = [m(inputs)]
+            for p, value in zip(m.parameters(), values, strict=True):
+                part(p).copy_(value.chunk(2)[rank])
+            seen += [m(inputs), m(inputs)]
+        results.append(seen)
+    assert all(map(same, *results))
+    assert not same(*results[0][:2])
+
+
+def states_are_assigned(rank):
+    """Shards of other lengths take the place of those for which capacities were agreed."""
+    inputs = numbers(torch.bfloat16, 65, rank)
+    dense, model = pair(lambda: stack(width=65), torch.bfloat16)
+    for m in (dense, model):
+        shard(m)
+        trained(m, inputs, steps=1)
+    empty = pair(lambda: stack(width=65), torch.bfloat16)
+    for m in empty:
+        with torch.no_grad():
+            [p.zero_() for p in m.parameters()]
+        shard(m)
+    full = [{name: value.clone() for name, value in m.state_dict().items()} for m in (dense, model)]
+    for states in ([m.state_dict() for m in empty], full):
+        for m, state in zip((dense, model), states, strict=True):
+            m.load_state_dict(state, assign=True)
+        assert all(isinstance(part(layer.weight), CompressedTensor) for layer in model)
+        assert same(dense(inputs), model(inputs))
+        assert trained(dense, inputs, steps=2) == trained(model, inputs, steps=2)
+        assert agree(dense, model)
+
+
 def dense_weights_come_and_go(rank):
     _, model = pair(lambda: stack(width=256), torch.float32)
     netweight.decompress_(model, include="3")
-    before = netweight.memory_footprint(model)
+    before, second = netweight.memory_footprint(model), model[1].weight.detach().dense()
     shard(model)
     held = netweight.memory_footprint(model)
     assert 0.45 * before < held < 0.55 * before
@@ -220,6 +262,8 @@ def dense_weights_come_and_go(rank):
     model[0].reshard()
     assert gathered.untyped_storage().nbytes() == 0
     assert netweight.memory_footprint(model) == held
+    model[1].unshard(async_op=True).wait()
+    assert same(model[1].weight, second)
 
 
 def states_can_be_saved(rank, folder):
@@ -301,6 +345,8 @@ CHECKS = (
     few_rows_and_ignored_weights,
     fewer_bytes_are_gathered,
     outgrown_capacities,
+    inference_mode,
+    states_are_assigned,
     dense_weights_come_and_go,
     conversions_before_training,
     what_is_refused,

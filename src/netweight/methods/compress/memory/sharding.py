@@ -114,9 +114,12 @@ def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
         length: Rows.
 
     Returns:
-        A compressed tensor of so many rows in the same box.
+        A compressed tensor of so many rows in the same box; of anything else than a `blank` a view, as ever.
     """
     box = tensor.box
+    if dim or start or box not in _wires or box.shape[0] not in (0, length):
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.narrow(dim, start, length)
     box.shape = (length, *box.shape[1:])
     return type(tensor)(box)
 
@@ -336,7 +339,8 @@ def refuse(tensor: Any, caller: FrameType) -> None:
     elif name.startswith("torch.distributed.tensor") and function == "distribute_tensor":
         raise Unsupported(
             "DTensor cannot distribute compressed weights. Nothing was distributed.",
-            cure="Use torch.distributed.fsdp.fully_shard; or call netweight.decompress_(model) first.",
+            cure="Use torch.distributed.fsdp.fully_shard; or call netweight.decompress_(model) first. "
+            "With accelerate, set fsdp_cpu_ram_efficient_loading to false.",
         )
 
 

@@ -214,7 +214,7 @@ class CompressedTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if func in _ALIASES:
-                return cls(first.box, first.views, _stand_in(first))
+                return _alias(first, first.views, _stand_in(first))
             if func in _LIKE:
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
@@ -285,11 +285,16 @@ def _view(func: Any, tensor: CompressedTensor, args: tuple[Any, ...], kwargs: di
     shapes = func(_stand_in(tensor), *args, **kwargs)
     named = tuple(kwargs.items())
     if isinstance(shapes, torch.Tensor):
-        return CompressedTensor(tensor.box, (*tensor.views, (func, args, named, None)), shapes)
-    return [
-        CompressedTensor(tensor.box, (*tensor.views, (func, args, named, which)), shape)
-        for which, shape in enumerate(shapes)
-    ]
+        return _alias(tensor, (*tensor.views, (func, args, named, None)), shapes)
+    return [_alias(tensor, (*tensor.views, (func, args, named, which)), shape) for which, shape in enumerate(shapes)]
+
+
+def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.Tensor) -> CompressedTensor:
+    """Another tensor for the same weight; as torch has it, of a tensor's own kind where inference mode has another."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False):
+            return CompressedTensor(tensor.box, views, stand_in)
+    return CompressedTensor(tensor.box, views, stand_in)
 
 
 def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
