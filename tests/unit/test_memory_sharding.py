@@ -47,6 +47,14 @@ class Recomputed(nn.Module):
         return x
 
 
+def frozen_stack():
+    """Biases train; weights stay as they are."""
+    layers = stack()
+    for layer in layers:
+        layer.weight.requires_grad_(False)
+    return layers
+
+
 def mesh():
     return torch.distributed.init_device_mesh("cpu", (2,))
 
@@ -112,6 +120,7 @@ def trains_as_plain_fsdp(rank):
         (Recomputed, torch.float16, numbers(torch.float16, 64, rank), momentum, {}),
         (lambda: Tied(301), torch.bfloat16, words(rank), adam, {"reshard_after_forward": True}),
         (lambda: Tied(301), torch.float32, words(rank), adam, {"reshard_after_forward": False, "mp_policy": HALF}),
+        (frozen_stack, torch.bfloat16, numbers(torch.bfloat16, 64, rank), adam, {}),
         (stack, torch.float32, numbers(torch.float32, 64, rank), adam, {"offload_policy": CPUOffloadPolicy(False)}),
     ):
         dense, model = pair(make, dtype)
@@ -203,6 +212,31 @@ def outgrown_capacities(rank):
             results.append(seen)
         assert all(map(same, *results))
         assert sent[0] < 3000 < 4000 < sent[-1]  # once they are known, the new lengths fit into one gather
+
+
+def slowly_growing_weights(rank):
+    """A capacity is enlarged in time: no gather needs a second one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    nn.init.normal_(model[0].weight, std=0.02)
+    model.to(torch.bfloat16)
+    netweight.compress_(model)
+    sent = shard(model, reshard_after_forward=True).sent
+    inputs, second = numbers(torch.bfloat16, 512, rank), []
+    gather = torch.distributed.all_gather
+    torch.distributed.all_gather = lambda *arguments, **options: second.append(gather(*arguments, **options))
+    try:
+        with torch.no_grad():
+            for step in range(16):
+                model(inputs)
+                if rank:
+                    noise = torch.randint(-(2**15), 2**15, (64,)).to(torch.int16).view(torch.bfloat16)
+                    part(model[0].weight)[step, :64] = noise
+    finally:
+        torch.distributed.all_gather = gather
+    assert sent == sorted(sent)
+    assert 1 < len(set(sent)) < 6
+    assert not second
 
 
 def inference_mode(rank):
@@ -345,6 +379,7 @@ CHECKS = (
     few_rows_and_ignored_weights,
     fewer_bytes_are_gathered,
     outgrown_capacities,
+    slowly_growing_weights,
     inference_mode,
     states_are_assigned,
     dense_weights_come_and_go,

@@ -179,8 +179,8 @@ def compress_(
 
     Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
     dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
-    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: make optimizers
-    afterwards. Memory formats such as torch.channels_last stay.
+    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: shard (`fully_shard`)
+    and make optimizers afterwards. Memory formats such as torch.channels_last stay.
 
     With fewer than 7 `mantissa_bits` weights are rounded first, for inference and for adapters on a frozen base: the
     report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A
