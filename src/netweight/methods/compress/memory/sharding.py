@@ -124,11 +124,19 @@ def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
     return type(tensor)(box)
 
 
-def inherit(box: Box, source: Box) -> Box:
-    """Let a converted shard be sent as the one that it was made of."""
-    if source in _wires:
-        _wires[box] = _wires[source]
-    return box
+def inherit(converted: Any, source: Box) -> Any:
+    """Let a converted shard be sent as the one that it was made of.
+
+    Args:
+        converted: The tensor, which may have become a dense one.
+        source: Of which it was made.
+
+    Returns:
+        The tensor.
+    """
+    if source in _wires and hasattr(converted, "box"):
+        _wires[converted.box] = _wires[source]
+    return converted
 
 
 def local_part(value: Any) -> Any:

@@ -224,7 +224,7 @@ class CompressedTensor(torch.Tensor):
                 if func is aten.clone.default:
                     return cls(_laid_out(first.box.like(first.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
-                    return _to_copy(first, **kwargs)
+                    return sharding.inherit(_to_copy(first, **kwargs), first.box)
                 if func is aten.copy_.default:
                     return _copy_whole(first, args[1])
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
@@ -304,10 +304,9 @@ def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=dtype, device=device)
     if dtype == tensor.dtype:
         payload = box.payload.to(device, non_blocking=bool(kwargs.get("non_blocking")), copy=True)
-        converted = box.like(payload)
-    else:
-        converted = Box.of(tensor.dense().to(device, dtype), level=box.level, chunk_log2=box.chunk_log2)
-    return CompressedTensor(sharding.inherit(_laid_out(converted, **kwargs), box))
+        return CompressedTensor(_laid_out(box.like(payload), **kwargs))
+    dense = tensor.dense().to(device, dtype)
+    return CompressedTensor(_laid_out(Box.of(dense, level=box.level, chunk_log2=box.chunk_log2), **kwargs))
 
 
 def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
