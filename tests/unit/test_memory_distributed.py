@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 from models_under_test import Tied, differing, pair, same, stack
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,16 +78,39 @@ def layer_by_layer_within_ddp_is_refused(ids, rank):
     assert not differing(model, before)
 
 
-def sharding_is_refused(ids, rank):
+def dense_gradients_are_reduced_before_the_update(ids, rank):
+    """In the hook, layer by layer: what is reduced is dense, and its layer still has the values of the step before."""
+    _, model = pair(Tied)
+    before = {p: copy.deepcopy(p) for p in model.parameters()}
+    reduced = []
+
+    def reduce(gradient):
+        assert type(gradient) is torch.Tensor
+        waiting = [p for p in model.parameters() if p.grad is not None and p.grad.data_ptr() == gradient.data_ptr()]
+        assert len(waiting) == 1
+        assert same(waiting[0], before[waiting[0]])
+        average_gradient(gradient)
+        reduced.append(waiting[0])
+
+    LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1, reduce=reduce)
+    model(ids).square().mean().backward()
+    assert {id(p) for p in reduced} == {id(p) for p in model.parameters()}
+    assert not any(same(p, before[p]) for p in model.parameters())
+
+
+def tensors_that_know_nothing_of_compression_are_refused(ids, rank):
+    """What is sharded by FSDP2 is in test_memory_sharding.py."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     dense, model = pair(stack)
-    for shard in (lambda: fully_shard(model, mesh=mesh), lambda: distribute_module(model, mesh)):
-        with pytest.raises(Unsupported, match=r"cannot shard compressed weights yet.*decompress_"):
+    for shard, named in (
+        (lambda: distribute_module(model, mesh), r"DTensor cannot distribute.*fully_shard"),
+        (lambda: FullyShardedDataParallel(model), r"first version cannot shard.*fully_shard"),
+    ):
+        with pytest.raises(Unsupported, match=named):
             shard()
     x = torch.randn(2, 64)
     assert same(dense(x), model(x))
     assert all(not isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
-    fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)  # what is dense may be sharded as ever
 
 
 CHECKS = (
@@ -96,7 +118,8 @@ CHECKS = (
     layer_by_layer_is_as_ddp,
     unreduced_gradients_are_refused,
     layer_by_layer_within_ddp_is_refused,
-    sharding_is_refused,
+    dense_gradients_are_reduced_before_the_update,
+    tensors_that_know_nothing_of_compression_are_refused,
 )
 
 

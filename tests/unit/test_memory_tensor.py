@@ -85,6 +85,18 @@ def test_every_bit_pattern_of_every_dtype_stays(dtype):
     assert torch.equal(bits(CompressedTensor.of(dense)), raw)
 
 
+def test_views_in_inference_mode():
+    dense, w = two()
+    with torch.inference_mode():
+        for read in (lambda w: w.t() @ w, lambda w: w[3], lambda w: w.chunk(2)[1], lambda w: w.detach().view(-1)):
+            assert same(read(w), read(dense))
+        w[1].fill_(2.0)
+        dense[1].fill_(2.0)
+    assert same(w, dense)
+    assert not w.detach().is_inference()
+    w.sum().backward()  # still a leaf as any other
+
+
 def test_like_without_decoding(monkeypatch):
     _, compressed = two()
     monkeypatch.setattr(codec, "decode", None)

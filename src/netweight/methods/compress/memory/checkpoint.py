@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from netweight import codec
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
+from netweight.methods.compress.memory.sharding import local_part
 from netweight.methods.compress.memory.tensor import CompressedTensor
 from netweight.store import StoreWriter, open_store
 
@@ -44,7 +45,9 @@ def save_checkpoint(
         OutputFailed: The file could not be written; the older one is untouched.
         LayerwiseConflict: Gradients are being accumulated.
         UsageError: `extra` or the optimizer's state holds something that JSON cannot.
+        Unsupported: The model is sharded: no process has all of it.
     """
+    _refuse_shards(model)
     written: dict[int, str] = {}
     tied: dict[str, str] = {}
     with StoreWriter(path, overwrite=True) as writer:
@@ -94,7 +97,9 @@ def load_checkpoint(
         UsageError: The file is no checkpoint, or holds no optimizer.
         CorruptBlob: A tensor does not match its digest.
         RuntimeError: The model has other parameters, from `load_state_dict`.
+        Unsupported: The model is sharded.
     """
+    _refuse_shards(model)
     with open_store(path) as store:
         if _ABOUT not in store.names():
             raise UsageError(f"{path} is not a checkpoint of training.", cure="Load model folders with their library.")
@@ -138,3 +143,12 @@ def load_checkpoint(
             optimizer.load_state_dict(tensors(about["optimizer"]))
     extra: dict[str, Any] = about["extra"]
     return extra
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        if local_part(value) is not value:
+            raise Unsupported(
+                f"{name} is a shard, and a checkpoint in one file is of whole weights.",
+                cure="Use torch.distributed.checkpoint for sharded models, or gather the weights first.",
+            )

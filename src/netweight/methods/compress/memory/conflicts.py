@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from netweight.errors import LayerwiseConflict, LossyWrite
 from netweight.methods.compress.memory.hooks import hooks_of
+from netweight.methods.compress.memory.sharding import local_part
 from netweight.methods.compress.memory.tensor import CompressedTensor
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "refuse_reentrant_graph",
     "refuse_rounded_weights",
     "refuse_second_optimizer",
+    "refuse_shards",
     "refuse_unreduced_gradients",
     "refuse_wrapped_model",
 ]
@@ -130,6 +132,20 @@ def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parame
             raise LayerwiseConflict(
                 f"{name} is stepped by another LayerwiseOptimizer.", cure="Call close() on that one first."
             )
+
+
+def refuse_shards(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients FSDP reduces and cuts, after the backward pass of a whole group of layers.
+
+    Raises:
+        LayerwiseConflict: Some are; the first is named.
+    """
+    shards = [name for name, value in zip(names, parameters, strict=True) if local_part(value) is not value]
+    if shards:
+        raise LayerwiseConflict(
+            f"{shards[0]} is sharded, and its gradient is reduced by FSDP, not in a hook.",
+            cure="Use an ordinary torch optimizer: each process steps its own shards.",
+        )
 
 
 def refuse_rounded_weights(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:

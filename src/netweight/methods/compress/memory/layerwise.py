@@ -24,6 +24,7 @@ from netweight.methods.compress.memory.conflicts import (
     refuse_reentrant_graph,
     refuse_rounded_weights,
     refuse_second_optimizer,
+    refuse_shards,
     refuse_unreduced_gradients,
     refuse_wrapped_model,
 )
@@ -69,9 +70,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     Raises:
         LayerwiseConflict: The optimizer needs all gradients at once, another `LayerwiseOptimizer` has this model, or
-            the model is wrapped for data parallel training. During a backward pass: gradients that nobody reduces, or
-            clipping without its two passes; then nothing was updated. During the first forward pass: reentrant
-            checkpointing, which is also noticed later, during a backward pass that may have updated some layers.
+            the model is wrapped for data parallel training or sharded. During a backward pass: gradients that nobody
+            reduces, or clipping without its two passes; then nothing was updated. During the first forward pass:
+            reentrant checkpointing, which is also noticed later, during a backward pass that may have updated some
+            layers.
         LossyWrite: A weight to be trained is kept rounded.
         BadGradient: During a backward pass: NaN or infinity. That parameter and those whose gradients would come later
             keep their values; the message says whether others were updated before. With `clip_norm` or accumulation
@@ -140,6 +142,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._patch_step_function()
         refuse_second_optimizer(self._names, self._parameters)
         refuse_rounded_weights(self._names, self._parameters)
+        refuse_shards(self._names, self._parameters)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)

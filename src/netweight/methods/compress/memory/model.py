@@ -21,6 +21,7 @@ from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, Unsupported, UsageError
 from netweight.methods.compress.memory.box import Box
 from netweight.methods.compress.memory.hooks import forget_hooks, keep_hooks
+from netweight.methods.compress.memory.sharding import dense_shard, local_part
 from netweight.methods.compress.memory.tensor import CompressedTensor
 from netweight.store.writing import Level
 
@@ -158,6 +159,8 @@ def _plan(
             reasons[id(parameter)] = f"{type(module).__name__} is not a layer that can run compressed"
             if name in matched:
                 refused.append(f"{full} of {type(module).__name__}")
+        elif local_part(parameter) is not parameter:
+            refused.append(f"{full}, which is sharded already: compress_ goes before fully_shard")
         elif (loaded and parameter.is_meta) or parameter.layout != torch.strided:
             refused.append(f"{full}, which holds no plain values ({parameter.device}, {parameter.layout})")
     if refused:
@@ -193,8 +196,8 @@ def compress_(
 
     Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
     dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
-    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: make optimizers
-    afterwards. Memory formats such as torch.channels_last stay.
+    layers is left out. A weight that would not get smaller stays dense. Parameters are replaced: shard (`fully_shard`)
+    and make optimizers afterwards. Memory formats such as torch.channels_last stay.
 
     With fewer than 7 `mantissa_bits` weights are rounded first, for inference and for adapters on a frozen base: the
     report says by how much at most. Nothing can be written into rounded weights, since each write would round again. A
@@ -390,11 +393,17 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
     Raises:
         NameNotFound: A pattern matches no module.
         CorruptBlob: A weight is damaged; it and those after it stay compressed.
+        Unsupported: The model is sharded; nothing was changed.
     """
     _, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
     places: dict[int, list[tuple[str, nn.Module, str, Any]]] = {}
     for name, module, attribute, parameter in _owned(model):
+        if local_part(parameter) is not parameter and isinstance(local_part(parameter), CompressedTensor):
+            raise Unsupported(
+                f"{name}.{attribute} is a shard, and shards stay compressed. Nothing was changed.",
+                cure="Use netweight.dense_state_dict(model), and load that into a dense model.",
+            )
         if isinstance(parameter, CompressedTensor):
             places.setdefault(id(parameter), []).append((name, module, attribute, parameter))
     done: list[str] = []
@@ -422,7 +431,8 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
         model: Any module. Its memory is needed a second time, dense.
 
     Returns:
-        Tensors by name; tied weights share memory as they do in a dense model.
+        Tensors by name; tied weights share memory as they do in a dense model. Of a sharded model they are DTensors,
+        each process's part dense.
     """
     decoded: dict[int, torch.Tensor] = {}
     result: dict[str, Any] = {}
@@ -431,6 +441,8 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
             if id(value.box) not in decoded:
                 decoded[id(value.box)] = value.dense()
             value = decoded[id(value.box)].view(value.shape)
+        elif isinstance(local_part(value), CompressedTensor):
+            value = dense_shard(value)
         result[name] = value
     return result
 
@@ -440,14 +452,16 @@ def memory_footprint(model: nn.Module) -> int:
 
     Args:
         model: Any module; dense weights count with their storage, compressed ones with their payload. Memory that
-            several tensors share counts once; tensors on the meta device count nothing.
+            several tensors share counts once; tensors on the meta device count nothing. Of a sharded model this
+            process's shards count, and where it is gathered just now the dense weights.
 
     Returns:
         Bytes. Gradients, optimizer states and activations are not among them.
     """
     storages: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        held = tensor.payload if isinstance(tensor, CompressedTensor) else tensor
+        held = local_part(tensor)
+        held = held.payload if isinstance(held, CompressedTensor) else held
         if not held.is_meta:
             storage = held.untyped_storage()
             storages[storage._cdata] = storage.nbytes()

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from netweight import codec
-from netweight.errors import DenseOnly, Unsupported
-from netweight.methods.compress.memory import compute, device
+from netweight.errors import DenseOnly
+from netweight.methods.compress.memory import compute, device, sharding
 from netweight.methods.compress.memory.box import Box, blob_of, layout_of, moved, threads_for
 from netweight.methods.compress.memory.fixed_ops import decode_fixed
 from netweight.methods.compress.memory.ops import decode
@@ -31,7 +31,6 @@ _View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DEVICE = torch.Tensor.device.__get__
-_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 _ALIASES = (aten.detach.default, aten.alias.default)
 _LIKE = frozenset(
     getattr(aten, name).default
@@ -40,6 +39,12 @@ _LIKE = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     )
 )  # fmt: skip
+# How FSDP2 cuts a weight.
+_CUTTING: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.new_zeros: sharding.blank,
+    torch.Tensor.narrow: sharding.cut,
+    torch.Tensor.pin_memory: sharding.refuse_pinning,
+}
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
@@ -171,6 +176,16 @@ class CompressedTensor(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """What FSDP2 gathers of this shard; see `sharding.py`."""
+        return sharding.before_gather(self.box, mesh)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        """What FSDP2 makes of the gathered shards."""
+        return sharding.after_gather(self.box, gathered[0], sent, param_dtype, out)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Send the layers' functions to `compute.py`, and stop what would be lost without a word."""
@@ -192,7 +207,11 @@ class CompressedTensor(torch.Tensor):
             if func == _SET_DATA:
                 return _set_data(*args)
             if func == _GET_DEVICE:
-                _refuse_sharding(sys._getframe(1).f_globals.get("__name__", ""))
+                sharding.refuse(args[0], sys._getframe(1))
+            if func in _CUTTING and sharding.is_fsdp(sys._getframe(1)):
+                return _CUTTING[func](*args, **kwargs)
+            if func is torch.Tensor.data_ptr and sharding.is_preparation(sys._getframe(1)):
+                return args[0].payload.data_ptr()
             if func is torch.Tensor.share_memory_:
                 args[0].box.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
@@ -218,7 +237,7 @@ class CompressedTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, cls):
             if func in _ALIASES:
-                return cls(first.box, first.views, _stand_in(first))
+                return _alias(first, first.views, _stand_in(first))
             if func in _LIKE:
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
@@ -228,7 +247,7 @@ class CompressedTensor(torch.Tensor):
                 if func is aten.clone.default:
                     return cls(_laid_out(first.box.like(first.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
-                    return _to_copy(first, **kwargs)
+                    return sharding.inherit(_to_copy(first, **kwargs), first.box)
                 if func is aten.copy_.default:
                     return _copy_whole(first, args[1])
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
@@ -291,11 +310,16 @@ def _view(func: Any, tensor: CompressedTensor, args: tuple[Any, ...], kwargs: di
     shapes = func(_stand_in(tensor), *args, **kwargs)
     named = tuple(kwargs.items())
     if isinstance(shapes, torch.Tensor):
-        return CompressedTensor(tensor.box, (*tensor.views, (func, args, named, None)), shapes)
-    return [
-        CompressedTensor(tensor.box, (*tensor.views, (func, args, named, which)), shape)
-        for which, shape in enumerate(shapes)
-    ]
+        return _alias(tensor, (*tensor.views, (func, args, named, None)), shapes)
+    return [_alias(tensor, (*tensor.views, (func, args, named, which)), shape) for which, shape in enumerate(shapes)]
+
+
+def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.Tensor) -> CompressedTensor:
+    """Another tensor for the same weight; as torch has it, of a tensor's own kind where inference mode has another."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False):
+            return CompressedTensor(tensor.box, views, stand_in)
+    return CompressedTensor(tensor.box, views, stand_in)
 
 
 def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
@@ -400,16 +424,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         _copy_whole(tensor, value.detach())
-
-
-def _refuse_sharding(caller: str) -> None:
-    """Stop code that takes weights apart: it would keep decoded pieces without a word. It asks for the device first."""
-    if caller.startswith(_SHARDING):
-        raise Unsupported(
-            "FSDP and DTensor cannot shard compressed weights yet. Nothing was sharded.",
-            cure="Call netweight.decompress_(model) first; or keep whole replicas, compressed, by "
-            "DistributedDataParallel or LayerwiseOptimizer(..., reduce=average_gradient).",
-        )
 
 
 def _no_memory(what: str) -> NoReturn:
