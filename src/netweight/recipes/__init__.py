@@ -17,8 +17,10 @@ from netweight.recipes.attacks import Attack, register_attack
 from netweight.recipes.compress import COMPRESS
 from netweight.recipes.forget import EMBEDDING, FORGET
 from netweight.recipes.immunize import FINETUNE, IMMUNIZE
+from netweight.recipes.planning import Known, Plan, Step
 from netweight.recipes.reading import Recipe, read_recipe
-from netweight.recipes.running import Done, Plan, Step, run
+from netweight.recipes.running import Done, run
+from netweight.recipes.schema import recipe_schema
 from netweight.recipes.treatments import Treatment, register
 
 __all__ = [
@@ -29,11 +31,13 @@ __all__ = [
     "IMMUNIZE",
     "Attack",
     "Done",
+    "Known",
     "Plan",
     "Recipe",
     "Step",
     "Treatment",
     "read_recipe",
+    "recipe_schema",
     "register",
     "register_attack",
     "run",
