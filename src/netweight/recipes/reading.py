@@ -181,7 +181,8 @@ def _work_problems(recipe: Recipe) -> list[str]:
     """What treatments and attacks find wrong with their files, before any of them begins."""
     problems = []
     source: Path | None = recipe.subject
-    for key, entries in (("treatments", recipe.treatments), ("attacks", recipe.attacks)):
+    lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
+    for key, entries in lists:
         for place, chosen in enumerate(entries):
             try:
                 if chosen.what.check is not None:
