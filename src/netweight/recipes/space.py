@@ -21,7 +21,7 @@ from netweight.methods.space.config import Representation
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.drawing import Drawing, draw
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.labels import read_labels
+from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.named_points import points_of
 from netweight.methods.space.points import Points, read_direction, read_points, write_direction, write_points
@@ -225,12 +225,13 @@ def _check_fit(source: Path | None, settings: SpaceFit) -> None:
 
 
 def _check_sample(source: Path | None, settings: Drawing) -> None:
-    if settings.labels is not None and not settings.labels.is_file():
-        raise UsageError(f"There is no file {settings.labels}.", cure="Check the path of the labels.")
+    if settings.labels is not None:
+        check_columns(settings.labels, list(settings.given), key=settings.name_column)
     _check_space(source)
 
 
 def _check_edit(source: Path | None, settings: SpaceEdit) -> None:
+    check_columns(settings.labels, [*settings.moves, *settings.confounders], key=settings.name_column)
     _check_space(source, settings.point)
 
 

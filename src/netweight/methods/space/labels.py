@@ -170,6 +170,23 @@ def read_labels(
     return Labels(tuple(names), {name: Column(name, values) for name, values in found.items()})
 
 
+def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
+    """Check that a file of labels can be read and has columns, where the models are not known yet.
+
+    Args:
+        path: As for `read_labels`; so is `key`.
+        columns: Which it is to have.
+
+    Raises:
+        NameNotFound: It lacks one; the nearest are named.
+        UsageError: The file cannot be read.
+    """
+    path = Path(path)
+    there = list(dict.fromkeys(column for row in _rows(path, key) for column in row))
+    for column in (key, *columns):
+        _check_column(path, column, there)
+
+
 def _rows(path: Path, key: str) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
