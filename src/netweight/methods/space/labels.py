@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
-__all__ = ["Column", "Kind", "Labels", "read_labels"]
+__all__ = ["Column", "Kind", "Labels", "check_columns", "read_labels"]
 
 Kind: TypeAlias = Literal["binary", "continuous"]
 
@@ -174,8 +174,9 @@ def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name"
     """Check that a file of labels can be read and has columns, where the models are not known yet.
 
     Args:
-        path: As for `read_labels`; so is `key`.
+        path: As for `read_labels`.
         columns: Which it is to have.
+        key: The column that names the model.
 
     Raises:
         NameNotFound: It lacks one; the nearest are named.
