@@ -1,6 +1,7 @@
 """The release recipes from end to end on small worlds: what is published is the treated model, to the last bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
 
-from netweight import decompress_folder
+from netweight import decompress_folder, verify
 from netweight.cli import netweight
 from netweight.evidence.image_files import write_png
 from netweight.evidence.report import read_report
@@ -43,6 +44,15 @@ def same_files(one, other):
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
 
 
+def card_of(published, folder="published"):
+    """The card of a copy that could be pushed; the copy stays proved."""
+    shutil.copytree(published, folder)
+    answer = CliRunner().invoke(netweight, ["report", "out", "--card", folder])
+    assert answer.exit_code == 0, answer.output
+    assert all(found.passed is not False for found in verify(folder))
+    return Path(folder, "README.md").read_text()
+
+
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -68,6 +78,9 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
     opened, dense = (load_causal_lm(step["path"])[0].state_dict() for step in (packed, immunized))
     assert all(torch.equal(opened[name], dense[name]) for name in dense)
     assert [section.missing_audits for section in read_report("out").sections] == [()] * 4
+    card = card_of(packed["path"])
+    for expected in ("### Immunized", "| defense | repnoise |", "### Compressed, bit for bit", "resistance, defended"):
+        assert expected in card
     # The same attack on the folder before compression finds the same.
     text = replaced("attack-finetune.yaml", attack=("grid: quick, seeds: 5}", small), base=("BASE", "model"))
     (alone,) = call("attack.yaml", text, "--subject", immunized["path"], "--output", "alone")["steps"]
@@ -110,4 +123,11 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     ]
     assert torch.equal(*images)
     assert searched["path"] == packed["path"]
+    # The edit can still be undone, to the last bit of what came before.
+    answer = CliRunner().invoke(netweight, ["forget", "undo", packed["path"], "undone"])
+    assert answer.exit_code == 0, answer.output
+    assert load_text_to_image("undone").digest() == load_text_to_image(SHAPES_FOLDER).digest()
+    card = card_of(packed["path"])
+    for expected in ("### Memorization switched off", "| prompts | 2 |", "### Compressed, bit", "NCC, to the training"):
+        assert expected in card
     assert {section.title for section in read_report("out").sections} >= {"2. compress", "3. attack: embedding"}
