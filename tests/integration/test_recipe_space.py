@@ -70,6 +70,7 @@ def test_a_bank_becomes_adapters_of_drawn_and_moved_points(here, tmp_path):
     assert [section.missing_audits for section in read_report(tmp_path / "out").sections] == [
         (), ("images",), ("images",), ("images",)
     ]  # fmt: skip
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
 
 
 def test_a_changed_step_leaves_those_before_it_alone_and_the_plan_says_so(here):

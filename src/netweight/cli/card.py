@@ -19,9 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def card_option(command: F) -> F:
     """Give a command the flag `--card`."""
-    return click.option("--card", is_flag=True, help="Say in the folder's README.md what was done; see docs/ecosystem.md.")(
-        command
-    )
+    return click.option(
+        "--card", is_flag=True, help="Say in the folder's README.md what was done; see docs/ecosystem.md."
+    )(command)
 
 
 def write_card(folder: Path, output: Output) -> None:

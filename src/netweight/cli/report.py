@@ -20,8 +20,8 @@ def report(run: Path, model: Path | None, output: Output) -> None:
     """Write RUN/report.html again from RUN/report.json and say what it found.
 
     RUN is the folder of a run. With --card the model's card gets a section with all findings, and one with what the
-    records in its folder tell of what was done to it; see docs/ecosystem.md. Ends with exit code 2 when RUN's report.json is
-    missing or does not fit the schema.
+    records in its folder tell of what was done to it; see docs/ecosystem.md. Ends with exit code 2 when there is no
+    report.json in RUN, or it does not fit the schema.
     """
     from netweight.evidence.page import verdict
     from netweight.evidence.report import read_report, rewrite

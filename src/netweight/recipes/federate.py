@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
@@ -13,6 +15,7 @@ from netweight.evidence.report import Report
 from netweight.methods.federate.catalog import METHODS
 from netweight.recipes.treatments import Treatment, register
 from netweight.zoo.data import NAMES
+from netweight.zoo.federated import Partition
 from netweight.zoo.federation import FederationPlan
 
 if TYPE_CHECKING:
@@ -20,10 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FEDERATE", "FolderFederation"]
 
-_TYPES = get_type_hints(FederationPlan)
+_Count, _Share = Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, le=1)]
+_TYPES = get_type_hints(FederationPlan) | {
+    "partition": Partition,
+    **dict.fromkeys(("clients", "rounds", "epochs", "batch_size", "min_clients", "evaluate_every"), _Count),
+    **dict.fromkeys(("fraction", "drop_out"), _Share),
+}
 _ONLY_HERE: list[tuple[str, Any, Any]] = [
-    ("images", int, dataclasses.field(default=5)),
-    ("workers", int | None, dataclasses.field(default=None)),
+    ("images", _Count, dataclasses.field(default=5)),
+    ("workers", _Count | None, dataclasses.field(default=None)),
     ("device", str, dataclasses.field(default="cpu")),
 ]
 FolderFederation = dataclasses.make_dataclass(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,8 @@ def _fit(source: Path, destination: Path, settings: SpaceFit, progress: Progress
     work = destination.with_name(f".{destination.name}.netweight-work")
     fitted = WeightSpace.fit(AdapterBank.open(source), folder=work, progress=progress, **how)
     fitted.save(destination, standalone=settings.standalone, bank=source)
+    if work.exists():
+        shutil.rmtree(work)
 
 
 def _sample(source: Path, destination: Path, settings: Drawing, progress: Progress) -> None:
