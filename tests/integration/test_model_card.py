@@ -61,7 +61,7 @@ def test_a_second_time_changes_nothing_and_what_users_add_stays(model, run, tmp_
     card = update_card(tmp_path / "net", command="netweight compress model net")
     add_evidence(tmp_path / "net", run)
     once = card.read_text()
-    call("report", run, "--card", tmp_path / "net")
+    assert call("report", run, "--card", tmp_path / "net")["card"] == str(card)
     assert card.read_text() == once  # the command that made it, too
     assert "`netweight compress model net`" in once
     changed = once.replace("What I say of it.", "What else I say.") + "\nAnd below.\n"

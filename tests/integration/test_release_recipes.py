@@ -123,6 +123,14 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     ]
     assert torch.equal(*images)
     assert searched["path"] == packed["path"]
+    # The same search on the folder before compression finds the same.
+    text = replaced(
+        "attack-embedding.yaml", base=("BASE", str(SHAPES_FOLDER)), search=("{steps: 200, restarts: 2}", search)
+    )
+    text = text.replace("{base:", "{unrelated: ordinary.txt, base:")
+    (alone,) = call("search.yaml", text, "--subject", forgot["path"], "--output", "alone")["steps"]
+    values = [[found["value"] for found in each["findings"]["embedding"]] for each in (searched, alone)]
+    assert values[0] == values[1]
     # The edit can still be undone, to the last bit of what came before.
     answer = CliRunner().invoke(netweight, ["forget", "undo", packed["path"], "undone"])
     assert answer.exit_code == 0, answer.output

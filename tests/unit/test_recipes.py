@@ -67,6 +67,11 @@ def test_the_plan_tells_what_an_earlier_run_did_and_writes_nothing(here):
     assert not (here / "out").exists()
     run(plan)
     assert plan.known() == [Known(True, ())] * 2
+    ledger = here / "out" / "ledger.jsonl"
+    torn = ledger.read_bytes() + b'{"digest": "cut o'  # as a kill leaves it
+    ledger.write_bytes(torn)
+    assert plan.known() == [Known(True, ())] * 2
+    assert ledger.read_bytes() == torn
     changed = Plan.of(read_recipe(write(GOOD.replace("times: 3", "times: 4"))))
     assert changed.known() == [Known(True, ()), Known(False, ("length", "start"))]
     reseeded = Plan.of(read_recipe(write(GOOD + "seed: 1\n")))

@@ -35,10 +35,12 @@ def report(run: Path, model: Path | None, output: Output) -> None:
         ["section", "", "verdict"], [(title, words[kind], text) for title, (kind, text) in verdicts.items()], indent=2
     )
     output.line(f"Page: {page}")
-    if model is not None:
-        output.line(f"Card: {_card(model, run)}")
+    card = None if model is None else _card(model, run)
+    if card is not None:
+        output.line(f"Card: {card}")
     sections = [{"title": title, "verdict": kind, "text": text} for title, (kind, text) in verdicts.items()]
-    output.result({"title": document.title, "page": str(page), "sections": sections})
+    output.result({"title": document.title, "page": str(page), "sections": sections,
+                   **({} if card is None else {"card": str(card)})})  # fmt: skip
 
 
 def _card(model: Path, run: Path) -> Path:
