@@ -101,6 +101,13 @@ def test_what_a_treatment_finds_wrong_is_said_before_any_work(here):
         read_recipe(write(GOOD))
 
 
+def test_problems_of_files_are_told_beside_others():
+    text = GOOD.replace("times: 3", "times: 13").replace("subject: subject", "subject: nowhere") + "audits: [lenght]\n"
+    with pytest.raises(UsageError, match="3 problems") as caught:
+        read_recipe(write(text))
+    assert "Nothing is repeated 13 times" in str(caught.value)
+
+
 def test_treatments_follow_what_they_take():
     with pytest.raises(UsageError, match=r"treatments\.1\.space-sample: needs a space, .* before it makes a model"):
         read_recipe(write(GOOD.replace("repeat: {times: 3}", "space-sample")))

@@ -127,8 +127,8 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     problems += _chain_problems(recipe)
     if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
         problems += _audit_problems(recipe)
-    # What settings lead to is opened only once they are known to be sound.
-    problems = problems or _work_problems(recipe)
+        if len(attacks) == len(fields.attacks):
+            problems += _work_problems(recipe)
     if problems:
         raise _refusal(path, problems)
     return recipe
@@ -149,11 +149,16 @@ def _refusal(path: str | Path, problems: list[str]) -> UsageError:
     return UsageError(f"The recipe {path} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
+def _is_there(recipe: Recipe) -> bool:
+    """Whether the subject is a file or folder, or something that the first treatment knows by name."""
+    named = recipe.treatments[0].what.named if recipe.treatments else ()
+    return recipe.subject.exists() or str(recipe.subject) in named
+
+
 def _path_problems(recipe: Recipe) -> list[str]:
     problems = []
-    if not recipe.subject.exists():
-        if not (recipe.treatments and str(recipe.subject) in recipe.treatments[0].what.named):
-            problems.append(f"subject: {recipe.subject} does not exist.")
+    if not _is_there(recipe):
+        problems.append(f"subject: {recipe.subject} does not exist.")
     elif recipe.output.resolve().is_relative_to(recipe.subject.resolve()):
         problems.append(f"output: {recipe.output} lies inside the subject, which is never changed.")
     if recipe.output.exists() and not recipe.output.is_dir():
@@ -180,7 +185,7 @@ def _chain_problems(recipe: Recipe) -> list[str]:
 def _work_problems(recipe: Recipe) -> list[str]:
     """What treatments and attacks find wrong with their files, before any of them begins."""
     problems = []
-    source: Path | None = recipe.subject
+    source: Path | None = recipe.subject if _is_there(recipe) else None
     lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
     for key, entries in lists:
         for place, chosen in enumerate(entries):
