@@ -1,6 +1,7 @@
 """Model cards: what was done and what was found, in marked sections; the user's text and the folder's proof stay."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -54,6 +55,15 @@ def test_a_compressed_folder_tells_what_was_done_and_keeps_its_proof(model, tmp_
     assert all(finding.passed is not False for finding in verify(tmp_path / "net", against=model))
     decompress_folder(tmp_path / "net", tmp_path / "back")
     assert (tmp_path / "back" / CARD).read_text() == USERS
+
+
+def test_a_rounded_folder_says_by_how_much(model, tmp_path):
+    call("compress", model, tmp_path / "net", "--mantissa-bits", 3, "--card")
+    text = (tmp_path / "net" / CARD).read_text()
+    assert "### Compressed, with rounding" in text
+    bound, worst = map(float, re.findall(r"by at most (0\.\d+)", text))
+    assert 0 < worst <= bound < 0.064
+    assert all(finding.passed is not False for finding in verify(tmp_path / "net", against=model))
 
 
 def test_a_second_time_changes_nothing_and_what_users_add_stays(model, run, tmp_path):
