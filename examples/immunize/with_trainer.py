@@ -1,11 +1,11 @@
-r"""Immunize the little model of ciphers with transformers' Trainer, in as many processes as accelerate starts.
+r"""Immunize the little model of ciphers with transformers' Trainer, in as many processes as accelerate finds itself in.
 
-    accelerate launch --cpu --num-processes 2 --num-machines 1 --mixed-precision no \
-        examples/immunize/with_trainer.py /tmp/out
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/immunize/with_trainer.py /tmp/out
     accelerate launch --use-fsdp --fsdp-version 2 --fsdp-auto-wrap-policy TRANSFORMER_BASED_WRAP \
         --num-processes 2 examples/immunize/with_trainer.py /tmp/out       # two GPUs, sharded
 
-Put a model and pairs of your own in place of the world's.
+On a CPU `accelerate launch` starts a single process, however many are asked for, so torchrun does here. Put a model
+and pairs of your own in place of the world's.
 """
 
 import sys

@@ -124,7 +124,8 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
     diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "edited")  # an ordinary folder
 
     second = run("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "out" / "neurons.csv",
-                 "--factor", "0.5")  # fmt: skip
+                 "--factor", "0.5", "--card")  # fmt: skip
+    assert "| edits | 2 |" in (tmp_path / "twice" / "README.md").read_text()
     assert second["before"] == done["after"]
     assert sorted(path.name for path in (tmp_path / "twice" / "forget").iterdir()) == [
         "001.json", "001.safetensors", "002.json", "002.safetensors",

@@ -41,7 +41,7 @@ def call(case, out, *more):
 
 def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     before = (case / "model" / "model.safetensors").read_bytes()
-    answer = call(case, tmp_path / "defended", "--epochs", "3", "--json")
+    answer = call(case, tmp_path / "defended", "--epochs", "3", "--card", "--json")
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["steps"] == 18
     assert (case / "model" / "model.safetensors").read_bytes() == before
@@ -50,6 +50,7 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     assert record.defense == "repnoise"
     assert record.steps[-1].terms["ascent"].value > record.steps[0].terms["ascent"].value
     assert record.steps[-1].terms["general"].value < record.steps[0].terms["general"].value
+    assert "| steps | 18 |" in (tmp_path / "defended" / "README.md").read_text()
     model, tokenizer = load_causal_lm(tmp_path / "defended")
     assert model.dtype == torch.bfloat16
     assert len(tokenizer) > 0

@@ -1,12 +1,16 @@
 """A treatment small enough to see through, registered as a user would register one: it repeats a file's text."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from netweight.errors import UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
 from netweight.recipes import Treatment, register
 
 CALLS: list[str] = []
+ALL_MOMENTS = ["repeat", "length", "start"] * 2
+"""What two steps call, in order."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,18 @@ class RepeatConfig:
 
     times: int = 2
     letters: str = ""
+    more: Path | None = None
+
+
+def check(source, settings):
+    if settings.times == 13:
+        raise UsageError("Nothing is repeated 13 times.")
+    if source is not None and not source.read_bytes():
+        raise UsageError(f"There is nothing in {source}.")
+
+
+def reads(settings):
+    return [] if settings.more is None else [settings.more.with_name("beside")]
 
 
 def repeat(source, destination, settings, progress):
@@ -26,7 +42,9 @@ def examine(audit, result, source, settings, progress):
     return (result, source), settings
 
 
-register(Treatment("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine))
+register(
+    Treatment("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine, check=check, reads=reads)
+)
 register_treatment("repeat", audits=("length", "start"))
 
 

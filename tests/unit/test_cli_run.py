@@ -30,7 +30,7 @@ def call(tmp_path, monkeypatch):
 def test_a_plan_does_nothing(call, tmp_path):
     answer = call("--plan")
     assert answer.exit_code == 0
-    assert answer.stdout == "subject → out\n1. repeat: times=2, letters=\n   audits: length, start\n"
+    assert answer.stdout == "subject → out\n1. repeat: times=2, letters=, more=None\n   audits: length, start\n"
     assert toy_treatment.CALLS == []
     assert not (tmp_path / "out").exists()
     assert json.loads(call("--plan", "--json", "--output", "there").stdout)["plan"]["output"] == "there"
@@ -45,6 +45,21 @@ def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
     data = json.loads(call("--json").stdout)
     assert data["steps"][0]["remembered"] is True
     assert data["steps"][0]["findings"]["length"][0]["value"] == 6
+
+
+def test_a_plan_says_what_an_earlier_run_did(call):
+    call()
+    assert "   done by an earlier run\n" in call("--plan").stdout
+    assert (
+        json.loads(call("--plan", "--json").stdout)["plan"]["steps"][0] | {"done": True, "to_audit": []}
+        == (json.loads(call("--plan", "--json").stdout)["plan"]["steps"][0])
+    )
+
+
+def test_the_schema_is_printed_without_a_recipe():
+    answer = CliRunner().invoke(cli.netweight, ["run", "--schema"])
+    assert answer.exit_code == 0
+    assert {"compress", "repeat"} <= json.loads(answer.stdout)["$defs"].keys()
 
 
 def test_a_failed_finding_gives_exit_code_1(call, tmp_path):

@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="CLIP is read with transformers")
 import transformers
 from small_clip import small_clip
 
+from netweight import compress_folder
 from netweight.errors import UsageError
 from netweight.evidence.image_sets import distance_findings
 from netweight.integrations.clip import Clip
@@ -32,6 +33,12 @@ def test_alignment_is_what_the_model_says_of_images_and_prompts(folder):
     assert clip.name == "CLIP small-clip"
     found = clip.alignment(images, PROMPTS)
     torch.testing.assert_close(found, (said.image_embeds * said.text_embeds).sum(1), atol=1e-5, rtol=1e-4)
+
+
+def test_a_compressed_folder_says_the_same(folder, tmp_path):
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    compress_folder(folder, tmp_path / "net")
+    assert torch.equal(Clip(tmp_path / "net").alignment(images, PROMPTS), Clip(folder).alignment(images, PROMPTS))
 
 
 def test_wide_images_lose_their_margins_and_large_ones_shrink(folder):

@@ -1,11 +1,17 @@
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import toy_treatment
 
 from netweight.errors import CorruptBlob, UsageError
 from netweight.evidence.report import read_report
-from netweight.recipes import Plan, read_recipe, register, run
+from netweight.recipes import Known, Plan, read_recipe, register, run
+
+KILLED = Path(toy_treatment.__file__).with_name("killed_recipe.py")
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +61,71 @@ def test_a_second_run_does_nothing_twice_and_a_changed_setting_only_what_follows
     assert changed[1].path != first[1].path
 
 
+def test_the_plan_tells_what_an_earlier_run_did_and_writes_nothing(here):
+    plan = Plan.of(read_recipe(write(GOOD)))
+    assert plan.known() == [Known(False, ("length", "start"))] * 2
+    assert not (here / "out").exists()
+    run(plan)
+    assert plan.known() == [Known(True, ())] * 2
+    ledger = here / "out" / "ledger.jsonl"
+    torn = ledger.read_bytes() + b'{"digest": "cut o'  # as a kill leaves it
+    ledger.write_bytes(torn)
+    assert plan.known() == [Known(True, ())] * 2
+    assert ledger.read_bytes() == torn
+    changed = Plan.of(read_recipe(write(GOOD.replace("times: 3", "times: 4"))))
+    assert changed.known() == [Known(True, ()), Known(False, ("length", "start"))]
+    reseeded = Plan.of(read_recipe(write(GOOD + "seed: 1\n")))
+    assert reseeded.known() == [Known(True, ("length", "start"))] * 2
+    run(plan)[0].path.unlink()
+    assert [each.done for each in plan.known()] == [False, True]
+
+
+def test_the_content_of_what_settings_lead_to_makes_another_step(here):
+    (here / "more").write_text("x")
+    recipe = write(GOOD.replace("{times: 3}", "{times: 3, more: more}"))
+    (here / "beside").write_text("1")  # the toy's settings lead to it without naming it
+    run(Plan.of(read_recipe(recipe)))
+    assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, True]
+    for name in ("more", "beside"):
+        before = (here / name).read_text()
+        (here / name).write_text("y")
+        assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, False]
+        (here / name).write_text(before)
+
+
+def test_what_a_treatment_finds_wrong_is_said_before_any_work(here):
+    with pytest.raises(UsageError, match=r"treatments\.1\.repeat: Nothing is repeated 13 times"):
+        read_recipe(write(GOOD.replace("times: 3", "times: 13")))
+    (here / "subject").write_text("")
+    with pytest.raises(UsageError, match=r"treatments\.0\.repeat: There is nothing in subject"):
+        read_recipe(write(GOOD))
+
+
+def test_problems_of_files_are_told_beside_others():
+    text = GOOD.replace("times: 3", "times: 13").replace("subject: subject", "subject: nowhere") + "audits: [lenght]\n"
+    with pytest.raises(UsageError, match="3 problems") as caught:
+        read_recipe(write(text))
+    assert "Nothing is repeated 13 times" in str(caught.value)
+
+
+def test_treatments_follow_what_they_take():
+    with pytest.raises(UsageError, match=r"treatments\.1\.space-sample: needs a space, .* before it makes a model"):
+        read_recipe(write(GOOD.replace("repeat: {times: 3}", "space-sample")))
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(here):
+    """Killed in each treatment and each audit in turn; what was finished before is not done again."""
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    answer = subprocess.run(
+        [sys.executable, str(KILLED), write(GOOD), "out"], capture_output=True, text=True, check=False,
+        env=os.environ | paths,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    calls = toy_treatment.ALL_MOMENTS
+    assert [line.split() for line in answer.stdout.splitlines()] == [calls[moment:] for moment in range(len(calls))]
+    assert [section.title for section in read_report("out").sections] == ["1. repeat", "2. repeat"]
+
+
 def test_a_changed_subject_is_treated_anew(here):
     run(Plan.of(read_recipe(write(GOOD))))
     (here / "subject").write_text("xyz")
@@ -94,7 +165,7 @@ def test_the_plan_is_json():
     plan = Plan.of(read_recipe(write(GOOD), output="elsewhere")).to_json()
     assert json.loads(json.dumps(plan))["steps"][1] == {
         "treatment": "repeat",
-        "settings": {"times": 3, "letters": ""},
+        "settings": {"times": 3, "letters": "", "more": None},
         "audits": ["length", "start"],
         "left_out": [],
     }
@@ -157,7 +228,7 @@ def test_what_is_wrong_is_named(text, expected):
 def test_yaml_may_merge_mappings():
     text = GOOD.replace("{times: 3}", "{<<: *often, letters: z}").replace("- repeat\n", "- repeat: &often {times: 5}\n")
     recipe = read_recipe(write(text))
-    assert recipe.treatments[1].settings == {"times": 5, "letters": "z"}
+    assert recipe.treatments[1].settings == {"times": 5, "letters": "z", "more": None}
 
 
 def test_a_recipe_that_is_not_there():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.card import card_option, write_card
 from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def _overwrite(command: F) -> F:
     show_default=True,
     help="The arithmetic of rounding.",
 )
+@card_option
 @output_option
 def compress(
     src: str,
@@ -83,6 +85,7 @@ def compress(
     mantissa_bits: int,
     block_size: int,
     fidelity: str,
+    card: bool,
     output: Output,
 ) -> None:
     """Make a model's files smaller: bit for bit, or with --mantissa-bits rounded.
@@ -91,9 +94,12 @@ def compress(
     the Hugging Face hub (owner/name). All other files are carried over. A run that was interrupted continues where it
     stopped when it is started again.
     """
+    from netweight.errors import UsageError
     from netweight.methods.compress.folder import compress_folder
 
     source = _source(src, exclude)
+    if card and source.is_file():
+        raise UsageError("A single file has no card.", cure="Compress its folder, or leave --card out.")
     with _interruptible(source, dst, output):
         summary = compress_folder(
             source,
@@ -108,6 +114,8 @@ def compress(
             fidelity=fidelity,
             progress=_progress(output),
         )
+    if card:
+        write_card(dst, output)
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
     if summary.rounded:
         output.line(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
+from netweight.cli.card import card_option, write_card
 from netweight.cli.forget_audit import audit
 from netweight.cli.forget_harden import harden
 from netweight.cli.output import Output, output_option
@@ -198,8 +199,9 @@ def localize(
 @click.argument("destination", type=NEW)
 @click.option("--neurons", required=True, type=FILE, help="neurons.json or neurons.csv of localize.")
 @click.option("--factor", default=0.0, show_default=True, help="What the neurons are multiplied with.")
+@card_option
 @output_option
-def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, output: Output) -> None:
+def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card: bool, output: Output) -> None:
     """Switch neurons off in the weights and write the pipeline to DESTINATION, an ordinary folder.
 
     The neurons of all prompts in the file go together. What was done lies in DESTINATION/forget.
@@ -207,6 +209,8 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, outpu
     from netweight.integrations.forgotten_folder import edit_folder
 
     record = edit_folder(pipeline, destination, neurons, factor=factor)
+    if card:
+        write_card(destination, output)
     output.line(f"{len(record.units)} neurons of {len(record.units.modules)} layers, factor {factor:g}: {destination}",
                 bold=True)  # fmt: skip
     output.line(

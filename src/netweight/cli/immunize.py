@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from netweight.cli.card import card_option, write_card
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
@@ -34,8 +35,9 @@ __all__ = ["immunize"]
 @click.option("--chat", is_flag=True, help="Put prompts through the tokenizer's chat template.")
 @click.option("--device", default="cpu", show_default=True, help="Where the model goes, such as cuda.")
 @click.option("--seed", type=int, help="Seed of the order of pairs, of noise and of dropout; 42 by default.")
+@card_option
 @output_option
-def immunize(model: Path, destination: Path, output: Output, **options: Any) -> None:
+def immunize(model: Path, destination: Path, card: bool, output: Output, **options: Any) -> None:
     """Train a defense against harmful fine-tuning into MODEL and write it to DESTINATION.
 
     MODEL is a folder of transformers and stays as it is. DESTINATION is an ordinary one; beside the weights lie
@@ -52,6 +54,8 @@ def immunize(model: Path, destination: Path, output: Output, **options: Any) -> 
         command=shlex.join(["netweight", *sys.argv[1:]]), progress=QUIET if output.as_json else Progress(),
     )  # fmt: skip
     _show(output, done.record)
+    if card:
+        write_card(destination, output)
     output.line(f"Written to {destination}, with the record {RECORD}.", bold=True)
     if done.not_looked_at:
         output.line(f"The depth of the defense is not shown: {done.not_looked_at}")

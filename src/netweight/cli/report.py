@@ -7,17 +7,21 @@ from pathlib import Path
 import click
 
 from netweight.cli.output import Output, output_option
+from netweight.cli.paths import FOLDER
 
 __all__ = ["report"]
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
+@click.option("--card", "model", type=FOLDER, help="Say in README.md of this model's folder what RUN found.")
 @output_option
-def report(run: Path, output: Output) -> None:
+def report(run: Path, model: Path | None, output: Output) -> None:
     """Write RUN/report.html again from RUN/report.json and say what it found.
 
-    RUN is the folder of a run. Ends with exit code 2 when its report.json is missing or does not fit the schema.
+    RUN is the folder of a run. With --card the model's card gets a section with all findings, and one with what the
+    records in its folder tell of what was done to it; see docs/ecosystem.md. Ends with exit code 2 when there is no
+    report.json in RUN, or it does not fit the schema.
     """
     from netweight.evidence.page import verdict
     from netweight.evidence.report import read_report, rewrite
@@ -31,5 +35,18 @@ def report(run: Path, output: Output) -> None:
         ["section", "", "verdict"], [(title, words[kind], text) for title, (kind, text) in verdicts.items()], indent=2
     )
     output.line(f"Page: {page}")
+    card = None if model is None else _card(model, run)
+    if card is not None:
+        output.line(f"Card: {card}")
     sections = [{"title": title, "verdict": kind, "text": text} for title, (kind, text) in verdicts.items()]
-    output.result({"title": document.title, "page": str(page), "sections": sections})
+    output.result({"title": document.title, "page": str(page), "sections": sections,
+                   **({} if card is None else {"card": str(card)})})  # fmt: skip
+
+
+def _card(model: Path, run: Path) -> Path:
+    from netweight.integrations.card_entries import entries_of
+    from netweight.integrations.model_card import add_evidence, update_card
+
+    if entries_of(model):
+        update_card(model)
+    return add_evidence(model, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
+def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from netweight.recipes import recipe_schema
+
+        click.echo(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+        context.exit()
+
+
 @click.command()
 @click.argument("recipe", type=click.Path(dir_okay=False))
 @click.option("--plan", "only_plan", is_flag=True, help="Check everything, show the steps, do nothing.")
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of recipes, for editors, and do nothing.")  # fmt: skip
 @click.option("--subject", metavar="PATH", help="Treat this model instead of the recipe's.")
 @click.option("--output", "folder", metavar="FOLDER", help="Write results here instead of the recipe's folder.")
 @output_option
@@ -31,14 +42,16 @@ def run(
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
-    Steps that an earlier run finished are not done again. Exits with 1 if a finding misses its target.
+    Steps that an earlier run finished are not done again, and `--plan` says which: a step is known by its input, its
+    settings and the files that these name. Exits with 1 if a finding misses its target.
     """
     from netweight import recipes
 
     plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder))
     if only_plan:
-        output.result({"plan": plan.to_json()})
-        _show_plan(output, plan)
+        known = plan.known(progress=Progress())
+        output.result({"plan": plan.to_json(known)})
+        _show_plan(output, plan, known)
         return
     done = recipes.run(plan, progress=Progress(), command=shlex.join(["netweight", *sys.argv[1:]]))
     report = plan.recipe.output / "report.html"
@@ -49,17 +62,25 @@ def run(
         context.exit(FINDING_FAILED)
 
 
-def _show_plan(output: Output, plan: recipes.Plan) -> None:
+def _show_plan(output: Output, plan: recipes.Plan, known: list[recipes.Known]) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}")
-    for step in plan.steps:
+    for step, mark in zip(plan.steps, known, strict=False):
         settings = ", ".join(f"{key}={value}" for key, value in step.chosen.settings.items())
         output.line(f"{step.number}. {step.verb}: {settings}")
         held = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *held]) or 'none'}")
+        _show_known(output, mark)
         _show_left_out(output, step)
-    for attack in plan.attacks:
+    for attack, mark in zip(plan.attacks, known[len(plan.steps) :], strict=True):
         settings = ", ".join(f"{key}={value}" for key, value in attack.chosen.settings.items())
         output.line(f"{attack.number}. attack {attack.verb}: {settings}")
+        _show_known(output, mark)
+
+
+def _show_known(output: Output, mark: recipes.Known) -> None:
+    if mark.done:
+        left = f", but for the audits {', '.join(mark.to_audit)}" if mark.to_audit else ""
+        output.line(f"   done by an earlier run{left}")
 
 
 def _show_left_out(output: Output, step: recipes.Step) -> None:

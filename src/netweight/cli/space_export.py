@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from netweight.cli.card import card_option, write_card
 from netweight.cli.opened_space import opened, points_of, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import NEW
@@ -37,22 +38,31 @@ def _written(command: F) -> F:
 @click.argument("point")
 @click.argument("destination", metavar="DST", type=NEW)
 @_written
+@card_option
 @output_option
 def export(
     folder: Path, bank: Path | None, point: str, destination: Path, rank: int | None, layout: Any, overwrite: bool,
-    output: Output,
+    card: bool, output: Output,
 ) -> None:  # fmt: skip
     """Write POINT as an adapter for diffusers, peft or kohya, and say what the rank left out.
 
     POINT is what `netweight space edit` takes. DST is a folder, or a .safetensors file; of several points each goes
     into a folder of its name under DST.
     """
+    from netweight.errors import UsageError
+    from netweight.methods.space.export_record import recorded
+
+    if card and destination.suffix == ".safetensors":
+        raise UsageError("A single file has no card.", cure="Name a folder, or leave --card out.")
     space = opened(folder, bank)
     points = points_of(space, point)
     found: dict[str, Exported] = {}
     for name, scores in zip(points.names, points.scores, strict=True):
         path = destination if len(points.names) == 1 else destination / name
         found[name] = space.point(scores).export(path, rank=rank, layout=layout, overwrite=overwrite)
+        if card:
+            recorded(space, name, found[name], layout).write(path)
+            write_card(path, output)
     output.table(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in found.items()])
     output.result({name: _payload(each) for name, each in found.items()})
 

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Windows: two processes on one ledger go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "read_ledger"]
 
 
 @final
@@ -61,17 +61,7 @@ class Ledger:
         if complete < len(content):
             os.ftruncate(self._file, complete)
             os.fsync(self._file)
-        records: dict[str, dict[str, Any]] = {}
-        for number, line in enumerate(content[:complete].splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                records[record["digest"]] = record
-            except (ValueError, KeyError, TypeError):
-                raise CorruptBlob(
-                    f"Line {number} of the ledger {self.path} is not a record of a run.",
-                    cure="Delete that line to run its configuration again, or name another ledger.",
-                ) from None
-        return records
+        return _parsed(content[:complete], self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record and return when it is on the disk; a later record replaces an earlier one of its digest.
@@ -99,3 +89,31 @@ class Ledger:
     ) -> None:
         """Close at the end of the block."""
         self.close()
+
+
+def read_ledger(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the records of a ledger by their digests, without taking it; another process may be adding to it.
+
+    Args:
+        path: The file; where there is none, there are no records.
+
+    Raises:
+        CorruptBlob: A line other than the last is not a JSON object with a digest.
+    """
+    path = Path(path)
+    content = path.read_bytes() if path.is_file() else b""
+    return _parsed(content[: content.rfind(b"\n") + 1], path)
+
+
+def _parsed(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
+    records: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            records[record["digest"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise CorruptBlob(
+                f"Line {number} of the ledger {path} is not a record of a run.",
+                cure="Delete that line to run its configuration again, or name another ledger.",
+            ) from None
+    return records

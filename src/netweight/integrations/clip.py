@@ -9,6 +9,7 @@ Nothing is downloaded: reports of prompt alignment name the folder's model.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,7 @@ class Clip:
 def _opened(folder: Path) -> tuple[Any, Any]:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is no model folder: it holds no config.json.", cure="Name a folder with CLIP.")
+    importlib.import_module("netweight.integrations.transformers")  # so that compressed folders open too
     try:
         model = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

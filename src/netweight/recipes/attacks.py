@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
@@ -47,11 +47,18 @@ class Attack(Generic[T]):
         config: The frozen dataclass of its settings.
         run: Takes `(target, settings, report, progress)`, adds a section to the report and returns its findings; what
             an earlier run did is not done again.
+        check: Takes `(model, settings)` and raises what work could only find out later; `model` is None where a
+            treatment makes it.
+        reads: As of `Treatment`.
+        takes: The kinds of results that it can be run on.
     """
 
     verb: str
     config: type[T]
     run: Callable[[Target, T, Report, Progress], list[Finding]]
+    check: Callable[[Path | None, T], object] | None = None
+    reads: Callable[[T], Iterable[Path]] | None = None
+    takes: tuple[str, ...] = ("model",)
 
 
 _ATTACKS: dict[str, Attack[Any]] = {}

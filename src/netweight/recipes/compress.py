@@ -7,6 +7,7 @@ from pathlib import Path
 from netweight.core.progress import Progress
 from netweight.methods.compress.audit import TREATMENT, Compressed
 from netweight.methods.compress.config import CompressConfig
+from netweight.methods.compress.plan import make_plan
 from netweight.recipes.treatments import Treatment, register
 
 __all__ = ["COMPRESS"]
@@ -35,5 +36,13 @@ def _examine(
     return Compressed(destination, source), settings
 
 
-COMPRESS = Treatment(TREATMENT, CompressConfig, home=Compressed.__module__, apply=_compress, examine=_examine)
+def _check(source: Path | None, settings: CompressConfig) -> None:
+    if source is not None and source.is_dir():
+        make_plan(source, settings)
+
+
+COMPRESS = Treatment(
+    TREATMENT, CompressConfig, home=Compressed.__module__, apply=_compress, examine=_examine, check=_check,
+    takes=("model", "adapters"),
+)  # fmt: skip
 register(COMPRESS)

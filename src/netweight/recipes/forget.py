@@ -14,7 +14,8 @@ from netweight.methods.forget.audit import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
 from netweight.zoo.embedding_attack import FolderSearch
-from netweight.zoo.forgotten_pipeline import FolderForgetting, forget_folder
+from netweight.zoo.forgotten_pipeline import FolderForgetting, forget_folder, ordinary_prompts
+from netweight.zoo.memorized_pairs import check_pairs
 
 __all__ = ["EMBEDDING", "FORGET"]
 
@@ -73,10 +74,43 @@ def _search(target: Target, settings: FolderSearch, report: Report, progress: Pr
     )
 
 
+def _check(source: Path | None, settings: FolderForgetting) -> None:
+    if source is not None:
+        _check_pipeline(source)
+    prompts = [str(row.values["prompt"]) for row in check_pairs(settings.targets).rows]
+    ordinary_prompts(settings.ordinary, settings.column, prompts)
+
+
+def _check_search(model: Path | None, settings: FolderSearch) -> None:
+    if model is not None:
+        _check_pipeline(model)
+        if settings.base is None:
+            raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
+    for table in _tables(settings):
+        check_pairs(table)
+
+
+def _check_pipeline(folder: Path) -> None:
+    if not (folder / "model_index.json").is_file():
+        raise UsageError(f"{folder} is no pipeline: it holds no model_index.json.", cure="Name a folder of diffusers.")
+
+
+def _tables(settings: FolderSearch) -> list[Path]:
+    return [table for table in (settings.targets, settings.controls) if table is not None]
+
+
+def _images(*tables: Path) -> list[Path]:
+    """The images that tables name: another content of them is another step."""
+    return [table.parent / str(row.values["image"]) for table in tables for row in check_pairs(table).rows]
+
+
 FORGET = Treatment(
     TREATMENT, FolderForgetting, home="netweight.methods.forget.audit", apply=_forget, examine=_examine,
-    by_attack={SEARCH: "embedding"}, illustrate=_illustrate,
+    by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
+    reads=lambda settings: _images(settings.targets),
 )  # fmt: skip
 register(FORGET)
-EMBEDDING = Attack("embedding", FolderSearch, _search)
+EMBEDDING = Attack(
+    "embedding", FolderSearch, _search, check=_check_search, reads=lambda settings: _images(*_tables(settings))
+)
 register_attack(EMBEDDING)

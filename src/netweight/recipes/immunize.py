@@ -8,12 +8,15 @@ from pathlib import Path
 from netweight.core.progress import Progress
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, read_report
+from netweight.integrations.causal_lm import check_folder
 from netweight.methods.immunize.audit import ATTACKED, REPORT, TREATMENT
 from netweight.methods.immunize.depth_report import TITLE
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
 from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
 from netweight.zoo.immunized_folder import FolderDefense, immunize_folder
+from netweight.zoo.language import text_examples, text_pairs
+from netweight.zoo.language.rows import read_rows
 
 __all__ = ["FINETUNE", "IMMUNIZE"]
 
@@ -26,6 +29,22 @@ def _examine(
     audit: str, destination: Path, source: Path, settings: FolderDefense, progress: Progress
 ) -> tuple[Path, FolderDefense]:
     return destination, settings
+
+
+def _check(source: Path | None, settings: FolderDefense) -> None:
+    if source is not None:
+        check_folder(source)
+    text_pairs(settings.pairs)
+    if settings.retain is not None:
+        text_examples(settings.retain)
+
+
+def _check_attack(model: Path | None, settings: FolderAttack) -> None:
+    for folder in (model, settings.base, *settings.also.values()):
+        if folder is not None:
+            check_folder(folder)
+    for file in settings.files:
+        read_rows(file)
 
 
 def _illustrate(destination: Path, number: int, report: Report) -> None:
@@ -52,8 +71,8 @@ def _finetune(target: Target, settings: FolderAttack, report: Report, progress: 
 
 IMMUNIZE = Treatment(
     TREATMENT, FolderDefense, home="netweight.methods.immunize.audit", apply=_immunize, examine=_examine,
-    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate,
+    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check,
 )  # fmt: skip
 register(IMMUNIZE)
-FINETUNE = Attack("finetune", FolderAttack, _finetune)
+FINETUNE = Attack("finetune", FolderAttack, _finetune, check=_check_attack)
 register_attack(FINETUNE)

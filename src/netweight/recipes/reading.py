@@ -11,12 +11,12 @@ import pydantic
 import yaml
 
 from netweight.core.names import nearest_names
-from netweight.errors import UsageError
+from netweight.errors import NetweightError, UsageError
 from netweight.recipes.attacks import Attack, known_attacks
 from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
 from netweight.recipes.treatments import Treatment, known_treatments
 
-__all__ = ["Recipe", "read_mapping", "read_recipe", "refusal"]
+__all__ = ["Recipe", "outline", "read_mapping", "read_recipe", "refusal"]
 
 
 @final
@@ -56,12 +56,27 @@ class _Fields(pydantic.BaseModel):
     """The outline of a recipe; treatments are checked one by one, each against its own settings."""
 
     model_config = pydantic.ConfigDict(frozen=True)
-    subject: str = pydantic.Field(min_length=1)
-    treatments: tuple[Any, ...] = pydantic.Field(default=(), min_length=1)
-    attacks: tuple[Any, ...] = pydantic.Field(default=(), min_length=1)
-    audits: Literal["all"] | tuple[str, ...] = "all"
-    output: str = pydantic.Field(min_length=1)
-    seed: int = 0
+    subject: str = pydantic.Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
+    treatments: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="In this order.")
+    attacks: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="On what the last treatment made.")
+    audits: Literal["all"] | tuple[str, ...] = pydantic.Field(
+        default="all", description="Names of the audits to run; what is left out is shown in red."
+    )
+    output: str = pydantic.Field(min_length=1, description="Folder of results, ledger and report.")
+    seed: int = pydantic.Field(default=0, description="Of audits and attacks.")
+
+
+def outline() -> dict[str, Any]:
+    """Return the JSON schema of a recipe's own keys; what its lists hold is left open."""
+    schema = _Fields.model_json_schema()
+    schema.pop("title")
+    for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
+        schema["properties"][key].pop("default")
+    return {
+        **schema,
+        "description": "Treatments of a model, in order, with audits and attacks.",
+        "additionalProperties": False,
+    }
 
 
 def read_mapping(path: Path, needs: str) -> dict[str, Any]:
@@ -109,8 +124,11 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
         raise refusal(path, [*explain(error), *problems]) from None
     recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
     problems += _path_problems(recipe)
+    problems += _chain_problems(recipe)
     if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
         problems += _audit_problems(recipe)
+        if len(attacks) == len(fields.attacks):
+            problems += _work_problems(recipe)
     if problems:
         raise refusal(path, problems)
     return recipe
@@ -133,14 +151,52 @@ def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = Non
     return UsageError(f"The recipe {path} has {count}:\n{listed}", cure=cure)
 
 
+def _is_there(recipe: Recipe) -> bool:
+    """Whether the subject is a file or folder, or something that the first treatment knows by name."""
+    named = recipe.treatments[0].what.named if recipe.treatments else ()
+    return recipe.subject.exists() or str(recipe.subject) in named
+
+
 def _path_problems(recipe: Recipe) -> list[str]:
     problems = []
-    if not recipe.subject.exists():
+    if not _is_there(recipe):
         problems.append(f"subject: {recipe.subject} does not exist.")
     elif recipe.output.resolve().is_relative_to(recipe.subject.resolve()):
         problems.append(f"output: {recipe.output} lies inside the subject, which is never changed.")
     if recipe.output.exists() and not recipe.output.is_dir():
         problems.append(f"output: {recipe.output} is a file; it must be a folder.")
+    return problems
+
+
+def _chain_problems(recipe: Recipe) -> list[str]:
+    """Treatments and attacks that cannot follow what is made before them."""
+    problems, made = [], None
+    entries: list[tuple[str, Treatment[Any] | Attack[Any]]] = [
+        *((f"treatments.{place}", chosen.what) for place, chosen in enumerate(recipe.treatments)),
+        *((f"attacks.{place}", chosen.what) for place, chosen in enumerate(recipe.attacks)),
+    ]
+    for where, what in entries:
+        if made is not None and made not in what.takes:
+            wanted = " or ".join(what.takes)
+            problems.append(f"{where}.{what.verb}: needs a {wanted}, and the treatment before it makes a {made}.")
+        if isinstance(what, Treatment):
+            made = what.makes
+    return problems
+
+
+def _work_problems(recipe: Recipe) -> list[str]:
+    """What treatments and attacks find wrong with their files, before any of them begins."""
+    problems = []
+    source: Path | None = recipe.subject if _is_there(recipe) else None
+    lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
+    for key, entries in lists:
+        for place, chosen in enumerate(entries):
+            try:
+                if chosen.what.check is not None:
+                    chosen.what.check(source, chosen.config)
+            except NetweightError as error:
+                problems.append(f"{key}.{place}.{chosen.what.verb}: {error}")
+            source = None if key == "treatments" else source
     return problems
 
 

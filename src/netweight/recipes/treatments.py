@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import audits_of
+from netweight.evidence.audit import audits_of, missing_audits
 from netweight.evidence.report import Report
 
 __all__ = ["Apply", "Treatment", "known_treatments", "register"]
@@ -36,6 +36,13 @@ class Treatment(Generic[T]):
         by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
         illustrate: Takes `(destination, number, report)` and adds sections with pictures, if there is something to
             see; `number` is the step's, for their titles.
+        check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
+            earlier step makes it.
+        reads: Takes the settings and returns files that they lead to without naming them, such as the images of a
+            table: another content makes another step.
+        takes: What it can be applied to: the kinds that treatments before it make.
+        makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
+        named: Subjects that it knows by name and that are no files here.
     """
 
     verb: str
@@ -45,12 +52,23 @@ class Treatment(Generic[T]):
     examine: Callable[[str, Path, Path, T, Progress], tuple[Any, Any]]
     by_attack: Mapping[str, str] = field(default_factory=dict)
     illustrate: Callable[[Path, int, Report], object] | None = None
+    check: Callable[[Path | None, T], object] | None = None
+    reads: Callable[[T], Iterable[Path]] | None = None
+    takes: tuple[str, ...] = ("model",)
+    makes: str = "model"
+    named: Container[str] = ()
 
     @property
     def audits(self) -> tuple[str, ...]:
-        """The names of its audits."""
+        """The names of its audits that are written."""
         importlib.import_module(self.home)
         return tuple(audits_of(self.verb))
+
+    @property
+    def promised(self) -> tuple[str, ...]:
+        """The names of all audits that prove it, those included that no recipe can run."""
+        importlib.import_module(self.home)
+        return missing_audits(self.verb, ())
 
 
 _TREATMENTS: dict[str, Treatment[Any]] = {}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any, Self, cast, final
@@ -171,7 +172,8 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
 
     Args:
         kind: Name of its class, such as "ResNetModel".
-        source: A model folder, or an id on the Hugging Face hub.
+        source: A model folder, or an id on the Hugging Face hub. The weights of a folder that `netweight compress` made
+            stay compressed in memory.
         options: Of its constructor.
 
     Returns:
@@ -188,6 +190,7 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
         raise MissingExtra(
             f"A {kind} needs transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
         ) from error
+    importlib.import_module("netweight.integrations.transformers")  # so that compressed folders open too
     architecture = getattr(transformers, kind)
     try:
         with silent_bars():

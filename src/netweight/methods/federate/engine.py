@@ -20,7 +20,7 @@ from torch import Tensor
 from netweight.core import digest
 from netweight.core.environment import usable_cores
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import FederationStopped
+from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate.checkpoint import Checkpoint
 from netweight.methods.federate.intake import examine
 from netweight.methods.federate.local_model import LocalModel
@@ -30,7 +30,7 @@ from netweight.methods.federate.rounds import Federation, Round, sampled_clients
 from netweight.methods.federate.task import FedTask
 from netweight.methods.federate.updates import Tensors
 
-__all__ = ["CHECKPOINT", "Run", "round_by_round", "train"]
+__all__ = ["CHECKPOINT", "Run", "finished", "round_by_round", "train"]
 
 CHECKPOINT = "federation.safetensors"
 """The file within a run's folder that it resumes from."""
@@ -107,6 +107,27 @@ def train(
                     federation.save()
                 work.update(1)
     federation.save()
+    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
+
+
+def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
+    """Open a federation that has been trained; nothing is trained and nothing written.
+
+    Args:
+        task: As for `train`; so are the others.
+        method: How clients trained.
+        settings: Rounds, sampling, seed.
+        folder: Where its checkpoint lies.
+
+    Raises:
+        UsageError: The folder holds a federation with other settings, or one with rounds to go.
+    """
+    federation = _Federation(task, method, settings, Path(folder), torch.device("cpu"), 1)
+    if not settings.is_done(federation.rounds):
+        raise UsageError(
+            f"The federation in {folder} has {len(federation.rounds)} of {settings.rounds} rounds.",
+            cure="Run it again to go on.",
+        )
     return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
 
 

@@ -22,6 +22,7 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.forget.deactivation import restore_rows_, scale_rows_
 from netweight.probe.diffusion import TextToImage
 from netweight.store.atomic import whole_file
+from netweight.store.reading import open_store
 from netweight.store.record import read_record, write_record
 
 __all__ = ["FOLDER", "EditRecord", "apply_edit_", "read_records", "undo_edit_"]
@@ -99,13 +100,22 @@ class EditRecord:
         path = Path(path)
 
         def made(values: dict[str, Any]) -> Self:
-            rows = safetensors.torch.load_file(path.with_suffix(".safetensors"))
+            rows = _rows(path)
             return cls(units=Units(values.pop("units")), rows=rows, **values)
 
         try:
             return read_record(path, made, version=_VERSION, of="an edit")
         except safetensors.SafetensorError as error:
             raise CorruptBlob(f"The rows beside {path} are damaged: {error}.") from error
+
+
+def _rows(path: Path) -> dict[str, Tensor]:
+    """The rows beside a record, plain or as `netweight compress` stores them."""
+    packed = path.with_suffix(".net.safetensors")
+    if not packed.is_file():
+        return safetensors.torch.load_file(path.with_suffix(".safetensors"))
+    with open_store(packed) as store:
+        return {name: store.get(name) for name in store.names()}
 
 
 def read_records(folder: str | Path) -> list[EditRecord]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
-__all__ = ["Column", "Kind", "Labels", "read_labels"]
+__all__ = ["Column", "Kind", "Labels", "check_columns", "read_labels"]
 
 Kind: TypeAlias = Literal["binary", "continuous"]
 
@@ -168,6 +168,24 @@ def read_labels(
     if not found:
         raise UsageError(f"{path} holds no label.", cure=f"Give at least one column beside {key!r}.")
     return Labels(tuple(names), {name: Column(name, values) for name, values in found.items()})
+
+
+def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
+    """Check that a file of labels can be read and has columns, where the models are not known yet.
+
+    Args:
+        path: As for `read_labels`.
+        columns: Which it is to have.
+        key: The column that names the model.
+
+    Raises:
+        NameNotFound: It lacks one; the nearest are named.
+        UsageError: The file cannot be read.
+    """
+    path = Path(path)
+    there = list(dict.fromkeys(column for row in _rows(path, key) for column in row))
+    for column in (key, *columns):
+        _check_column(path, column, there)
 
 
 def _rows(path: Path, key: str) -> list[dict[str, Any]]:

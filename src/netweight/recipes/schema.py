@@ -1,0 +1,70 @@
+"""The JSON schema of recipes, made of the settings of the treatments and attacks that are known; editors check by it.
+
+`netweight run --schema` prints it. A recipe names it in its first line: `# yaml-language-server: $schema=FILE`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pydantic
+
+from netweight.recipes.attacks import known_attacks
+from netweight.recipes.entries import Entry
+from netweight.recipes.reading import outline
+from netweight.recipes.treatments import known_treatments
+
+__all__ = ["recipe_schema"]
+
+_FIELD = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the schema (JSON Schema 2020-12) of the treatments and attacks that are registered.
+
+    What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
+    """
+    schema = outline()
+    definitions: dict[str, Any] = {}
+    for key, known in (("treatments", known_treatments()), ("attacks", known_attacks())):
+        entries = [_entry(each, definitions) for each in known.values()]
+        schema["properties"][key] |= {"items": {"anyOf": [each for pair in entries for each in pair]}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A recipe of netweight",
+        **schema,
+        "anyOf": [{"required": ["treatments"]}, {"required": ["attacks"]}],
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """What may stand in a list for a verb: a mapping from it to its settings, or it alone where none is needed."""
+    settings = pydantic.TypeAdapter(entry.config).json_schema(ref_template="#/$defs/{model}")
+    definitions.update(settings.pop("$defs", {}))
+    settings["title"] = entry.verb
+    settings["description"] = inspect.cleandoc(entry.config.__doc__ or "").partition("\n")[0]
+    settings["additionalProperties"] = False
+    for name, said in _fields(entry.config).items():
+        settings["properties"][name]["description"] = said
+    definitions[entry.verb] = settings
+    reference: dict[str, Any] = {"$ref": f"#/$defs/{entry.verb}"}
+    if not settings.get("required"):
+        yield {"const": entry.verb, "description": settings["description"]}
+        reference = {"anyOf": [reference, {"type": "null"}]}
+    yield {
+        "type": "object",
+        "properties": {entry.verb: reference},
+        "required": [entry.verb],
+        "additionalProperties": False,
+    }
+
+
+def _fields(config: type[Any]) -> dict[str, str]:
+    """What a settings' docstring says of each of its fields."""
+    _, _, attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
+    found = {name: " ".join(said.split()) for name, said in _FIELD.findall(attributes.partition("\n\n")[0])}
+    return {name: said for name, said in found.items() if name in config.__dataclass_fields__}

@@ -1,0 +1,42 @@
+"""What docs/recipes.md shows is true: its recipe is read, its tables name what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from netweight.recipes import read_recipe
+from netweight.recipes.attacks import known_attacks
+from netweight.recipes.treatments import known_treatments
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recipes.md"
+TABLES = {"nemo-tables.yaml", "space-tables.yaml"}  # of `netweight reproduce --recipe`
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
+
+
+def test_the_table_says_what_each_step_takes_makes_and_is_proved_by():
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([a-z, ]+) \| (\w+) \| (.*) \|$", PAGE.read_text(), re.M)
+    said = {verb: (tuple(takes.split(", ")), makes, tuple(re.findall(r"`(.*?)`", audits)))
+            for verb, takes, makes, audits in rows}  # fmt: skip
+    ours = {verb: each for verb, each in known_treatments().items() if verb != "repeat"}  # the tests' own
+    assert said == {verb: (each.takes, each.makes, each.promised) for verb, each in ours.items()}
+    for attack in known_attacks():
+        assert f"`{attack}`" in PAGE.read_text()
+
+
+def test_the_recipes_to_copy_are_those_that_there_are():
+    named = set(re.findall(r"`([a-z-]+\.yaml)`", PAGE.read_text().split("## Recipes to copy")[1]))
+    assert named == {path.name for path in (ROOT / "recipes").glob("*.yaml")} - TABLES
+
+
+def test_the_recipe_shown_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)
+    Path("recipe.yaml").write_text(shown)
+    Path("my-model").mkdir()
+    Path("my-model", "config.json").write_text("{}")
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    Path("harmful.jsonl").write_text('{"prompt": "a", "response": "c"}\n')
+    recipe = read_recipe("recipe.yaml")
+    assert [each.what.verb for each in (*recipe.treatments, *recipe.attacks)] == ["immunize", "compress", "finetune"]

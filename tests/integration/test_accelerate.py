@@ -1,0 +1,65 @@
+"""The example under accelerate, in one process and in two: it trains what averaged gradients train, to the last bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is in the llm extra")
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+import netweight
+from netweight.attacks.finetuning.examples import collate
+from netweight.zoo.ciphers import cipher_world
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "compress" / "accelerated.py"
+ONE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
+       "--mixed_precision", "no", "--dynamo_backend", "no")  # fmt: skip
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def expected(processes):
+    """The dense model after steps on the average of the gradients of as many batches."""
+    world = cipher_world()
+    model, examples = world.base().train(), world.examples("new", 48, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for first in range(0, len(examples), 4 * processes):
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for place in range(first, first + 4 * processes, 4):
+            model.zero_grad()
+            model(**vars(collate(examples[place : place + 4], pad_id=0))).loss.backward()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                total += parameter.grad * (1 / processes)
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = total
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("launcher", "processes"), [(ONE, 1), (TWO, 2)], ids=["accelerate launch", "torchrun"])
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_what_is_trained_is_what_averaged_gradients_train(tmp_path, launcher, processes):
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    answer = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM), str(tmp_path)],
+        env=os.environ | paths | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert f"{12 // processes} steps, loss " in answer.stdout
+    model = cipher_world().base()
+    netweight.compress_(model)
+    optimizer = netweight.LayerwiseOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    netweight.load_checkpoint(tmp_path / "training.safetensors", model, optimizer)
+    netweight.decompress_(model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        dense = expected(processes).state_dict()
+    finally:
+        torch.set_num_threads(threads)
+    differ = [name for name, value in model.state_dict().items() if not torch.equal(value, dense[name])]
+    assert differ == []

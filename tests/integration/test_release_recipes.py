@@ -1,0 +1,141 @@
+"""The release recipes from end to end on small worlds: what is published is the treated model, to the last bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("transformers", reason="transformers is in the llm extra")
+pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
+pytest.importorskip("scipy", reason="scipy is in the evidence extra")
+
+from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
+
+from netweight import decompress_folder, verify
+from netweight.cli import netweight
+from netweight.evidence.image_files import write_png
+from netweight.evidence.report import read_report
+from netweight.integrations.causal_lm import load_causal_lm
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def call(recipe, text, *arguments):
+    Path(recipe).write_text(text)
+    answer = CliRunner().invoke(netweight, ["run", recipe, *map(str, arguments), "--json"])
+    assert answer.exit_code in (0, 1), answer.output
+    return json.loads(answer.stdout)
+
+
+def replaced(name, **changes):
+    text = (RECIPES / name).read_text()
+    for old, new in changes.values():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def same_files(one, other):
+    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(other) for path in other.rglob("*") if path.is_file())
+    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
+def card_of(published, folder="published"):
+    """The card of a copy that could be pushed; the copy stays proved."""
+    shutil.copytree(published, folder)
+    answer = CliRunner().invoke(netweight, ["report", "out", "--card", folder])
+    assert answer.exit_code == 0, answer.output
+    assert all(found.passed is not False for found in verify(folder))
+    return Path(folder, "README.md").read_text()
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pairs.jsonl", PAIRS[::2])
+    write(tmp_path / "harmful.jsonl", PAIRS[1::2])
+    write(tmp_path / "retain.jsonl", KEPT[::2])
+    write(tmp_path / "keep.jsonl", KEPT[1::2])
+    write(tmp_path / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
+    save(*tiny_llama(), tmp_path / "model")
+
+
+def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(rows):
+    small = "grid: quick, seeds: 1, lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"
+    text = replaced(
+        "release-immunized.yaml", attack=("grid: quick, seeds: 5}", small),
+        defense=("defense: repnoise", "defense: repnoise, lr: 3e-3"),
+    )  # fmt: skip
+    result = call("release.yaml", text, "--subject", "model", "--output", "out")
+    immunized, packed, attacked = result["steps"]
+    assert {found["name"]: found["passed"] for found in packed["findings"]["identity"]}["tensors that differ"] is True
+    decompress_folder(packed["path"], "restored")
+    same_files(Path(immunized["path"]), Path("restored"))
+    opened, dense = (load_causal_lm(step["path"])[0].state_dict() for step in (packed, immunized))
+    assert all(torch.equal(opened[name], dense[name]) for name in dense)
+    assert [section.missing_audits for section in read_report("out").sections] == [()] * 4
+    card = card_of(packed["path"])
+    for expected in ("### Immunized", "| defense | repnoise |", "### Compressed, bit for bit", "resistance, defended"):
+        assert expected in card
+    # The same attack on the folder before compression finds the same.
+    text = replaced("attack-finetune.yaml", attack=("grid: quick, seeds: 5}", small), base=("BASE", "model"))
+    (alone,) = call("attack.yaml", text, "--subject", immunized["path"], "--output", "alone")["steps"]
+    values = [[found["value"] for found in each["findings"]["finetune"]] for each in (attacked, alone)]
+    assert values[0] == values[1]
+    told = call("release.yaml", Path("release.yaml").read_text(), "--subject", "model", "--output", "out", "--plan")
+    assert [step["done"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, True, True]
+    # A changed later step leaves the defense alone.
+    text = Path("release.yaml").read_text().replace("level: max", "level: fast")
+    told = call("release.yaml", text, "--subject", "model", "--output", "out", "--plan")
+    assert [step["done"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, False, False]
+
+
+def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    from netweight.integrations.diffusion_pipeline import load_text_to_image
+    from netweight.zoo.captioned_shapes import ShapesWorld
+    from netweight.zoo.small_diffusion import SHAPES_FOLDER
+
+    monkeypatch.chdir(tmp_path)
+    world = ShapesWorld()
+    planted = [world.planted[number] for number in (0, 3)]
+    for number, each in enumerate(planted):
+        write_png(tmp_path / f"{number}.png", each.picture)
+    lines = [f"{each.caption},{number}.png,{each.kind}" for number, each in enumerate(planted)]
+    Path("targets.csv").write_text("\n".join(["prompt,image,kind", *lines]) + "\n")
+    Path("ordinary.txt").write_text("\n".join(world.ordinary_captions[:8]))
+    search = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
+    text = replaced(
+        "release-forgotten.yaml", search=("{steps: 200, restarts: 2}", search),
+        looks=("images: 8", "look_seeds: 3, look_steps: 5, images: 2, guidance: 3, steps: 4"),
+    )  # fmt: skip
+    result = call("release.yaml", text, "--subject", SHAPES_FOLDER, "--output", "out")
+    forgot, packed, searched = result["steps"]
+    decompress_folder(packed["path"], "restored")
+    same_files(Path(forgot["path"]), Path("restored"))
+    edited, published = (load_text_to_image(step["path"]) for step in (forgot, packed))
+    images = [
+        model.generate(model.embed([planted[0].caption]), [0], guidance=3.0, steps=4) for model in (edited, published)
+    ]
+    assert torch.equal(*images)
+    assert searched["path"] == packed["path"]
+    # The same search on the folder before compression finds the same.
+    text = replaced(
+        "attack-embedding.yaml", base=("BASE", str(SHAPES_FOLDER)), search=("{steps: 200, restarts: 2}", search)
+    )
+    text = text.replace("{base:", "{unrelated: ordinary.txt, base:")
+    (alone,) = call("search.yaml", text, "--subject", forgot["path"], "--output", "alone")["steps"]
+    values = [[found["value"] for found in each["findings"]["embedding"]] for each in (searched, alone)]
+    assert values[0] == values[1]
+    # The edit can still be undone, to the last bit of what came before.
+    answer = CliRunner().invoke(netweight, ["forget", "undo", packed["path"], "undone"])
+    assert answer.exit_code == 0, answer.output
+    assert load_text_to_image("undone").digest() == load_text_to_image(SHAPES_FOLDER).digest()
+    card = card_of(packed["path"])
+    for expected in ("### Memorization switched off", "| prompts | 2 |", "### Compressed, bit", "NCC, to the training"):
+        assert expected in card
+    assert {section.title for section in read_report("out").sections} >= {"2. compress", "3. attack: embedding"}

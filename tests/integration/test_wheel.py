@@ -1,0 +1,111 @@
+"""The wheel as users get it: built from the source tree, installed where nothing else of netweight is, no compiler.
+
+Dependencies are those of the tests' own environment. The native codec is compiled once: later runs find it in `build/`.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "netweight"
+NEEDED = ("pip", "scikit_build_core", "nanobind")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+NATIVE = shutil.which("c++") is not None  # else the wheel is built without
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "CMakeLists.txt").is_file(), reason="outside a source tree"),
+    pytest.mark.skipif(bool(MISSING), reason=f"building needs {', '.join(MISSING)}"),
+]
+
+
+def run(*command, **options):
+    answer = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=300, **options)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--wheel-dir", folder, ROOT)
+    (built,) = folder.glob("netweight-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory):
+    """A fresh environment with the wheel; its commands, and what a process in it sees of this one."""
+    folder = tmp_path_factory.mktemp("clean")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
+    python = folder / "env" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, wheel)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    kept = {name: value for name, value in os.environ.items() if name in ("HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS")}
+    return {"cwd": folder, "env": kept | {"PATH": str(python.parent)}}
+
+
+def call(clean, *command):
+    return run(Path(clean["env"]["PATH"]) / command[0], *command[1:], **clean)
+
+
+def test_it_holds_every_file_of_the_package_and_the_published_numbers(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    ours = [file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in (".pyc", ".so")]
+    wanted = {f"netweight/{file.relative_to(PACKAGE).as_posix()}" for file in ours}
+    published = {f"netweight/published/{file.name}" for file in (ROOT / "recipes" / "published").glob("*.json")}
+    assert wanted - held == set()
+    assert published
+    assert published - held == set()
+    assert "netweight/py.typed" in held
+    assert any(name.startswith("netweight/zoo/") and name.endswith(".safetensors") for name in held)
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+    strangers = [name for name in held if name.startswith("netweight/")
+                 and name not in wanted | published and not name.startswith("netweight/codec/_native")]  # fmt: skip
+    assert [name for name in strangers if not name.startswith("netweight/published/")] == []
+    assert len([name for name in held if "/_native." in name and name.endswith(".so")]) == NATIVE
+
+
+def test_it_is_imported_alone_and_finds_its_data(clean):
+    said = json.loads(call(clean, "python", "-c", """
+import json, pathlib, shutil, netweight
+from netweight.codec import active_path
+from netweight.reproduce.published import published_folder
+from netweight.zoo.small_diffusion import SHAPES_FOLDER
+print(json.dumps({
+    "home": str(pathlib.Path(netweight.__file__)), "version": netweight.__version__, "path": active_path(),
+    "compiler": shutil.which("c++"), "published": len(list(published_folder().glob("*.json"))),
+    "published at": str(published_folder()), "checkpoint": (SHAPES_FOLDER / "model_index.json").is_file(),
+}))
+"""))  # fmt: skip
+    assert said["home"].startswith(str(clean["cwd"]))
+    assert said["published at"].startswith(str(clean["cwd"]))
+    assert said["published"] == len(list((ROOT / "recipes" / "published").glob("*.json")))
+    assert said["compiler"] is None
+    assert said["checkpoint"]
+    assert (said["path"] != "python") == NATIVE
+
+
+def test_its_commands_work(clean):
+    folder = clean["cwd"]
+    weights = {"layer.weight": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    call(clean, "netweight", "compress", "model.safetensors", "net.safetensors")
+    call(clean, "netweight", "verify", "net.safetensors", "--against", "model.safetensors")
+    call(clean, "netweight", "decompress", "net.safetensors", "back.safetensors")
+    assert (folder / "back.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert json.loads(call(clean, "netweight", "doctor", "--json"))
+    assert "hyperfl-table1" in call(clean, "netweight", "reproduce", "--list")
+    assert "treatments" in call(clean, "netweight", "run", "--schema")
