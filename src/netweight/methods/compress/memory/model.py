@@ -200,9 +200,8 @@ def compress_(
         Unsupported: A layer asked for by name cannot run compressed, or a weight holds no values, or one is to be
             rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
-        UsageError: There is no such level, or a setting of rounding is out of its range.
-
-        In each case nothing was changed.
+        UsageError: There is no such level, or a setting of rounding is out of its range. In this case as in all others
+            nothing was changed.
 
     Source: NeuZip (arXiv 2410.20650), section 3.1; there for bf16 and linear layers, here for all dtypes.
     """

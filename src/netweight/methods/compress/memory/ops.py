@@ -23,7 +23,7 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
     """Decode a payload on the spot.
 
     Args:
-        payload: U8 payload; if it is not on the CPU its bytes are copied there and the weight back.
+        payload: U8 payload, shape `(bytes,)`; if it is not on the CPU its bytes are copied there and the weight back.
 
     Returns:
         The dense weight on the payload's device, in memory from the codec's pool.
@@ -118,7 +118,7 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
     """`decode`, without the dispatcher where nobody watches: at one token at a time its microseconds count.
 
     Args:
-        payload: U8 payload.
+        payload: U8 payload, shape `(bytes,)`.
         shape: Shape of the weight.
         dtype: Its dtype.
 
