@@ -67,7 +67,10 @@ def test_no_docstring_is_found(complaints):
 
 def test_methods_of_public_classes_are_looked_at_and_protocols_speak_for_them(complaints):
     protocol = 'class Runs(Protocol):\n    """Runs."""\n\n    def run(self, speed: int) -> None:\n        """Go."""\n'
-    own = '__all__ = ["Car"]\n\n\nclass Car:\n    """A car."""\n\n    def run(self, speed: int) -> None:\n        """Go."""\n'
+    own = (
+        '__all__ = ["Car"]\n\n\nclass Car:\n    """A car."""\n\n'
+        '    def run(self, speed: int) -> None:\n        """Go."""\n'
+    )
     assert complaints(own) == ["parameter 'speed' is not described"]
     assert complaints(protocol + own) == []
 
