@@ -1,6 +1,8 @@
-"""Links of the pages in docs/ to files outside docs/: checked, and shown as the path, since a site has no such page.
+"""What the site needs beside mkdocs: links of pages to files outside docs/, and a place for every page.
 
-Called by mkdocs, which is told so in mkdocs.yml. Within the repository the same links lead to the files.
+Links to files of the repository are checked, and shown as the path, since a site has no such page; within the
+repository they lead to the files. Pages that mkdocs.yml does not name come last. Called by mkdocs, which is told so in
+mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -25,6 +27,29 @@ def outside_links(text: str, folder: Path) -> list[str]:
         The targets that do not exist, in their order.
     """
     return [target for _, target, _ in LINK.findall(text) if not (folder / target).exists()]
+
+
+def named(nav: Any) -> set[str]:
+    """Collect the pages that a navigation names, at any depth.
+
+    Args:
+        nav: Texts, lists and mappings, as YAML gives them.
+
+    Returns:
+        Paths relative to the folder of the documentation.
+    """
+    if isinstance(nav, str):
+        return {nav}
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return {page for part in parts for page in named(part)}
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that the navigation does not name at its end, so that none is lost."""
+    pages = {path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md")}
+    if left := sorted(pages - named(config.nav)):
+        config.nav.append({"More": left})
+    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
