@@ -1,6 +1,7 @@
 # make tour    install what the tour needs and run it: everything at work on a small real model
 # make test    install what the tests need and run them
-# make check   style, formatting, types, the layers of the architecture
+# make check   style, formatting, types, the layers of the architecture, docstrings, the documentation's site
+# make docs    the documentation as a site, in site/; a warning is an error
 # make study   the slow studies, resumable: faults of a federation's processes, fuzzing, and the papers' tables
 # make bench   the codec against its peers on this machine; results go to benchmarks/results/ and docs/performance.md
 # make bench-gpu  NeuZip's figure 4 and tables 1 and 3(a) at the paper's size, on a GPU, in less than ten minutes
@@ -11,12 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet -c constraints.txt
 export HF_HUB_DISABLE_TELEMETRY := 1
+export NO_MKDOCS_2_WARNING := 1
 
 # What an installation is made from: when one of these changes, netweight is installed again.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
-.PHONY: tour test check study bench bench-gpu clean
+.PHONY: tour test check docs study bench bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -29,6 +31,11 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
+	$(BIN)/python scripts/public_docstrings.py
+	$(BIN)/python -m mkdocs build --quiet
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m mkdocs build
 
 # A finished reproduction is kept, so that study continues where it was stopped.
 STUDY_AT_PAPER_SCALE := neuzip-fig5
@@ -64,7 +71,7 @@ bench-gpu:
 	$(PYTHON) -m netweight benchmark gpu
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # torch goes first and alone: an exact version finds the small CPU build, a range would fetch gigabytes of CUDA.

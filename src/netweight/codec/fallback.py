@@ -61,6 +61,9 @@ def encode(
         chunk_log2: Binary logarithm of the numbers in a chunk; 0 for the default.
         mantissa_bits: Of the words of a lossy blob, which are split as floats with so many are; None for other tensors.
 
+    Returns:
+        The blob's bytes.
+
     Raises:
         Unsupported: There is no such element type, or the tensor is too large or ends inside a byte.
         ValueError: The buffer's size does not fit dtype and shape.

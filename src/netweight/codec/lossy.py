@@ -49,6 +49,7 @@ class LossyHeader:
         shape: Its shape.
         digest: xxh3-128 of the rounded tensor's bytes, most significant byte first.
         worst: The largest relative change of a weight that rounding made.
+        words_start: Where that blob starts, in bytes from the beginning.
         words: The blob of words, and where it starts.
         normalizers: The blob of normalizers; None without.
         gaps: The blob that says where weights are kept exactly; None if none are.
@@ -77,7 +78,11 @@ class LossyHeader:
 
 
 def recognizes(blob: Any) -> bool:
-    """Whether bytes begin as a lossy blob does."""
+    """Whether bytes begin as a lossy blob does.
+
+    Args:
+        blob: Anything with the buffer protocol.
+    """
     return bytes(blob[:3]) == MAGIC
 
 
@@ -173,6 +178,12 @@ def _varint(value: int) -> bytes:
 def read_header(blob: Any) -> LossyHeader:
     """Read and check a lossy blob's header, and the headers of the blobs in it; no payload is touched.
 
+    Args:
+        blob: Anything with the buffer protocol.
+
+    Returns:
+        The header, with views of the blobs in it.
+
     Raises:
         CorruptBlob: The bytes are damaged.
         Unsupported: The blob is of a newer format.
@@ -245,6 +256,16 @@ def decode(blob: Any, threads: int, check: bool, path: str, out: Bytes | None = 
 def decode_numbers(header: LossyHeader, first: int, last: int, threads: int, path: str) -> Bytes:
     """Decode weights `first` to `last` (exclusive); only the chunks that they touch are read.
 
+    Args:
+        header: The blob's header.
+        first: The first weight.
+        last: The weight after the last one.
+        threads: How many threads may work at once, at least 1.
+        path: Code path of the native codec, or "auto".
+
+    Returns:
+        The bytes of these weights, rounded as they are.
+
     Raises:
         CorruptBlob: The blob is damaged.
     """
@@ -261,6 +282,12 @@ def _decode(header: LossyHeader, first: int, last: int, threads: int, path: str,
 def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Bytes | None:
     """The normalizers of the blocks that weights `first` to `last` (exclusive) touch; None without.
 
+    Args:
+        header: The blob's header.
+        first: The first weight.
+        last: The weight after the last one.
+        path: Code path of the native codec, or "auto".
+
     Raises:
         CorruptBlob: The blob is damaged.
     """
@@ -273,6 +300,13 @@ def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Byt
 
 def put_kept(header: LossyHeader, first: int, last: int, path: str, weights: Bytes) -> None:
     """Put the weights that are kept exactly in their places among weights `first` to `last` (exclusive).
+
+    Args:
+        header: The blob's header.
+        first: The first weight.
+        last: The weight after the last one.
+        path: Code path of the native codec, or "auto".
+        weights: Bytes of the weights `first` to `last`; changed in place.
 
     Raises:
         CorruptBlob: The blob is damaged.

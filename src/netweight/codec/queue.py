@@ -78,6 +78,9 @@ class DecodeQueue:
         Args:
             blob: See `codec.decode`. Its memory must stay where it is until `result` or `cancel` returned.
 
+        Returns:
+            The blob's decoding, to be asked for its result.
+
         Raises:
             CorruptBlob: The blob's header is damaged.
             Unsupported: The blob is of a newer format.

@@ -112,6 +112,10 @@ class Header:
 def tensor_bytes(element: ElementType, shape: tuple[int, ...]) -> int:
     """The size of a tensor in bytes.
 
+    Args:
+        element: The element type.
+        shape: The tensor's shape.
+
     Raises:
         Unsupported: It has 2**62 bits or more, or elements of less than a byte that end inside one.
     """
@@ -130,6 +134,9 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
         blob: Anything with the buffer protocol.
         size: Bytes of the whole blob, of which `blob` may then be only the beginning, up to the end of its index at
             least (see `index_end`); None if `blob` is all of it.
+
+    Returns:
+        The header, with views of the blob's sections.
 
     Raises:
         CorruptBlob: The bytes are damaged or not a blob.
@@ -209,6 +216,9 @@ def decode(blob: Any, *, check: bool = False, out: Bytes | None = None) -> Bytes
         check: Also compare the digest of the result with the one in the header.
         out: Where to write them, of exactly their number; None for a new array.
 
+    Returns:
+        The tensor's bytes, little-endian.
+
     Raises:
         CorruptBlob: The blob is damaged.
         Unsupported: See `read_header`.
@@ -224,6 +234,15 @@ def decode_numbers(blob: Any, first: int, last: int, *, out: Bytes | None = None
     """Decode numbers `first` to `last` (exclusive); only the chunks that they touch are read.
 
     Args and errors: see `decode`.
+
+    Args:
+        blob: Anything with the buffer protocol.
+        first: The first number.
+        last: The number after the last one.
+        out: Receives the bytes of these numbers.
+
+    Returns:
+        The bytes of these numbers.
     """
     header, data = read_header(blob), _as_bytes(blob)
     size = header.element.number_bytes
@@ -245,7 +264,14 @@ def _as_bytes(buffer: Any) -> Bytes:
 
 
 def read_varint(reader: Reader) -> int:
-    """Seven bits a byte, least significant first; the last byte is below 128."""
+    """Seven bits a byte, least significant first; the last byte is below 128.
+
+    Args:
+        reader: Stands at the number, and after it when done.
+
+    Returns:
+        The number, at least 0.
+    """
     value = 0
     for shift in range(0, 63, 7):
         byte = reader.number(1, "the header")
@@ -343,7 +369,14 @@ class Split:
         return self.raw_bits - self.signed
 
     def place_raw(self, raw: Integers) -> Integers:
-        """Raw bits where they stand in their elements."""
+        """Raw bits where they stand in their elements.
+
+        Args:
+            raw: Raw bits of each number.
+
+        Returns:
+            Integers of the elements' width with these bits in place, all others 0.
+        """
         if not self.signed:
             return raw
         low = self.raw_bits - 1

@@ -86,6 +86,8 @@ class Precision:
 
     Raises:
         UsageError: A value is out of its range.
+
+    Source: NeuZip (arXiv 2410.20650), lossy compression.
     """
 
     mantissa_bits: int = LOSSLESS_BITS
@@ -109,6 +111,9 @@ class Precision:
 
     def rounding(self, dtype: str) -> Rounding | None:
         """How to round weights of a dtype, given by safetensors' name; None to leave them as they are.
+
+        Args:
+            dtype: A name such as "BF16".
 
         Raises:
             Unsupported: Weights of this dtype cannot be rounded, or not with this fidelity.
@@ -181,6 +186,9 @@ def round_weights(data: Bytes, rounding: Rounding) -> Rounded:
     Args:
         data: Their bytes.
         rounding: How.
+
+    Returns:
+        The rounded weights' bytes, with what rounding changed.
     """
     weights = _widened(data, rounding.element)
     bits = weights.view(np.uint32)

@@ -127,7 +127,14 @@ class Select:
 
     @classmethod
     def of(cls, choice: Select | str | Iterable[str]) -> Select:
-        """Take a `Select`, one pattern or several for a `Select`."""
+        """Take a `Select`, one pattern or several for a `Select`.
+
+        Args:
+            choice: A `Select` is returned as it is; patterns as for `Select`.
+
+        Returns:
+            The `Select`.
+        """
         if isinstance(choice, Select):
             return choice
         return cls(choice) if isinstance(choice, str) else cls(*choice)

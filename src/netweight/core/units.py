@@ -24,7 +24,7 @@ class Units:
     `|` (either), `&` (both) and `-` (this, not that) work on such pairs. Immutable.
 
     Args:
-        indices: For each module name a one-dimensional LongTensor, or any sequence, of indices from 0 up; order and
+        indices: For each module name a LongTensor of shape `(units,)`, or any sequence, of indices from 0 up; order and
             repetition do not matter, and modules without an index are left out.
 
     Raises:
@@ -122,12 +122,22 @@ class Units:
         return self._of_sets({name: found - other._sets.get(name, none) for name, found in self._sets.items()})
 
     def to_json(self) -> str:
-        """Write the set as JSON: `{"version": 1, "units": {module name: [indices]}}`, sorted."""
+        """Write the set as JSON: `{"version": 1, "units": {module name: [indices]}}`, sorted.
+
+        Returns:
+            The JSON text.
+        """
         return json.dumps({"version": 1, "units": {name: sorted(found) for name, found in self._sets.items()}})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote.
+
+        Args:
+            text: The JSON text.
+
+        Returns:
+            The set.
 
         Raises:
             UsageError: The text is not JSON of this form and version.

@@ -72,6 +72,13 @@ def register_treatment(treatment: str, *, audits: Iterable[str]) -> None:
 def register_audit(treatment: str, name: str) -> Callable[[_F], _F]:
     """Register the decorated function as the audit `name` of a treatment that names it.
 
+    Args:
+        treatment: A declared treatment.
+        name: One of the audits that it names.
+
+    Returns:
+        A decorator that returns the function as it is.
+
     Raises:
         NameNotFound: The treatment is not declared or does not name this audit.
         UsageError: Another function was registered under this name.
@@ -95,6 +102,9 @@ def treatments() -> tuple[str, ...]:
 def audits_of(treatment: str) -> dict[str, Audit]:
     """Return the audits of a treatment that are written, by name, in the order in which it names them.
 
+    Args:
+        treatment: A declared treatment.
+
     Raises:
         NameNotFound: The treatment is not declared.
     """
@@ -104,6 +114,9 @@ def audits_of(treatment: str) -> dict[str, Audit]:
 def unwritten_audits(treatment: str) -> tuple[str, ...]:
     """Return the audits that a treatment names and nobody registered: a broken promise.
 
+    Args:
+        treatment: A declared treatment.
+
     Raises:
         NameNotFound: The treatment is not declared.
     """
@@ -112,6 +125,10 @@ def unwritten_audits(treatment: str) -> tuple[str, ...]:
 
 def missing_audits(treatment: str, ran: Iterable[str]) -> tuple[str, ...]:
     """Return the audits that a treatment names and that are not among those that ran.
+
+    Args:
+        treatment: A declared treatment.
+        ran: Names of the audits that ran.
 
     Raises:
         NameNotFound: The treatment is not declared.

@@ -84,11 +84,19 @@ class PromptCopies:
     diversity: float | None
 
     def copies(self, threshold: float = COPY) -> int:
-        """Return how many seeds give a copy of the prompt's own training image."""
+        """Return how many seeds give a copy of the prompt's own training image.
+
+        Args:
+            threshold: Similarity from which on an image is a copy.
+        """
         return sum(value >= threshold for value in self.to_image)
 
     def any_match(self, threshold: float = COPY) -> int:
-        """Return how many seeds give a copy of some memorized image."""
+        """Return how many seeds give a copy of some memorized image.
+
+        Args:
+            threshold: Similarity from which on an image is a copy.
+        """
         return sum(value >= threshold for value in self.nearest)
 
     def to_json(self) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def copies_of_prompt(
         images: What the model makes of the prompt, shape `(seeds, 3, height, width)`, within 0 and 1.
         everything: All memorized images, this one among them or not.
         descriptor: What compares them; None takes `CenteredPixels`, for a template on the part that stays.
-        unedited: What the unedited model makes of the same seeds, in the same order.
+        unedited: What the unedited model makes of the same seeds, in the same order. The shape of `images`.
 
     Raises:
         UsageError: There is no image, or `unedited` has another number of them.

@@ -51,7 +51,11 @@ class RegionCopies:
     background: tuple[float, ...] | None
 
     def copies(self, threshold: float = COPY) -> dict[str, int]:
-        """Return how many images copy both regions, one of them alone, or none."""
+        """Return how many images copy both regions, one of them alone, or none.
+
+        Args:
+            threshold: Similarity from which on a region is a copy.
+        """
         if self.foreground is None or self.background is None:
             return {}
         pairs = [(a >= threshold, b >= threshold) for a, b in zip(self.foreground, self.background, strict=True)]

@@ -185,6 +185,9 @@ def checked_pair(images: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         images: Shape `(n, c, h, w)`.
         references: The same shape; moved to the device of `images`.
 
+    Returns:
+        Images and references, float64, of the shape given.
+
     Raises:
         UsageError: Shapes differ, there is no pixel, or a value is not finite.
     """

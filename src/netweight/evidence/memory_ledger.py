@@ -172,6 +172,9 @@ def _called_by(file: str, function: str) -> bool:
 def private_bytes() -> int:
     """Bytes of memory that this process has for itself alone (RssAnon).
 
+    Returns:
+        Bytes.
+
     Raises:
         UsageError: The system does not tell; Linux does.
     """

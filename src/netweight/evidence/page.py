@@ -61,6 +61,9 @@ def format_number(value: Any, digits: int = 4) -> str:
         value: A number (at least `digits` significant digits; integers in full, with thin spaces between thousands),
             a truth value (yes, no), a text (as it is) or None (a dash).
         digits: Significant digits of numbers that are not whole.
+
+    Returns:
+        The text.
     """
     if value is None:
         return "–"
@@ -83,6 +86,9 @@ def verdict(section: SectionDocument) -> tuple[str, str]:
     """Return the verdict on a section: its kind ("pass", "fail" or "none") and one sentence.
 
     A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
+
+    Args:
+        section: Of a report.
     """
     judged = [finding for finding in section.findings if finding.target is not None]
     missed = [finding.name for finding in judged if finding.passed is False]

@@ -246,6 +246,9 @@ def read_report(folder: str | os.PathLike[str]) -> ReportDocument:
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, unless it is there.
 
+    Args:
+        folder: The folder.
+
     Raises:
         UsageError: The system refuses: a file is in the way, permission is missing, the disk is full.
     """

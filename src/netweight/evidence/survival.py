@@ -109,7 +109,11 @@ class Survival:
     level: float
 
     def at(self, time: float) -> float:
-        """Return the share without the event at a time; NaN beyond the last time if it is not 0 by then."""
+        """Return the share without the event at a time; NaN beyond the last time if it is not 0 by then.
+
+        Args:
+            time: In the unit of the times.
+        """
         passed = [share for when, share in zip(self.times, self.share, strict=True) if when <= time]
         share = passed[-1] if passed else 1.0
         return math.nan if time > self.last and share > 0 else share

@@ -72,7 +72,7 @@ def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np
 
     Args:
         times: What was resampled.
-        weights: As `resampled_weights` returns them.
+        weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
 
     Returns:
         Least and most, shape `(resamples,)` each. They are equal where the median was reached; where it was not, it is
@@ -93,7 +93,7 @@ def restricted_means(times: Times, weights: NDArray[np.float64], horizon: float)
 
     Args:
         times: What was resampled.
-        weights: As `resampled_weights` returns them.
+        weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
         horizon: Times beyond it count as this long.
 
     Returns:
@@ -191,7 +191,15 @@ def ratio_of_times(
 
 
 def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divide times, with x / ∞ = 0, and x / 0 = ∞ but 1 for 0 / 0: both groups were there before anything was done."""
+    """Divide times, with x / ∞ = 0, and x / 0 = ∞ but 1 for 0 / 0: both groups were there before anything was done.
+
+    Args:
+        top: Times, any shape.
+        bottom: Times, of the same shape.
+
+    Returns:
+        Ratios, of the same shape.
+    """
     import numpy as np
 
     with np.errstate(divide="ignore", invalid="ignore"):

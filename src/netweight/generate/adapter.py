@@ -63,6 +63,12 @@ class LowRank:
     def inner(self, other: LowRank) -> float:
         """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone.
 
+        Args:
+            other: A change of the same shape; its rank may be another.
+
+        Raises:
+            UsageError: The shapes differ.
+
         Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
         """
         if self.shape != other.shape:
@@ -79,6 +85,9 @@ class LowRank:
 
         Returns:
             Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
+
+        Raises:
+            UsageError: The rank is below 1.
 
         Source: QR of both factors, then a singular value decomposition of rank × rank.
         """
@@ -136,6 +145,9 @@ class Adapter:
     def inner(self, other: Adapter) -> float:
         """Return the inner product of the two changes, summed over modules; both must have the same modules.
 
+        Args:
+            other: An adapter of the same modules; ranks may differ.
+
         Raises:
             NameNotFound: The other lacks a module, or has one more.
         """
@@ -154,7 +166,11 @@ class Adapter:
         return Adapter(changes)
 
     def truncated(self, rank: int) -> Truncation:
-        """Return the nearest adapter of at most a rank per module, with the relative error of the whole."""
+        """Return the nearest adapter of at most a rank per module, with the relative error of the whole.
+
+        Args:
+            rank: At least 1, for every module.
+        """
         parts = {name: change.truncated(rank) for name, change in self.factors.items()}
         lost, whole = sum(error for _, error in parts.values()), self.norm() ** 2
         return Truncation(

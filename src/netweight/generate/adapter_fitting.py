@@ -144,6 +144,9 @@ def fit_adapters(
         component: What the layers' names begin with beside the model's own.
         progress: Where progress is shown.
 
+    Returns:
+        The trained adapters by name, with their losses.
+
     Raises:
         UsageError: There is no adapter or layer, two have one name, or there is not one loss for each adapter.
         TrainingStopped: A loss became NaN or infinite; the adapter and the step are named.

@@ -44,17 +44,29 @@ class Basis:
     total: float
 
     def project(self, rows: Tensor) -> Tensor:
-        """Return the scores of rows, shape `(…, d)` to `(…, k)`."""
+        """Return the scores of rows, shape `(…, d)` to `(…, k)`.
+
+        Args:
+            rows: Of the basis's dtype, on any device.
+        """
         centered = rows.to(self.components) - self.mean
         return (centered if self.deviation is None else centered / self.deviation) @ self.components.T
 
     def squares(self, rows: Tensor) -> Tensor:
-        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`."""
+        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`.
+
+        Args:
+            rows: Shape `(…, d)`, as for `project`.
+        """
         centered = rows.to(self.components) - self.mean
         return (centered if self.deviation is None else centered / self.deviation).square().sum(dim=-1)
 
     def point(self, scores: Tensor) -> Tensor:
-        """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
+        """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable.
+
+        Args:
+            scores: One number per component.
+        """
         moved = scores @ self.components.to(scores)
         if self.deviation is not None:
             moved = moved * self.deviation.to(scores)
@@ -121,6 +133,9 @@ def fit_matrix(
             takes the first up to 10,000 rows.
         halves: Whether to fit two halves of the rows, too; "dual" only.
         progress: Where to show it.
+
+    Returns:
+        The basis, with the rows' scores and how much of the variance it holds.
 
     Raises:
         UsageError: There are fewer than 2 rows, fewer components than asked for, or a number is not finite.

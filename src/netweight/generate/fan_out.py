@@ -31,7 +31,11 @@ class Shard(Protocol):
     """Some of the rows; a frozen dataclass of JSON values, so that it can be sent and remembered."""
 
     def open(self) -> Rows:
-        """Open the rows, in the process that reads them."""
+        """Open the rows, in the process that reads them.
+
+        Returns:
+            The rows.
+        """
         ...
 
 

@@ -25,6 +25,9 @@ class Hypernetwork(nn.Module):
         embedding: Length E of an embedding.
         hidden: Width of each hidden layer of the trunk, each followed by ReLU; at least one.
 
+    Raises:
+        UsageError: A size is below 1, or there is no hidden layer.
+
     Source: HyperFL (arXiv 2412.07187) section 4.2: embedding 64, one hidden layer of 128.
     """
 
@@ -37,12 +40,20 @@ class Hypernetwork(nn.Module):
         self.heads = nn.Linear(widths[-1], generated)
 
     def hidden_code(self, embedding: Tensor) -> Tensor:
-        """Return m, what the heads see: shape `(..., H)` for embeddings of shape `(..., E)`."""
+        """Return m, what the heads see: shape `(..., H)` for embeddings of shape `(..., E)`.
+
+        Args:
+            embedding: Of the network's dtype, on its device.
+        """
         code = embedding
         for layer in self.trunk:
             code = torch.relu(layer(code))
         return code
 
     def forward(self, embedding: Tensor) -> Tensor:
-        """Return the generated vectors, shape `(..., P)`, for embeddings of shape `(..., E)`."""
+        """Return the generated vectors, shape `(..., P)`, for embeddings of shape `(..., E)`.
+
+        Args:
+            embedding: Of the network's dtype, on its device.
+        """
         return cast(Tensor, self.heads(self.hidden_code(embedding)))

@@ -25,7 +25,13 @@ __all__ = ["KeptSums", "read_iteration", "read_tensors", "write_tensors"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy."""
+    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy.
+
+    Args:
+        path: The file.
+        tensors: Tensors of any dtype by name.
+        about: JSON values.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     with naming_failures(path):
@@ -38,6 +44,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
     """Read tensors and their account.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Tensors by name, and the account of them.
 
     Raises:
         CorruptBlob: The file was not written by `write_tensors`, or is damaged.
@@ -52,6 +64,12 @@ def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
 
 def read_iteration(path: Path) -> Iteration:
     """Read where a fit stands.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What the next pass works with.
 
     Raises:
         CorruptBlob: The file is damaged.
@@ -103,14 +121,24 @@ class KeptSums:
         return iteration, None, 0
 
     def keep_iteration(self, iteration: Iteration) -> None:
-        """Write what the next pass works with."""
+        """Write what the next pass works with.
+
+        Args:
+            iteration: What a pass begins with.
+        """
         about = {
             "digest": self._digest, "stage": iteration.stage, "last": iteration.last, "captured": iteration.captured,
         }  # fmt: skip
         write_tensors(self._iteration, iteration.fixed, about)
 
     def keep_sums(self, iteration: Iteration, sums: Sums, row: int) -> None:
-        """Write what the pass has added up before a row, if the last time was long enough ago."""
+        """Write what the pass has added up before a row, if the last time was long enough ago.
+
+        Args:
+            iteration: What this pass began with.
+            sums: What it has added up.
+            row: The first row that it has not seen.
+        """
         if time.monotonic() - self._last >= self._seconds:
             write_tensors(self._sums, sums, {"digest": self._digest, "stage": iteration.stage, "row": row})
             self._last = time.monotonic()

@@ -30,7 +30,11 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, source: nn.Module | Mapping[str, Tensor]) -> ParameterLayout:
-        """Return the layout of a module's parameters, or of a mapping's tensors, in their order."""
+        """Return the layout of a module's parameters, or of a mapping's tensors, in their order.
+
+        Args:
+            source: A module with parameters, or tensors by name.
+        """
         named = dict(source.named_parameters()) if isinstance(source, nn.Module) else dict(source)
         return cls(tuple(named), tuple(tensor.shape for tensor in named.values()))
 
@@ -61,6 +65,9 @@ class ParameterLayout:
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the tensors as one vector, shape `(size,)`; other names in the mapping are left out.
+
+        Args:
+            tensors: Tensors by name, each of the shape that the layout says.
 
         Raises:
             NameNotFound: A tensor of the layout is missing.

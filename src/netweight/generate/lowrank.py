@@ -69,7 +69,7 @@ def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, compone
 
     Args:
         model: Changed in place; weights keep their dtype.
-        changes: The change.
+        changes: The change: an adapter, or tensors of shape `(rows, columns)` by module.
         component: As for `applied`.
 
     Raises:

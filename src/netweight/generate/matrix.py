@@ -29,7 +29,11 @@ class Rows(Protocol):
         ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite."""
+        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite.
+
+        Returns:
+            Shape `(stop - start, d)`.
+        """
         ...
 
 
@@ -43,7 +47,15 @@ class Columns(Rows, Protocol):
 
 
 def blocks(matrix: Rows, start: int = 0) -> list[tuple[int, int]]:
-    """Ranges of rows, from `start`, of about 256 MB each."""
+    """Ranges of rows, from `start`, of about 256 MB each.
+
+    Args:
+        matrix: The matrix.
+        start: The first row.
+
+    Returns:
+        Pairs of a first row and the row after the last.
+    """
     count, length = matrix.shape
     step = max(1, _BYTES // (4 * length))
     return [(first, min(first + step, count)) for first in range(start, count, step)]

@@ -30,11 +30,22 @@ class Moments:
 
     @classmethod
     def begin(cls, pilot: Tensor) -> Moments:
-        """Start with nothing."""
+        """Start with nothing.
+
+        Args:
+            pilot: A row near the mean, shape `(d,)`, which is taken off before squares are added up.
+
+        Returns:
+            Sums of zero.
+        """
         return cls(pilot, torch.zeros(len(pilot), dtype=torch.float64), torch.zeros(len(pilot), dtype=torch.float64))
 
     def take(self, rows: Tensor) -> None:
-        """Add rows, shape `(m, d)`, fp32, which are overwritten."""
+        """Add rows, shape `(m, d)`, fp32, which are overwritten.
+
+        Args:
+            rows: Shape `(m, d)`, fp32.
+        """
         rows -= self.pilot
         for start in range(0, len(rows), 64):  # a few at a time, for their copies in fp64
             wide = rows[start : start + 64].double()
@@ -42,11 +53,22 @@ class Moments:
             self.squares.add_(wide.square_().sum(dim=0))
 
     def mean(self, count: int) -> Tensor:
-        """Mean of the columns of `count` rows, shape `(d,)`, fp64."""
+        """Mean of the columns of `count` rows, shape `(d,)`, fp64.
+
+        Returns:
+            The mean.
+        """
         return self.pilot + self.sums / count
 
     def variance(self, count: int) -> Tensor:
-        """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64."""
+        """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64.
+
+        Args:
+            count: How many rows were taken, at least 2.
+
+        Returns:
+            The variance.
+        """
         return ((self.squares - self.sums**2 / count) / (count - 1)).clamp_min_(0)
 
 

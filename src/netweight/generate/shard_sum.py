@@ -30,7 +30,11 @@ class ShardSum(Protocol):
         ...
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers, which call this with the same shapes."""
+        """Replace each tensor by its sum over all workers, which call this with the same shapes.
+
+        Args:
+            tensors: Of any shapes and of a dtype that can be summed; changed in place.
+        """
         ...
 
 

@@ -36,6 +36,12 @@ class AdapterStack:
     def of(cls, adapters: Sequence[Adapter]) -> AdapterStack:
         """Stack adapters of the same modules and shapes.
 
+        Args:
+            adapters: At least one; ranks may differ.
+
+        Returns:
+            The stack, in their order.
+
         Raises:
             UsageError: There is none, or one has other modules or shapes than the first.
         """
@@ -70,7 +76,11 @@ class AdapterStack:
         return {name: (self.up[name].shape[1], self.down[name].shape[2]) for name in self.modules}
 
     def adapter(self, number: int) -> Adapter:
-        """Return one adapter at its own ranks; views of the stack."""
+        """Return one adapter at its own ranks; views of the stack.
+
+        Args:
+            number: From 0.
+        """
         changes = {}
         for name in self.modules:
             rank = int(self.ranks[name][number])

@@ -23,6 +23,11 @@ _ALONE = Alone()
 def wanted(components: int | None, count: int, length: int) -> int:
     """Number of components of a fit: what was asked for, or as many as there are, at most 1,000.
 
+    Args:
+        components: What was asked for; None for as many as there are.
+        count: Number of rows.
+        length: Length of a row.
+
     Raises:
         UsageError: There are fewer than 2 rows.
     """

@@ -62,7 +62,11 @@ class Plan:
         return min(wanted, self.count, self.length)
 
     def sampled(self) -> Tensor:
-        """Numbers of the rows that the first guess is the span of, rising."""
+        """Numbers of the rows that the first guess is the span of, rising.
+
+        Returns:
+            Row numbers, int64.
+        """
         draw = torch_generator(self.seed, "sampled rows")
         return torch.randperm(self.count, generator=draw)[: self.width].sort().values
 
@@ -86,12 +90,24 @@ class Iteration:
 
 
 def begin(pilot: Tensor) -> Iteration:
-    """Start; `pilot` is a row near the mean, shape `(d,)`, the same for all workers."""
+    """Start; `pilot` is a row near the mean, shape `(d,)`, the same for all workers.
+
+    Returns:
+        What the first pass works with.
+    """
     return Iteration(0, False, {"pilot": pilot})
 
 
 def blank(plan: Plan, stage: int) -> Sums:
-    """Zeros of the shapes that a stage works with."""
+    """Zeros of the shapes that a stage works with.
+
+    Args:
+        plan: The fit's settings.
+        stage: Which pass, from 0.
+
+    Returns:
+        Tensors by name.
+    """
     if stage == 0:
         return {"pilot": torch.zeros(plan.length)}
     scale = {"deviation": torch.zeros(plan.length)} if plan.standardize else {}
@@ -100,7 +116,16 @@ def blank(plan: Plan, stage: int) -> Sums:
 
 
 def empty(plan: Plan, iteration: Iteration, rows: int) -> Sums:
-    """What a pass over so many rows adds to."""
+    """What a pass over so many rows adds to.
+
+    Args:
+        plan: The fit's settings.
+        iteration: What the pass works with.
+        rows: How many rows this worker reads.
+
+    Returns:
+        Tensors by name, all 0.
+    """
     if iteration.stage == 0:
         zeros = torch.zeros(plan.length, dtype=torch.float64)
         return {"sums": zeros, "squares": zeros.clone(), "sampled": torch.zeros(plan.width, plan.length)}
@@ -171,6 +196,14 @@ def _add_scores(plan: Plan, iteration: Iteration, sums: Sums, block: Tensor, her
 def finish(plan: Plan, iteration: Iteration, sums: Sums) -> Iteration:
     """Make of a pass's sums, over all workers, what the next pass works with. Both are used up, for their memory.
 
+    Args:
+        plan: The fit's settings.
+        iteration: What the pass worked with.
+        sums: What it added up.
+
+    Returns:
+        What the next pass works with.
+
     Raises:
         UsageError: All rows are the same.
     """
@@ -199,6 +232,14 @@ def finish(plan: Plan, iteration: Iteration, sums: Sums) -> Iteration:
 
 def result(plan: Plan, iteration: Iteration, sums: Sums) -> BasisFit:
     """Make the fit of the last pass's sums, over all workers, and the worker's own scores.
+
+    Args:
+        plan: The fit's settings.
+        iteration: What the last pass worked with.
+        sums: What it added up.
+
+    Returns:
+        The fit; scores are those of this worker's rows.
 
     Raises:
         UsageError: The rows have fewer components than asked for.

@@ -69,6 +69,9 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
 def check_folder(folder: str | Path) -> None:
     """Refuse what is no model folder, before anything is loaded.
 
+    Args:
+        folder: The model's folder.
+
     Raises:
         UsageError: It holds no configuration of a model.
     """
@@ -79,7 +82,12 @@ def check_folder(folder: str | Path) -> None:
 
 
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
+    """Return the most tokens that a model takes, as its configuration and its tokenizer say.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+    """
     longest = int(min(tokenizer.model_max_length, 1 << 30))
     return min(longest, positions_of(model) or longest)
 

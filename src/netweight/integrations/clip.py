@@ -69,6 +69,9 @@ class Clip:
     def texts(self, prompts: Sequence[str]) -> Tensor:
         """Return the embeddings of prompts, not scaled to length 1: float32, shape `(n, width)`.
 
+        Args:
+            prompts: At least one.
+
         Raises:
             UsageError: There is no prompt.
         """

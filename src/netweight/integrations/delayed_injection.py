@@ -26,7 +26,11 @@ class Schedule(Protocol):
     """What says when an edit holds; `methods.space.edits.Delay` is one."""
 
     def edited(self, timestep: float) -> bool:
-        """Whether a step at this timestep is made with edited weights."""
+        """Whether a step at this timestep is made with edited weights.
+
+        Args:
+            timestep: From 0 to the schedule's last.
+        """
 
 
 @contextmanager

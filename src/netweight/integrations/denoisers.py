@@ -31,7 +31,11 @@ class Denoiser(Protocol):
     def device(self) -> torch.device: ...  # noqa: D102 - said above
 
     def text(self, encoded: Any) -> Text:
-        """Take what the pipeline's `encode_prompt` returned."""
+        """Take what the pipeline's `encode_prompt` returned.
+
+        Args:
+            encoded: As the pipeline returned it.
+        """
 
     def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
         """Return what the network says, of the latents' shape."""
@@ -39,6 +43,9 @@ class Denoiser(Protocol):
 
 def denoiser_of(pipeline: Any) -> Denoiser:
     """Find the denoiser of a pipeline.
+
+    Args:
+        pipeline: Of diffusers.
 
     Raises:
         Unsupported: It is of a kind that is not known here, or asks for more than latents, a timestep and text.

@@ -196,6 +196,9 @@ class PipelineModel:
     def save(self, folder: str | Path) -> None:
         """Write the pipeline as diffusers does: an ordinary folder, weights as safetensors.
 
+        Args:
+            folder: Made, or empty.
+
         Raises:
             OutputExists: The folder exists and is not empty.
         """

@@ -16,7 +16,11 @@ _OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a text that is no path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
+    """Whether a text that is no path here looks like a model's id: `owner/name`, or `owner/name@revision`.
+
+    Args:
+        source: As a user wrote it.
+    """
     return _ID.match(source) is not None and not Path(source).exists()
 
 

@@ -93,6 +93,9 @@ def task_findings(name: str, before: Scores, after: Scores) -> list[Finding]:
         name: What reports call the defended one.
         before: The model before its defense.
         after: The same after it, on the same tasks.
+
+    Returns:
+        One finding per task and metric.
     """
     findings = []
     for (task, metric), (value, error, n) in after.items():

@@ -156,6 +156,9 @@ class Weights:
     def refuse_unroundable(self, model: nn.Module) -> None:
         """Refuse dtypes that cannot be rounded as asked, before anything is loaded.
 
+        Args:
+            model: With the dtypes that it will have.
+
         Raises:
             Unsupported: A chosen weight is of such a dtype.
         """
@@ -171,7 +174,7 @@ class Weights:
 
         Args:
             name: The weight's name.
-            stored: A blob as a U8 tensor, on the device of the weight.
+            stored: A blob as a U8 tensor of shape `(bytes,)`, on the device of the weight.
             dtype: The dtype that floating point weights get; None keeps the stored one.
 
         Returns:
@@ -209,7 +212,15 @@ class Weights:
         return dense.to(stored.device)
 
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
-        """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
+        """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller.
+
+        Args:
+            name: The weight's name.
+            dense: Any shape.
+
+        Returns:
+            The parameter.
+        """
         precision = None if self.stored else self.config.precision
         chunk_log2, fixed = self._chunks[name], name in self._fixed
         box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
@@ -218,7 +229,11 @@ class Weights:
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
 
     def release(self, model: nn.Module) -> None:
-        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
+        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place.
+
+        Args:
+            model: What was loaded.
+        """
         self._room = None
         seen: set[int] = set()
         for module in model.modules():
@@ -260,6 +275,9 @@ def _bytes(stored: torch.Tensor) -> Any:
 def refuse_disk(device_map: Any) -> None:
     """Refuse to offload compressed weights to disk.
 
+    Args:
+        device_map: As transformers and diffusers take it.
+
     Raises:
         Unsupported: The device map says so.
     """
@@ -269,6 +287,9 @@ def refuse_disk(device_map: Any) -> None:
 
 def check(path: Path) -> None:
     """Compare what a compressed file says of its tensors with what their bytes say, without decoding any.
+
+    Args:
+        path: The file.
 
     Raises:
         CorruptBlob: They differ, or the file is damaged.

@@ -66,7 +66,11 @@ def quantizers() -> tuple[Quantizer, ...]:
 
 
 def missing(quantizer: Quantizer) -> str:
-    """Return why a quantizer cannot run here, or an empty text."""
+    """Return why a quantizer cannot run here, or an empty text.
+
+    Args:
+        quantizer: Which one.
+    """
     if importlib.util.find_spec(quantizer.package) is None:
         return f'{quantizer.package} is not installed (pip install "netweight[bench]")'
     try:
@@ -199,6 +203,9 @@ def held_bytes(module: nn.Module) -> int:
 
     Args:
         module: A model or a layer, dense, compressed by netweight, or quantized by torchao or bitsandbytes.
+
+    Returns:
+        Bytes.
     """
     storages: dict[int, int] = {}
     for tensor in _tensors(module):

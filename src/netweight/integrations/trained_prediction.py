@@ -14,5 +14,9 @@ _SAID: dict[str, Literal["velocity", "noise", "sample"]] = {
 
 
 def trained_prediction(model: PipelineModel) -> Literal["velocity", "noise", "sample"]:
-    """Return noise, velocity or sample; `text_to_image` has refused all other kinds."""
+    """Return noise, velocity or sample; `text_to_image` has refused all other kinds.
+
+    Args:
+        model: What was trained.
+    """
     return _SAID[str(model.pipeline.scheduler.config.prediction_type)]

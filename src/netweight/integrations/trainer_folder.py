@@ -28,7 +28,11 @@ WEIGHTS = stored_name(_PLAIN, diffusers=False)
 
 
 def holds_compressed(model: nn.Module) -> bool:
-    """Whether any parameter of the model is compressed."""
+    """Whether any parameter of the model is compressed.
+
+    Args:
+        model: Any module.
+    """
     return any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
 
 

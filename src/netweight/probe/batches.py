@@ -44,8 +44,11 @@ class Batches:
         """Compute rows 0 to `count` and join them.
 
         Args:
-            function: Takes a slice of rows and returns their results, one row each.
+            function: Takes a slice of rows and returns their results, shape `(rows of the slice, …)`.
             count: At least 1.
+
+        Returns:
+            Shape `(count, …)`.
 
         Raises:
             torch.OutOfMemoryError: A single row does not fit.
@@ -102,12 +105,20 @@ class Costs:
         self._add({name: value - self._since[name] for name, value in clock().items()})
 
     def resume(self, cost: Mapping[str, float]) -> None:
-        """Go on, and count what this work's share of the pause did cost."""
+        """Go on, and count what this work's share of the pause did cost.
+
+        Args:
+            cost: Seconds or counts, by what they are of.
+        """
         self._add(cost)
         self._since = clock()
 
     def end(self, step: str) -> None:
-        """End a step; the next one begins."""
+        """End a step; the next one begins.
+
+        Args:
+            step: The step's name.
+        """
         self.pause()
         self.steps[step], self._step, self._since = self._step, _nothing(), clock()
 

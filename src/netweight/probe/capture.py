@@ -20,6 +20,9 @@ class Captured(Mapping[str, Tensor]):
     """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts.
 
     Reading the output of a module that has not run raises a `UsageError`.
+
+    Args:
+        names: Full names of the modules that are watched.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -48,12 +51,21 @@ class Captured(Mapping[str, Tensor]):
         return len(self._names)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Take in an output; for hooks."""
+        """Take in an output; for hooks.
+
+        Args:
+            name: The module's full name.
+            output: What it put out, any shape and dtype.
+        """
         self._outputs[name] = output
 
 
 def first_tensor(name: str, output: Any) -> Tensor:
     """The tensor that a module put out, or the first of several.
+
+    Args:
+        name: The module's full name, for messages.
+        output: What it put out.
 
     Raises:
         Unsupported: It put out something else.
@@ -67,7 +79,11 @@ def first_tensor(name: str, output: Any) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Tell whether a backward pass is under way, so that a module that runs now is only being recomputed."""
+    """Tell whether a backward pass is under way, so that a module that runs now is only being recomputed.
+
+    Returns:
+        True during a backward pass of this thread.
+    """
     return torch._C._current_graph_task_id() != -1
 
 

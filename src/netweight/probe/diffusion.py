@@ -32,7 +32,11 @@ class Text:
         return len(self.states)
 
     def rows(self, indices: Sequence[int] | Tensor) -> Text:
-        """Return some of the prompts, in this order; one may come several times."""
+        """Return some of the prompts, in this order; one may come several times.
+
+        Args:
+            indices: Numbers from 0; a tensor has shape `(m,)`, int64.
+        """
         chosen = list(indices) if not isinstance(indices, Tensor) else indices
         return Text(self.states[chosen], None if self.mask is None else self.mask[chosen])
 
@@ -72,10 +76,18 @@ class TextToImage(Protocol):
         """Return a digest of the denoiser's weights, which an edit record names."""
 
     def embed(self, prompts: Sequence[str]) -> Text:
-        """Return prompts as the denoiser receives them; `""` is the empty one. No denoiser is run."""
+        """Return prompts as the denoiser receives them; `""` is the empty one. No denoiser is run.
+
+        Args:
+            prompts: At least one.
+        """
 
     def initial_noise(self, seeds: Sequence[int]) -> Tensor:
-        """Return the latents that a generation begins with, shape `(n, channels, height, width)`, one per seed."""
+        """Return the latents that a generation begins with, shape `(n, channels, height, width)`, one per seed.
+
+        Args:
+            seeds: One per image; the same seed gives the same noise on one device.
+        """
 
     def timesteps(self, steps: int) -> Tensor:
         """Return the timesteps of a schedule of so many steps, the noisiest first, shape `(steps,)`."""
@@ -87,13 +99,26 @@ class TextToImage(Protocol):
             latents: Noisy, shape `(n, channels, height, width)`.
             timestep: A scalar, or shape `(n,)`.
             text: As many prompts.
+
+        Returns:
+            The prediction, shape `(n, channels, height, width)`.
         """
 
     def to_latents(self, images: Tensor) -> Tensor:
-        """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1."""
+        """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1.
+
+        Args:
+            images: Shape `(n, 3, height, width)`, on any device.
+        """
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """Return clean latents at the noise level of a timestep, a scalar or shape `(n,)`."""
+        """Return clean latents at the noise level of a timestep, a scalar or shape `(n,)`.
+
+        Args:
+            latents: Clean, shape `(n, channels, height, width)`.
+            noise: Standard normal, of the same shape.
+            timestep: A scalar or shape `(n,)`, from 0 to the schedule's last.
+        """
 
     def generate(self, text: Text, seeds: Sequence[int], *, guidance: float = 7.0, steps: int = 50) -> Tensor:
         """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients.

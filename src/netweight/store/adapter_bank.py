@@ -46,6 +46,9 @@ class AdapterBank:
         Args:
             path: Its folder.
 
+        Returns:
+            The bank.
+
         Raises:
             UsageError: The folder holds no bank.
             CorruptBlob: Its record is damaged, or a shard is missing or was cut short.
@@ -228,6 +231,9 @@ class AdapterBank:
 
     def verify(self, *, progress: Progress = QUIET) -> None:
         """Compare every shard with its digest.
+
+        Args:
+            progress: Where progress is shown.
 
         Raises:
             CorruptBlob: Shards are damaged; they are named, with the adapters in them.

@@ -52,6 +52,12 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
 def load_plan(plan: Plan) -> Adapter:
     """Read the adapter that was planned.
 
+    Args:
+        plan: What `plan_adapter` found.
+
+    Returns:
+        The adapter.
+
     Raises:
         UsageError: It holds NaN or infinity; file and module are named.
         CorruptBlob: A file is damaged.

@@ -27,6 +27,9 @@ def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
     Args:
         path: As for `read_adapter`.
         model: The model's names, for names that do not tell enough; all must be among them.
+
+    Returns:
+        What is to be read, and from where.
     """
     plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
     return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))

@@ -61,7 +61,11 @@ class Rows:
         return sum(tensor.nbytes for part in (self.down, self.up) for tensor in part.values())
 
     def not_finite(self) -> tuple[int, str] | None:
-        """Find the first adapter with NaN or infinity: its number and the module; None if there is none."""
+        """Find the first adapter with NaN or infinity: its number and the module; None if there is none.
+
+        Returns:
+            The adapter's number from 0, and the module's name.
+        """
         for column, name in enumerate(sorted(self.down)):
             good = self.scale[:, column].isfinite()
             for part in (self.down[name], self.up[name]):
@@ -73,7 +77,11 @@ class Rows:
         return None
 
     def digests(self) -> list[str]:
-        """Digest each adapter: its factors with their dtypes, and its scales, module by module."""
+        """Digest each adapter: its factors with their dtypes, and its scales, module by module.
+
+        Returns:
+            One hexadecimal digest per adapter, in their order.
+        """
         states = [xxhash.xxh3_128() for _ in range(len(self))]
         for column, name in enumerate(sorted(self.down)):
             ranks = self.rank[:, column].tolist()
@@ -90,7 +98,14 @@ class Rows:
 
 
 def rows_of(stack: AdapterStack) -> Rows:
-    """Lay a stack out as a shard holds it; always copies."""
+    """Lay a stack out as a shard holds it; always copies.
+
+    Args:
+        stack: The adapters.
+
+    Returns:
+        Their rows.
+    """
     modules = stack.modules
     down, up = {}, {}
     for name in modules:
@@ -105,7 +120,15 @@ def rows_of(stack: AdapterStack) -> Rows:
 
 
 def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
-    """Stack rows of one or several shards, lower ranks filled up with zeros."""
+    """Stack rows of one or several shards, lower ranks filled up with zeros.
+
+    Args:
+        modules: Module names, in the bank's order.
+        pieces: Rows of these modules.
+
+    Returns:
+        The adapters of all pieces, in their order.
+    """
     scale, rank = torch.cat([piece.scale for piece in pieces]), torch.cat([piece.rank for piece in pieces])
     down, up = {}, {}
     for column, name in enumerate(modules):

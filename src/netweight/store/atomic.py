@@ -93,6 +93,10 @@ def naming_failures(target: Path) -> Iterator[None]:
 def exchange(first: Path, second: Path) -> bool:
     """Swap two paths of one file system in a single step.
 
+    Args:
+        first: A file or folder that exists.
+        second: Another one.
+
     Returns:
         False if the system cannot: then nothing was done.
 
@@ -111,7 +115,11 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a folder's list of names, survive a loss of power."""
+    """Make a file's content, or a folder's list of names, survive a loss of power.
+
+    Args:
+        path: The file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,6 +130,12 @@ def sync(path: Path) -> None:
 @contextmanager
 def lock(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to read and write, made if absent, that no other run may open this way meanwhile.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The open file, locked until the block ends.
 
     Raises:
         UsageError: Another run holds it.

@@ -63,13 +63,23 @@ class BankRecord:
         return [name for shard in self.shards for name in shard.names]
 
     def write(self, folder: Path) -> None:
-        """Write the record over the one before it."""
+        """Write the record over the one before it.
+
+        Args:
+            folder: The bank's folder.
+        """
         values = {**vars(self), "shards": [vars(shard) for shard in self.shards]}
         write_record(folder / RECORD, values, version=_VERSION)
 
 
 def read_bank_record(folder: Path) -> BankRecord:
     """Read a bank's record.
+
+    Args:
+        folder: The bank's folder.
+
+    Returns:
+        The record.
 
     Raises:
         UsageError: The folder holds no bank.

@@ -108,11 +108,25 @@ class BankWriter:
         return name in self._held
 
     def content(self, name: str) -> str:
-        """Digest of an adapter's factors and scales."""
+        """Digest of an adapter's factors and scales.
+
+        Args:
+            name: The adapter's name in the bank.
+
+        Returns:
+            The digest, hexadecimal.
+        """
         return self._held[name]
 
     def stamp(self, name: str) -> str:
-        """Size and time of the file that an adapter came from; empty if it came from none."""
+        """Size and time of the file that an adapter came from; empty if it came from none.
+
+        Args:
+            name: The adapter's name in the bank.
+
+        Returns:
+            Text that changes when the file does.
+        """
         return self._stamps[name]
 
     def add(self, name: str, adapter: Adapter, *, stamp: str = "") -> None:
@@ -156,7 +170,12 @@ class BankWriter:
             self.flush()
 
     def skip(self, name: str, reason: str) -> None:
-        """Note that an adapter was left out; written with the next shard or at the end."""
+        """Note that an adapter was left out; written with the next shard or at the end.
+
+        Args:
+            name: The adapter's name.
+            reason: Why, for the record.
+        """
         self._record = replace(self._record, skipped={**self._record.skipped, name: reason})
 
     def flush(self) -> None:
@@ -254,7 +273,15 @@ class BankWriter:
 
 
 def difference(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
-    """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
+    """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …".
+
+    Args:
+        expected: Module name → rows and columns, of the others.
+        found: The same of the adapter.
+
+    Returns:
+        One sentence's part; empty if they agree.
+    """
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
         words = [f"{verb} {_few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]

@@ -31,7 +31,8 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tup
     Args:
         path: The file; its folder is made if it is not there.
         about: The account: JSON values.
-        tensors: Names other than "about", each once, with tensors on any device, of any strides; taken one at a time.
+        tensors: Names other than "about", each once, with tensors on any device, of any shape, dtype and strides; taken
+            one at a time.
 
     Raises:
         OutputFailed: The file could not be written; the older one is untouched.

@@ -76,7 +76,11 @@ class Description:
     rounded: bool = False
 
     def to_json(self) -> str:
-        """Write the description."""
+        """Write the description.
+
+        Returns:
+            The JSON text.
+        """
         fields: dict[str, Any] = {
             "version": ROUNDED if self.rounded else VERSION,
             "tensors": {
@@ -95,6 +99,9 @@ class Description:
         Args:
             text: The JSON.
             where: The file it came from, for errors.
+
+        Returns:
+            The description.
 
         Raises:
             CorruptBlob: The text is damaged or contradicts itself.
@@ -125,7 +132,14 @@ class Description:
 
 
 def deflate_text(data: bytes) -> str:
-    """Deflate bytes and write them as base64, to be kept in JSON."""
+    """Deflate bytes and write them as base64, to be kept in JSON.
+
+    Args:
+        data: Any bytes.
+
+    Returns:
+        The base64 text.
+    """
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 
@@ -135,6 +149,9 @@ def inflate_text(text: str, *, limit: int) -> bytes:
     Args:
         text: The base64 text.
         limit: Most bytes to accept, so that hostile input cannot fill the memory.
+
+    Returns:
+        The bytes.
 
     Raises:
         ValueError: The text is damaged or holds more than `limit` bytes.

@@ -97,6 +97,13 @@ class Header:
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     """Bytes that a tensor of this safetensors dtype and shape takes.
 
+    Args:
+        dtype: A name such as "BF16".
+        shape: Of the tensor.
+
+    Returns:
+        The number of bytes.
+
     Raises:
         Unsupported: The dtype is not one that safetensors knows, or the tensor does not end on a whole byte.
     """
@@ -124,6 +131,7 @@ def read_header(path: Path) -> Header:
         CorruptBlob: The file is truncated, altered, or no safetensors file.
         UnsafeInput: The file is a pickle under another name.
         OSError: The file cannot be read.
+        Unsupported: A tensor's dtype is not one that safetensors knows.
     """
     size = os.stat(path).st_size
     with open(path, "rb") as file:
@@ -150,6 +158,12 @@ def read_header(path: Path) -> Header:
 
 def parse_header(raw: bytes) -> Header:
     """Parse header bytes and check that the tensors lie side by side from offset 0.
+
+    Args:
+        raw: The JSON, without the eight bytes of its length.
+
+    Returns:
+        The header.
 
     Raises:
         ValueError: The bytes are not a header of safetensors; the text says why.

@@ -40,7 +40,11 @@ _BLOCK_BYTES = 1 << 26
 
 
 def find_published(source: Path) -> Path | None:
-    """Return the matrix of adapters if a path is one, or a folder with one; else None."""
+    """Return the matrix of adapters if a path is one, or a folder with one; else None.
+
+    Args:
+        source: A file or folder.
+    """
     if source.is_file():
         return source if source.match(_MATRIX) else None
     found = sorted(source.glob(_MATRIX))
@@ -49,6 +53,12 @@ def find_published(source: Path) -> Path | None:
 
 def published_tensor(path: str | Path) -> Tensor:
     """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensor, of the shape and dtype that the file says.
 
     Raises:
         UsageError: There is no such file, or it holds something else than one tensor.
@@ -63,6 +73,12 @@ def published_tensor(path: str | Path) -> Tensor:
 
 def read_dimensions(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Read `weight_dimensions.pt`: names of tensors, in the order of a row's entries, and their shapes.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Shapes by name, in order.
 
     Raises:
         UsageError: The file is missing, or holds something else.

@@ -94,7 +94,14 @@ class StoredFile:
         return {name: span.name for name, span in self._spans.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """Describe a tensor without reading it."""
+        """Describe a tensor without reading it.
+
+        Args:
+            name: The tensor's name.
+
+        Returns:
+            Its dtype, shape and how it is stored.
+        """
         span, original = self._spans[name], self._original(name)
         if original is None:
             return TensorInfo(name, span.dtype, span.shape, span.nbytes, span.nbytes, False, None, self.path)
@@ -103,12 +110,19 @@ class StoredFile:
         )
 
     def raw(self, name: str) -> memoryview:
-        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied."""
+        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied.
+
+        Args:
+            name: The tensor's name.
+        """
         span, start = self._spans[name], self.header.data_start
         return memoryview(self._map)[start + span.start : start + span.stop]
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
         """What rounding did to a tensor; None if it is not rounded.
+
+        Args:
+            name: The tensor's name.
 
         Raises:
             CorruptBlob: The bytes are damaged.
@@ -138,7 +152,13 @@ class StoredFile:
             return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """The tensor as it was; what is written to it never reaches the file."""
+        """The tensor as it was; what is written to it never reaches the file.
+
+        Args:
+            name: The tensor's name.
+            threads: For decoding, at least 1.
+            check: Whether to compare decoded bytes with their digest.
+        """
         original = self._original(name)
         if original is None:
             return self._library_get(name, None)
@@ -147,7 +167,17 @@ class StoredFile:
             return codec.decode(self.raw(name), threads=threads, check=check)
 
     def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> torch.Tensor:
-        """Rows `start` to `stop` of dimension 0, decoding only what they need."""
+        """Rows `start` to `stop` of dimension 0, decoding only what they need.
+
+        Args:
+            name: The tensor's name.
+            start: The first row.
+            stop: The row after the last one.
+            threads: For decoding, at least 1.
+
+        Returns:
+            Shape `(stop - start, …)`, in the tensor's dtype.
+        """
         original = self._original(name)
         if original is None:
             return self._library_get(name, slice(start, stop))
@@ -156,7 +186,11 @@ class StoredFile:
             return codec.decode_rows(self.raw(name), start, stop, threads=threads)
 
     def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many."""
+        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many.
+
+        Args:
+            name: The tensor's name.
+        """
         span, begin = self._spans[name], self.header.data_start
         first = (begin + span.start) // mmap.PAGESIZE * mmap.PAGESIZE
         if span.nbytes and hasattr(mmap, "MADV_DONTNEED"):
@@ -241,6 +275,12 @@ class Store:
     def info(self, name: str) -> TensorInfo:
         """Describe a tensor without reading it.
 
+        Args:
+            name: The tensor's name.
+
+        Returns:
+            Its dtype, shape and how it is stored.
+
         Raises:
             NameNotFound: There is no such tensor; the nearest names are given.
         """
@@ -308,6 +348,9 @@ class Store:
     def rounding(self, name: str) -> codec.BlobInfo | None:
         """What rounding did to a tensor: its kept bits, bound and largest change; None if it is not rounded.
 
+        Args:
+            name: The tensor's name.
+
         Raises:
             NameNotFound: There is no such tensor.
             CorruptBlob: The bytes are damaged.
@@ -317,6 +360,9 @@ class Store:
     def raw(self, name: str) -> memoryview:
         """The bytes stored for a tensor, read-only and not copied: the codec's if compressed, else its own.
 
+        Args:
+            name: The tensor's name.
+
         Raises:
             NameNotFound: There is no such tensor.
         """
@@ -324,6 +370,9 @@ class Store:
 
     def release(self, name: str) -> None:
         """Let the system forget the mapped pages of a tensor that is done with.
+
+        Args:
+            name: The tensor's name.
 
         Raises:
             NameNotFound: There is no such tensor.

@@ -44,6 +44,9 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
         version: Which it must have.
         of: What it is a record of, for messages: "an edit".
 
+    Returns:
+        What `make` made.
+
     Raises:
         CorruptBlob: The file holds none of this version, or `make` cannot use its values.
         OSError: It cannot be read.

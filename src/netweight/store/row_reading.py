@@ -22,6 +22,9 @@ def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:
         name: Of a tensor of one of `FLOATS` or int64, not empty.
         rows: Which ones, step 1; all by default.
 
+    Returns:
+        The rows, in the tensor's dtype.
+
     Raises:
         CorruptBlob: The bytes are damaged.
     """

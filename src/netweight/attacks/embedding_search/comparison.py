@@ -51,7 +51,11 @@ class Target:
 
 
 def turned(target: Target) -> Target:
-    """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another."""
+    """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another.
+
+    Args:
+        target: What it is a control of.
+    """
     return Target(f"{target.name}, turned", target.prompt, target.image.flip(1, 2).roll(1, 0), trained=False)
 
 
@@ -127,7 +131,11 @@ class Run:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the run that `encode_json` of `dataclasses.asdict` made of one."""
+        """Return the run that `encode_json` of `dataclasses.asdict` made of one.
+
+        Args:
+            values: JSON values.
+        """
         return cls(**{**values, "trials": tuple(map(Trial.from_json, values["trials"]))})
 
 
@@ -176,7 +184,11 @@ class Comparison:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the comparison that `to_json` wrote."""
+        """Return the comparison that `to_json` wrote.
+
+        Args:
+            values: JSON values.
+        """
         return cls(
             tuple(map(Run.from_json, values["runs"])),
             SearchSettings(**values["settings"]),

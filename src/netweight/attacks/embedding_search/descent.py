@@ -24,7 +24,11 @@ __all__ = ["Descent", "descend", "weights_fixed"]
 
 @contextmanager
 def weights_fixed(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
+    """Take no gradients of a module's weights in a block, which spares the memory that they would need.
+
+    Args:
+        module: Its parameters take no gradients in the block, and afterwards as before.
+    """
     marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
         for parameter in marked:
@@ -73,7 +77,11 @@ class Descent:
         return self._text(list(rows), moved)
 
     def distance(self, row: int) -> float:
-        """Return the root mean square of what was added to a row's embedding, as a share of that of its start."""
+        """Return the root mean square of what was added to a row's embedding, as a share of that of its start.
+
+        Args:
+            row: From 0.
+        """
         return float(self._moved[row].detach().square().mean().sqrt())
 
     def step(self, rows: Sequence[int]) -> list[float]:
@@ -136,7 +144,7 @@ def descend(
 
     Args:
         model: What is searched.
-        latents: Of each row's target.
+        latents: Of each row's target, shape `(rows, channels, height, width)`.
         start: Where each row begins.
         settings: How; looks and threshold do not matter.
         seeds: Of each row's draws.

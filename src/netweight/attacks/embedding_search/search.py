@@ -85,7 +85,11 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the trial that `to_json` wrote."""
+        """Return the trial that `to_json` wrote.
+
+        Args:
+            values: JSON values.
+        """
         looks = tuple(Look(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
         return cls(**{**values, "looks": looks})
 

@@ -15,7 +15,11 @@ __all__ = ["joined", "noise_like", "starting_points"]
 
 
 def joined(texts: Sequence[Text]) -> Text:
-    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count."""
+    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count.
+
+    Args:
+        texts: At least one, of one model.
+    """
     states = torch.cat([text.states for text in texts])
     if all(text.mask is None for text in texts):
         return Text(states)

@@ -62,7 +62,11 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
+        """Return the batch on a device.
+
+        Args:
+            device: Where to.
+        """
         return Batch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device))
 
 

@@ -62,7 +62,11 @@ class ResistanceConfig:
     least_kept: float = 0.98
 
     def defended(self, sweep: Sweep) -> tuple[str, ...]:
-        """Return the names of the sweep's defended subjects, in its order."""
+        """Return the names of the sweep's defended subjects, in its order.
+
+        Args:
+            sweep: What was attacked.
+        """
         others = {self.undefended, *self.controls}
         return tuple(dict.fromkeys(run.subject for run in sweep.runs if run.subject not in others))
 

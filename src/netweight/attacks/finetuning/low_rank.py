@@ -23,6 +23,12 @@ _NAME = "low_rank_factors"
 class Factors(nn.Module):
     """What is added to a linear layer: `scale · B (A x)`, in float32.
 
+    Args:
+        inputs: Width of the layer's input.
+        outputs: Width of its output.
+        rank: At least 1.
+        generator: Where `down` is drawn from.
+
     Attributes:
         down: A, shape `(rank, inputs)`.
         up: B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.

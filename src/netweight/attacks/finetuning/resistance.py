@@ -76,6 +76,9 @@ def by_attack(runs: Sequence[Attacked]) -> list[AttackTimes]:
 
     Args:
         runs: Runs on one subject, of one or several defense seeds.
+
+    Returns:
+        One entry per attack, with the steps that each of its runs took.
     """
     groups: dict[AttackSettings, list[Attacked]] = {}
     for run in runs:

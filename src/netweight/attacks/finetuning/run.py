@@ -78,7 +78,11 @@ class AttackResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttackResult:
-        """Return the result that a ledger remembers."""
+        """Return the result that a ledger remembers.
+
+        Args:
+            data: JSON values.
+        """
         return cls(
             AttackSettings(**data["settings"]),
             data["outcome"],
@@ -155,6 +159,10 @@ def _own_randomness(subject: Subject, settings: AttackSettings) -> Iterator[None
 
 def check_attack(subject: Subject, settings: AttackSettings) -> None:
     """Refuse an attack that a subject has no data for, before anything is trained.
+
+    Args:
+        subject: What is to be attacked.
+        settings: The attack.
 
     Raises:
         NameNotFound: The subject has no such domain.

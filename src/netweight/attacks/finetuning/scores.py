@@ -235,7 +235,11 @@ def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Look at a model without dropout and gradients, and leave every part of it in the mode it was in."""
+    """Look at a model without dropout and gradients, and leave every part of it in the mode it was in.
+
+    Args:
+        model: In evaluation mode while the block runs.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -197,6 +197,9 @@ def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -
         seeds: Attack seeds, in place of the grid's own.
         fixed: Fields that are the same in every attack, such as `batch_size`; they win over the grid's.
 
+    Returns:
+        The attacks, each with every seed.
+
     Raises:
         NameNotFound: There is no such grid, or no such field.
     """
@@ -234,5 +237,8 @@ def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSet
     Args:
         settings: Any settings.
         available: Examples at hand; at least 1.
+
+    Returns:
+        The settings that are left, in their order.
     """
     return list(dict.fromkeys(replace(one, samples=min(one.samples, available)) for one in settings))

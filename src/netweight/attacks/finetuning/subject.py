@@ -149,6 +149,9 @@ class Subject:
     def domain(self, name: str) -> Domain:
         """Return the data of a name.
 
+        Args:
+            name: Of one of its domains.
+
         Raises:
             NameNotFound: There is none.
         """
@@ -159,6 +162,9 @@ class Subject:
 
     def score(self, name: str) -> Score:
         """Return the recovery score of a domain.
+
+        Args:
+            name: Of one of its domains.
 
         Raises:
             NameNotFound: There is no such domain.

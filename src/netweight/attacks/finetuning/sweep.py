@@ -149,6 +149,9 @@ def _made(factory: str, arguments: str) -> Subject:
 def attack_job(job: Job) -> AttackResult:
     """Run one job of a sweep: what worker processes call.
 
+    Args:
+        job: Subject, attack and goal.
+
     Raises:
         UsageError: The factory made another subject here than where the sweep began.
     """

@@ -103,7 +103,11 @@ class Training:
         victim.train()
 
     def step(self, batch: Batch) -> None:
-        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
+        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for.
+
+        Args:
+            batch: Token ids, masks and labels.
+        """
         batch = batch.to(self._device)
         with self._autocast():
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits

@@ -52,7 +52,7 @@ def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
     honest, so no check of generated weights sees anything.
 
     Args:
-        state: The honest shared state, with one hidden layer.
+        state: The honest shared state, with one hidden layer. Tensors by name.
         seed: Seed of the direction u.
 
     Raises:
@@ -78,8 +78,8 @@ def read_thresholds(before: Tensors, after: Tensors, *, lr: float, weight_decay:
     direction.
 
     Args:
-        before: From `threshold_trunk`.
-        after: The average of what the clients sent back after one step.
+        before: From `threshold_trunk`. Tensors by name.
+        after: The average of what the clients sent back after one step. Of the same names and shapes.
         lr: The clients' learning rate.
         weight_decay: Their weight decay.
     """

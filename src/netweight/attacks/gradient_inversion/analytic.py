@@ -44,8 +44,8 @@ class RecoveredGradient:
         embedding: The private embedding, shape `(E,)`; after several steps, an average.
         generated: θ as the client generated it from the state it received, shape `(P,)`.
         movement: How θ moved, `θ after - θ before`, shape `(P,)`.
-        energies: Share of the change's energy in each of its singular values, largest first; after one step all of it
-            is in the first, and the spread over the others is what further steps hide.
+        energies: Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one
+            step all of it is in the first, and the spread over the others is what further steps hide.
     """
 
     gradient: Tensor
@@ -122,7 +122,14 @@ def state_gradient(
 
 
 def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above."""
+    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above.
+
+    Args:
+        before: The hypernetwork's tensors by name, as the client received them.
+        after: The same tensors by name, as it sent them back.
+        lr: The client's learning rate.
+        weight_decay: The client's weight decay.
+    """
     slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)[1]
     return slope["heads.weight"], slope["heads.bias"]
 

@@ -41,7 +41,12 @@ class Block:
 @final
 @dataclass(frozen=True)
 class Chain:
-    """The blocks in order, and the name of the first linear layer, which sees their flattened result."""
+    """The blocks in order, and the name of the first linear layer, which sees their flattened result.
+
+    Attributes:
+        blocks: The convolutional blocks.
+        linear: Full name of the layer.
+    """
 
     blocks: tuple[Block, ...]
     linear: str
@@ -49,6 +54,9 @@ class Chain:
 
 def read_chain(body: nn.Module) -> Chain:
     """Return the chain that a body begins with, up to its first linear layer.
+
+    Args:
+        body: The feature extractor.
 
     Raises:
         Unsupported: Something in it is no part of such a chain.

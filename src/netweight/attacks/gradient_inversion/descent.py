@@ -31,7 +31,7 @@ class Descended:
     """Where a descent ended.
 
     Attributes:
-        variables: Those of the best restart, without the axis of restarts.
+        variables: Those of the best restart, each of the shape that was searched, without the axis of restarts.
         objectives: The objective of every restart at its end.
         best: The restart with the least objective.
         history: Objectives of the best restart over time.

@@ -29,6 +29,9 @@ class DLGConfig:
     Attributes:
         steps: Steps of L-BFGS per restart.
         restarts: Starting points; DLG depends on its start, and the one with the least objective is kept.
+
+    Raises:
+        UsageError: A number is below 1.
     """
 
     steps: int = 300
@@ -60,7 +63,7 @@ def dlg(
     Args:
         local_update: The client's training rule, with a loss that takes class probabilities.
         params: The parameters the client started from.
-        observed: What the client sent.
+        observed: What the client sent. Tensors by name.
         shape: Shape of the batch, `(n, c, h, w)`.
         classes: Number of classes, if the labels are to be found.
         labels: The labels, if they are known: then only the images are searched.
@@ -112,7 +115,12 @@ def dlg(
 
 
 def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return the squared Euclidean distance between two updates over the names in `observed`."""
+    """Return the squared Euclidean distance between two updates over the names in `observed`.
+
+    Args:
+        imitated: What a client would send: tensors by name.
+        observed: What it sent: tensors by name.
+    """
     return torch.stack([(imitated[name] - tensor).square().sum() for name, tensor in observed.items()]).sum()
 
 

@@ -40,6 +40,9 @@ class PeelingConfig:
         prior: Weight of what the image says about a hidden map, against its equations.
         smoothness: Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
         restarts: Starting points; the one whose image imitates the gradient best is kept.
+
+    Raises:
+        UsageError: A count is below 1, or a weight is negative.
     """
 
     softening: int = 26

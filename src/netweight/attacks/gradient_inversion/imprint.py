@@ -34,6 +34,7 @@ class Imprinted:
     Attributes:
         state: The hypernetwork's state with chosen heads; names and shapes as given.
         parameters: The network that every client will generate from it, whatever its embedding (with `share` 1).
+            Tensors by name.
         decoder: From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images.
         traps: How many rows of the first linear layer are traps; they come first.
     """
@@ -59,7 +60,7 @@ def imprint(
     """Choose the heads of a hypernetwork so that clients print their images into their updates.
 
     Args:
-        state: The honest shared state; the trunk is left as it is.
+        state: The honest shared state; the trunk is left as it is. Tensors by name.
         body: The feature extractor: a chain as `read_chain` takes it.
         public: Images like the clients', `(n, c, h, w)`, as the body sees them; thresholds are set with them.
         images: How many images each client (or each sum of clients) puts into one step.
@@ -120,7 +121,7 @@ def read_imprint(
 
     Args:
         sent: What the client received.
-        after: The state that it sent back, or the average over clients.
+        after: The state that it sent back, or the average over clients. Tensors by name.
         body: The feature extractor.
         shape: `(c, h, w)` of an image.
         bounds: Least and greatest value of a pixel.

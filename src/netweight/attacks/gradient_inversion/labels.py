@@ -87,7 +87,7 @@ def labels_of_update(
     Args:
         local_update: The client's training rule, with cross-entropy.
         params: The parameters the client started from.
-        observed: What the client sent.
+        observed: What the client sent. Tensors by name.
         shape: Shape of the batch, `(n, c, h, w)`.
         seed: Seed of the random images.
 

@@ -42,6 +42,9 @@ class MatchingConfig:
         restarts: Starting points; the one with the least objective is kept.
         tensors: Patterns (`netweight.Select`) of the tensors to compare; all that were observed by default.
         schedule: How the learning rate falls.
+
+    Raises:
+        UsageError: There is no such distance, a number is below 1, or a weight is negative.
     """
 
     steps: int = 4800
@@ -148,7 +151,12 @@ def invert(
 
 
 def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return 1 - cosine between two updates, taken as single vectors over the names in `observed`."""
+    """Return 1 - cosine between two updates, taken as single vectors over the names in `observed`.
+
+    Args:
+        imitated: What a client would send: tensors by name.
+        observed: What it sent: tensors by name.
+    """
     product, length, wanted = (
         sum((a[name] * b[name]).sum() for name in observed)
         for a, b in ((imitated, observed), (imitated, imitated), (observed, observed))
@@ -158,7 +166,12 @@ def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
 
 
 def relative_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return half the squared distance between two updates over the squared length of the observed one."""
+    """Return half the squared distance between two updates over the squared length of the observed one.
+
+    Args:
+        imitated: What a client would send: tensors by name.
+        observed: What it sent: tensors by name.
+    """
     apart = sum((imitated[name] - tensor).square().sum() for name, tensor in observed.items())
     length = sum(tensor.square().sum() for tensor in observed.values())
     return torch.as_tensor(apart / (2 * length))

@@ -45,9 +45,10 @@ def run_attack(
         name: "ig", "dlg", "rog" or "first-layer".
         local_update: The client's training rule.
         params: The parameters the client started from.
-        observed: What the client sent.
+        observed: What the client sent. Tensors by name.
         shape: Shape of the batch, `(n, c, h, w)`.
-        labels: The labels if they are known. Else DLG searches them and the others read them off the update.
+        labels: The labels if they are known. Else DLG searches them and the others read them off the update. Shape
+            `(n,)`, int64.
         classes: Number of classes, for DLG without labels.
         layer: Name of the linear first layer, for "first-layer".
         bounds: Range of the pixels, for IG.

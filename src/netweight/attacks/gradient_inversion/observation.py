@@ -13,9 +13,9 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
     """Return the observed tensors that an attack is to match.
 
     Args:
-        observed: What the client sent.
+        observed: What the client sent. Tensors by name.
         patterns: Patterns (`netweight.Select`) of the tensors to take; None takes all.
-        imitated: What the client would send for some batch.
+        imitated: What the client would send for some batch. Tensors by name.
 
     Returns:
         The chosen tensors, with the device and dtype of the imitated ones, in the order observed.

@@ -83,20 +83,37 @@ class Peel:
         return shares, (values * shares).sum(-1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the block's output, `(C, h, w)`."""
+        """Return the block's output, `(C, h, w)`.
+
+        Args:
+            inputs: The block's input, shape `(c, h, w)`.
+        """
         pooled = self.winners(inputs, 0)[1]
         return pooled * self.slopes(pooled)
 
     def slopes(self, pooled: Tensor) -> Tensor:
-        """Return the activation's slope at each pooled value."""
+        """Return the activation's slope at each pooled value.
+
+        Args:
+            pooled: Pooled values, any shape.
+        """
         return torch.where(pooled > 0, 1.0, self.block.slope).to(pooled)
 
     def delta(self, shares: Tensor, cotangent: Tensor) -> Tensor:
-        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values."""
+        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values.
+
+        Args:
+            shares: Of each value in its window, as `winners` returns them, shape `(C, h, w, values of a window)`.
+            cotangent: Gradient by the pooled values, shape `(C, h, w)`.
+        """
         return self._spread(cotangent[..., None] * shares)
 
     def pull(self, delta: Tensor) -> Tensor:
-        """Return the gradient by the block's input."""
+        """Return the gradient by the block's input.
+
+        Args:
+            delta: Gradient by the convolution's result, shape `(C, H, W)`.
+        """
         block, short = self.block, 2 * self.block.padding - self.kernel
         missed = [
             size - (reached - 1) * block.stride + short
@@ -107,11 +124,20 @@ class Peel:
         )[0]
 
     def gradient_rows(self, delta: Tensor) -> Tensor:
-        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each."""
+        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each.
+
+        Args:
+            delta: Gradient by the convolution's result, shape `(C, H, W)`.
+        """
         return torch.einsum("cp,ikp->ick", delta.flatten(1), self.patches).flatten(1)
 
     def misfit(self, inputs: Tensor, delta: Tensor) -> float:
-        """Return how far the gradient is from the wanted one, relative to it."""
+        """Return how far the gradient is from the wanted one, relative to it.
+
+        Args:
+            inputs: An estimate of the block's input, shape `(c, h, w)`.
+            delta: Gradient by the convolution's result, shape `(C, H, W)`.
+        """
         rows = self.gradient_rows(delta)
         found = rows.T @ inputs.reshape(self.size[0], -1).T
         return float((found - self.wanted).norm() / self.wanted.norm())
@@ -124,7 +150,7 @@ class Peel:
         Both are divided by the norm of the target, so that least squares count relative errors.
 
         Args:
-            inputs: The present estimate, which gives the winners.
+            inputs: The present estimate, which gives the winners. Shape `(c, h, w)`.
             temperature: How softly.
             target: The wanted output, `(C, h, w)`: pooled values, or with `activated` values after the activation.
             activated: Which of the two `target` is. Noise in values after the activation must not be divided by a
@@ -148,9 +174,9 @@ class Peel:
         output's come in as a change of low rank (Woodbury), which takes a fifth of the time of one large system.
 
         Args:
-            expected: An estimate of the input; it gives the winners, too.
+            expected: An estimate of the input; it gives the winners, too. Shape `(c, h, w)`.
             temperature: How softly.
-            target: As for `output_equations`.
+            target: As for `output_equations`. Shape `(C, h, w)`.
             cotangent: Gradient by the pooled values; its factor is that of `gradient`.
             activated: As for `output_equations`.
             weight: Of the expected input against the equations.
@@ -180,7 +206,19 @@ class Peel:
 def solve_in_box(
     matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
 ) -> Tensor:
-    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
+    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns.
+
+    Args:
+        matrix: M, symmetric and positive definite, shape `(n, n)`.
+        right: r, shape `(n,)`.
+        start: Where to begin, shape `(n,)`.
+        low: Lower bounds, shape `(n,)`.
+        high: Upper bounds, shape `(n,)`.
+        rounds: Most turns; fewer if the held values stay the same.
+
+    Returns:
+        x, shape `(n,)`.
+    """
     found, free = start, torch.ones_like(start, dtype=torch.bool)
     for _ in range(rounds):
         held = right[free] - matrix[free][:, ~free] @ found[~free]

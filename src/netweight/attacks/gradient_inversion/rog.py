@@ -33,6 +33,9 @@ class ROGConfig:
         lr: Its learning rate; lowered to a tenth along a cosine.
         factor: How much coarser than the images the latent is, in each direction.
         restarts: Starting points; the one with the least objective is kept.
+
+    Raises:
+        UsageError: A number is not positive.
     """
 
     steps: int = 100
@@ -47,7 +50,11 @@ class ROGConfig:
 
 
 def rog_client(model: nn.Module) -> LocalUpdate:
-    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16."""
+    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16.
+
+    Args:
+        model: The client's model.
+    """
     return sgd_difference(model, lr=0.003, steps=5, batch_size=16)
 
 
@@ -72,9 +79,9 @@ def rog(
     Args:
         local_update: The client's training rule, `rog_client` for the paper's.
         params: The parameters the client started from.
-        observed: What the client sent.
+        observed: What the client sent. Tensors by name.
         shape: Shape of the batch, `(n, c, h, w)`.
-        labels: The labels, which ROG takes as known.
+        labels: The labels, which ROG takes as known. Shape `(n,)`, int64.
         config: How to search.
         post_processing: The second stage.
         seed: Seed of the starting points.

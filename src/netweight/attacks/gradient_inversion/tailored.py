@@ -38,6 +38,9 @@ class TailoredConfig:
         lr: Learning rate, the same for image, embedding and classifier.
         total_variation: Weight of the mean absolute difference between neighboring pixels.
         restarts: Starting points.
+
+    Raises:
+        UsageError: A count or rate is not positive.
     """
 
     steps: int = 2000

@@ -137,5 +137,9 @@ def _part(batch: Batch, step: int, batch_size: int | None) -> Batch:
 
 
 def known_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return detached copies of a module's parameters by name: the starting point a server knows."""
+    """Return detached copies of a module's parameters by name: the starting point a server knows.
+
+    Args:
+        model: Any module.
+    """
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

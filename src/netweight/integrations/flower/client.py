@@ -96,6 +96,9 @@ def client_app(
 def client_number(context: Context) -> int:
     """Return a node's client number.
 
+    Args:
+        context: Flower's, of this node.
+
     Raises:
         UsageError: Its configuration says none.
     """

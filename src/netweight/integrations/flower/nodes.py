@@ -25,6 +25,14 @@ def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list
     """Send messages and return the replies that came within `timeout` seconds, errors included.
 
     Unlike the grid's own `send_and_receive` it looks more often than every three seconds.
+
+    Args:
+        grid: Flower's way to the nodes.
+        messages: One per node.
+        timeout: In seconds.
+
+    Returns:
+        The replies, in the order in which they came.
     """
     waiting = {sent for sent in grid.push_messages(messages) if sent}
     deadline = time.monotonic() + timeout
@@ -58,7 +66,11 @@ class Nodes:
         self.examples: dict[int, int] = {}
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
-        """Return client → node for all clients that can be asked, and client → why for those that cannot."""
+        """Return client → node for all clients that can be asked, and client → why for those that cannot.
+
+        Args:
+            grid: Flower's way to the nodes.
+        """
         here = list(grid.get_node_ids())
         self._ask(grid, [node for node in here if node not in self._number])
         claims: dict[int, list[int]] = {}

@@ -30,7 +30,12 @@ _KEY = "netweight.private"
 
 
 def private_file(folder: str | Path, client: int) -> Path:
-    """Return where a client's private tensors are."""
+    """Return where a client's private tensors are.
+
+    Args:
+        folder: Where a node keeps such files.
+        client: Its number.
+    """
     return Path(folder) / f"client-{client}.safetensors"
 
 
@@ -42,7 +47,7 @@ class Kept:
     Attributes:
         client: Whose they are.
         federation: Digest of the federation's settings; empty for tensors that may begin any.
-        after: Round → the private tensors after it; 0 for those before the first.
+        after: Round → the private tensors after it; 0 for those before the first. By name.
     """
 
     client: int
@@ -51,6 +56,10 @@ class Kept:
 
     def at(self, federation: str, round: int) -> Tensors | None:
         """Return the tensors after a round, or None if there are none yet and the round is 0.
+
+        Args:
+            federation: Digest of the federation's settings.
+            round: From 0, before the first.
 
         Raises:
             UsageError: They belong to another federation, or the server goes on from a round that is not here.
@@ -69,7 +78,11 @@ class Kept:
         return self.after.get(round)
 
     def to_state(self, state: RecordDict) -> None:
-        """Put them into a context's state."""
+        """Put them into a context's state.
+
+        Args:
+            state: Of the node's context; changed in place.
+        """
         for name in [name for name in state if name.startswith(_KEY)]:
             del state[name]
         state[_KEY] = ConfigRecord({"client": self.client, "federation": self.federation, "rounds": list(self.after)})
@@ -78,7 +91,12 @@ class Kept:
 
     @classmethod
     def of_state(cls, state: RecordDict, client: int) -> Kept:
-        """Return what a context's state holds for a client."""
+        """Return what a context's state holds for a client.
+
+        Args:
+            state: Of the node's context.
+            client: Its number.
+        """
         about = state.config_records.get(_KEY)
         if about is None or about["client"] != client:
             return cls(client, "", {})
@@ -88,7 +106,11 @@ class Kept:
         return cls(client, str(about["federation"]), after)
 
     def save(self, path: Path) -> None:
-        """Write them over what is there, all or nothing."""
+        """Write them over what is there, all or nothing.
+
+        Args:
+            path: The file.
+        """
         write_checkpoint(path, {"client": self.client, "federation": self.federation}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,6 +122,9 @@ class Kept:
     @classmethod
     def load(cls, path: Path) -> Kept:
         """Read a file that `save` wrote.
+
+        Args:
+            path: The file.
 
         Raises:
             CorruptBlob: It is damaged.

@@ -37,12 +37,20 @@ T = TypeVar("T")
 
 
 def chosen(value: T | Callable[[Context], T], context: Context) -> T:
-    """Return a setting as it is, or what a function makes of the run's context."""
+    """Return a setting as it is, or what a function makes of the run's context.
+
+    Args:
+        value: The setting, or a function that makes it.
+        context: Flower's, of this run and node.
+    """
     return value(context) if callable(value) else value
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
     """Return tensors as an array record, bit for bit.
+
+    Args:
+        tensors: By name, any shapes.
 
     Raises:
         Unsupported: NumPy has no such dtype.
@@ -57,6 +65,9 @@ def to_record(tensors: Tensors) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
     """Return the tensors of an array record.
+
+    Args:
+        record: As `to_record` made it.
 
     Raises:
         ValueError: An array's bytes are not what its header says.
@@ -101,7 +112,11 @@ class Order:
 
     @classmethod
     def of(cls, message: Message) -> Order:
-        """Return the order that a message holds."""
+        """Return the order that a message holds.
+
+        Args:
+            message: From the server.
+        """
         found = message.content.config_records[ORDER]
         numbers = {name: int(str(found[name])) for name in ("round", "seed", "go_on_from")}
         return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
@@ -121,7 +136,11 @@ class Answer:
     metrics: Mapping[str, float]
 
     def to_records(self, wire: Tensors) -> RecordDict:
-        """Return the records that travel, with the update's tensors as `to_wire` gave them."""
+        """Return the records that travel, with the update's tensors as `to_wire` gave them.
+
+        Args:
+            wire: Tensors by name.
+        """
         report = ConfigRecord({"client": self.update.client, "n": self.update.n, "round": self.update.round})
         return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(self.metrics))})
 
@@ -152,7 +171,11 @@ def read_answer(reply: Message, client: int) -> Answer:
 
 
 def known_metrics(said: Mapping[str, object]) -> dict[str, float]:
-    """Return those of a client's numbers that are known by name and can be."""
+    """Return those of a client's numbers that are known by name and can be.
+
+    Args:
+        said: What the client sent.
+    """
     return {name: float(str(value)) for name, value in said.items() if _can_be(name, value)}
 
 

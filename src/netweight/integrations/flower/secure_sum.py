@@ -96,6 +96,15 @@ def under_masks(
 ) -> Message:
     """Run a client's part of the protocol around its training, or the training alone where no masks are wanted.
 
+    Args:
+        message: From the server.
+        context: Flower's, of this node.
+        train: The client's training.
+        wanted: Whether this client sends under masks only.
+
+    Returns:
+        The reply to the server.
+
     Raises:
         UsageError: Client and server do not agree on whether there are masks, or the sum is over too few.
     """
@@ -117,6 +126,11 @@ def under_masks(
 
 def masked_reply(message: Message, received: Tensors, answer: Answer) -> Message:
     """Return the training's reply as the protocol wants it: dense changes by sorted names, which it masks.
+
+    Args:
+        message: From the server, for the training.
+        received: What the server sent: tensors by name.
+        answer: What training came to.
 
     Raises:
         UsageError: A change is NaN, infinite, or too large to be summed.
@@ -189,6 +203,13 @@ def masked_attempt(
     strategy: MethodStrategy, round: int, arrays: ArrayRecord, grid: Grid, context: Context
 ) -> ArrayRecord | None:
     """Run a round in which the server sees the clients' weighted mean alone.
+
+    Args:
+        strategy: Keeps the federation.
+        round: From 1.
+        arrays: The server's state.
+        grid: Flower's way to the nodes.
+        context: Flower's, of the server.
 
     Returns:
         The server's next state; None if too few clients were there in the end.

@@ -43,8 +43,8 @@ class Trial:
         round: Its number, from 1.
         attempt: How often it was tried before.
         asked: Clients that were drawn, in order.
-        state: The server's tensors.
-        sent: What each client that was reached got.
+        state: The server's tensors by name.
+        sent: What each client that was reached got. Tensors by name.
         absent: Client → why it was not reached.
         messages: Client → its message.
         started: When, on the monotonic clock.
@@ -60,7 +60,11 @@ class Trial:
     started: float
 
     def client_of(self, reply: Message) -> int | None:
-        """Return who was asked what a message answers, by the question, not by what the answer says of itself."""
+        """Return who was asked what a message answers, by the question, not by what the answer says of itself.
+
+        Args:
+            reply: From a node.
+        """
         for client, message in self.messages.items():
             if message.metadata.message_id == reply.metadata.reply_to_message_id:
                 return client
@@ -150,7 +154,16 @@ class MethodStrategy(Strategy):
     def conclude(
         self, server_round: int, answers: Sequence[Answer], faults: Mapping[int, str]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Examine a round's answers, join the sound ones and note the round."""
+        """Examine a round's answers, join the sound ones and note the round.
+
+        Args:
+            server_round: From 1.
+            answers: What clients sent.
+            faults: Client → why nothing of it can be used.
+
+        Returns:
+            The next state and the round's metrics; None and None if too few answers are sound.
+        """
         trial = self._trial(server_round)
         intake = examine(trial.sent, [answer.update for answer in answers], round=server_round)
         refused = {**intake.refused, **trial.absent, **faults}
@@ -163,18 +176,37 @@ class MethodStrategy(Strategy):
         return self.finish(trial, self.method.aggregate(trial.state, accepted), sound_answers, refused)
 
     def examples(self, client: int) -> int:
-        """Return how many training examples a client said that it has; 0 if it did not say."""
+        """Return how many training examples a client said that it has; 0 if it did not say.
+
+        Args:
+            client: Its number.
+        """
         return self._nodes.examples.get(client, 0)
 
     def log_refused(self, trial: Trial, refused: Mapping[int, str]) -> None:
-        """Log who was left out of a round, and why."""
+        """Log who was left out of a round, and why.
+
+        Args:
+            trial: The round.
+            refused: Client → why.
+        """
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
 
     def finish(
         self, trial: Trial, state: Tensors, answers: Sequence[Answer], refused: Mapping[int, str]
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """Add a finished round to the history; return the next state and the round's metrics."""
+        """Add a finished round to the history; return the next state and the round's metrics.
+
+        Args:
+            trial: The round.
+            state: The next state: tensors by name.
+            answers: Those that were joined.
+            refused: Client → why it was left out.
+
+        Returns:
+            The next state and the round's metrics, as records.
+        """
         said = {
             kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics}
             for kind in ("before", "after", "loss")

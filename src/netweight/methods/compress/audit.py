@@ -38,7 +38,12 @@ _BLOCK = 1 << 20  # bytes compared at a time
 @final
 @dataclass(frozen=True)
 class Compressed:
-    """What the audit looks at: the compressed file or folder, and the one that it was made from."""
+    """What the audit looks at: the compressed file or folder, and the one that it was made from.
+
+    Attributes:
+        path: What was made.
+        source: What it was made from.
+    """
 
     path: Path
     source: Path

@@ -73,6 +73,9 @@ class TensorReport:
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files that a path stands for: itself, or all in a folder and its sub-folders.
 
+    Args:
+        path: A file or folder.
+
     Raises:
         UsageError: There are none.
     """

@@ -54,12 +54,20 @@ _WEIGHTS = re.compile(rf"^.+?(?:\.(?P<before>\w+))?(?:{_SHARD})?(?:\.(?P<after>\
 
 
 def is_index(name: str) -> bool:
-    """Whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`."""
+    """Whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`.
+
+    Args:
+        name: Without folders.
+    """
     return _INDEX.match(name) is not None
 
 
 def variant_of(name: str) -> str | None:
-    """The variant in the name of a weights file or index, `"fp16"` for `model.fp16.safetensors`, or None."""
+    """The variant in the name of a weights file or index, `"fp16"` for `model.fp16.safetensors`, or None.
+
+    Args:
+        name: Without folders.
+    """
     if (index := _INDEX.match(name)) is not None:
         return index["variant"]
     weights = _WEIGHTS.match(name)
@@ -82,7 +90,11 @@ def stored_name(name: str, *, diffusers: bool) -> str:
 
 
 def is_diffusers_config(content: bytes) -> bool:
-    """Whether the bytes are the `config.json` of a diffusers model."""
+    """Whether the bytes are the `config.json` of a diffusers model.
+
+    Args:
+        content: Of the file.
+    """
     config = _json_object(content)
     return config is not None and "_class_name" in config
 
@@ -120,6 +132,9 @@ def rewrite_index(content: bytes, *, diffusers: bool, total_size: int) -> bytes:
         content: The original index, already checked.
         diffusers: Whether it lies in a diffusers model's folder.
         total_size: Bytes of all compressed tensors.
+
+    Returns:
+        The new index, JSON.
     """
     index = json.loads(content)
     index["metadata"] = {**(index.get("metadata") or {}), "total_size": total_size}

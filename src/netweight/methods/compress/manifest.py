@@ -111,7 +111,11 @@ class Manifest:
     precision: Precision | None = None
 
     def to_json(self) -> str:
-        """Write the manifest."""
+        """Write the manifest.
+
+        Returns:
+            The JSON text.
+        """
         fields = {
             "format": _FORMAT,
             "version": _ROUNDED if any(file.rounded for file in self.files) else _VERSION,
@@ -126,6 +130,9 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read and check the manifest of a compressed folder.
+
+        Args:
+            folder: The compressed folder.
 
         Raises:
             UsageError: The folder has none, so netweight did not compress it.
@@ -160,6 +167,9 @@ class Manifest:
 
     def check_present(self, folder: Path) -> None:
         """Check that all stored files are there.
+
+        Args:
+            folder: The compressed folder.
 
         Raises:
             CorruptBlob: Some are missing; they are named.

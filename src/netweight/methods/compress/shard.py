@@ -172,6 +172,12 @@ def restore_shard(
 def plain_size(source: Path) -> int:
     """Bytes of the plain file that a weights file holds or is.
 
+    Args:
+        source: The file, compressed or not.
+
+    Returns:
+        Bytes, header included.
+
     Raises:
         CorruptBlob: The file is damaged.
         Unsupported: A newer release wrote it, or no plain file can hold its dtypes.
@@ -186,6 +192,11 @@ def plain_size(source: Path) -> int:
 def check_digest(path: Path, found: str, recorded: str) -> None:
     """Compare a restored file with what was recorded of the original.
 
+    Args:
+        path: The restored file, for the message.
+        found: Digest of what was restored.
+        recorded: Digest of the original.
+
     Raises:
         CorruptBlob: They differ.
     """
@@ -197,7 +208,14 @@ def check_digest(path: Path, found: str, recorded: str) -> None:
 
 
 def plain_head(file: StoredFile) -> bytes:
-    """The bytes before the data of the plain file: the original's if there was one, else new ones."""
+    """The bytes before the data of the plain file: the original's if there was one, else new ones.
+
+    Args:
+        file: The open file.
+
+    Raises:
+        Unsupported: No plain file can hold one of its dtypes.
+    """
     if file.original_header is not None:
         return _head(file.original_header.raw)
     infos = [file.info(name) for name in file.names()]

@@ -38,7 +38,11 @@ class Workplace:
         self._done = self._read_journal()
 
     def place(self, path: str) -> Path:
-        """The path at which a file is to be written; its folder is made."""
+        """The path at which a file is to be written; its folder is made.
+
+        Args:
+            path: Relative to the target.
+        """
         place = self.tree / path
         place.parent.mkdir(parents=True, exist_ok=True)
         return place
@@ -122,6 +126,9 @@ class Workplace:
 def settle(target: Path) -> None:
     """Clear away what a run left that was killed while it put its finished folder in place.
 
+    Args:
+        target: The folder that was to be made.
+
     Raises:
         UsageError: Another run is making the same folder.
     """
@@ -143,6 +150,9 @@ def workplace(target: Path, *, overwrite: bool) -> Iterator[Workplace]:
     Args:
         target: The folder to be made.
         overwrite: Whether an existing one may be replaced.
+
+    Yields:
+        The workplace; its folder takes the target's place when the block ends well.
 
     Raises:
         OutputExists: The target exists.

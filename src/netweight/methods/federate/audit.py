@@ -122,7 +122,11 @@ class Exposure:
 
 
 def own_threat(run: Run) -> ThreatModel:
-    """Return the schedule that the run was trained with, as a threat model of its smallest client."""
+    """Return the schedule that the run was trained with, as a threat model of its smallest client.
+
+    Args:
+        run: The federation.
+    """
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     examples = min(run.task.client(number).n for number in run.task.clients)
     size = min(training.batch_size, examples)
@@ -301,6 +305,9 @@ def audit_exposures(run: Run, config: AuditConfig, *, seed: int, progress: Progr
         config: Threat models, number of images.
         seed: Every draw derives from it.
         progress: Where to tell how far the work is.
+
+    Returns:
+        One entry per threat model, the run's own first.
     """
     own = own_threat(run)
     threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
@@ -372,7 +379,11 @@ def _finding(
 
 
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
-    """Return one row per threat model, with its verdict."""
+    """Return one row per threat model, with its verdict.
+
+    Args:
+        exposures: What `audit_exposures` found.
+    """
     columns = (
         "threat model",
         Column("gradient, cosine", "", "lower"),
@@ -406,7 +417,15 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
 
 
 def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure | None:
-    """Draw originals above reconstructions, threat model by threat model; None if there are none."""
+    """Draw originals above reconstructions, threat model by threat model; None if there are none.
+
+    Args:
+        exposures: What `audit_exposures` found.
+        most: Most images per threat model.
+
+    Returns:
+        The figure, or None.
+    """
     shown = [one for one in exposures if one.reconstructions]
     if not shown:
         return None

@@ -25,8 +25,8 @@ class Checkpoint:
     """All of a federation between two rounds.
 
     Attributes:
-        state: The server's tensors.
-        private: Each client's private tensors, for those that took part so far.
+        state: The server's tensors. By name.
+        private: Each client's private tensors by name, for those that took part so far.
         rounds: What is known of the rounds so far.
     """
 
@@ -54,6 +54,10 @@ class Checkpoint:
     @classmethod
     def load(cls, path: Path, settings: str) -> Checkpoint:
         """Read a checkpoint.
+
+        Args:
+            path: The file.
+            settings: Digest of the federation's settings.
 
         Raises:
             UsageError: It belongs to a federation with other settings.

@@ -23,6 +23,9 @@ class Privacy:
         sampling: "poisson" draws each example on its own, which accountants assume; "shuffled" goes through the
             examples in turn as the reference does, and then the ε that an accountant states is not valid.
 
+    Raises:
+        UsageError: A number is out of its range, or there is no such sampling.
+
     Source: Abadi et al. (arXiv 1607.00133), algorithm 1; HyperFL's baselines clip at 0.04.
     """
 
@@ -52,6 +55,9 @@ class Phase:
         privacy: Make the gradients differentially private; None for plain SGD.
         head_lr: Learning rate of a plain step of the head before every private step of the body; None for no such
             step.
+
+    Raises:
+        UsageError: A number is out of its range, or `head_lr` does not go with what is trained.
     """
 
     trains: Literal["head", "body", "both"]

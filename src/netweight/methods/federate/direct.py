@@ -124,12 +124,19 @@ def from_named(task: FedTask, tensors: Tensors) -> Weights:
 
 
 def local_only(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return the method that shares nothing: every client trains the whole model alone."""
+    """Return the method that shares nothing: every client trains the whole model alone.
+
+    Args:
+        training: How every client trains.
+    """
     return DirectMethod("local", (), (Phase("both", training.epochs, training.lr),), training)
 
 
 def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
     """Return FedAvg: clients train the whole model and share all of it.
+
+    Args:
+        training: How every client trains.
 
     Source: McMahan et al. (arXiv 1602.05629).
     """
@@ -140,6 +147,9 @@ def fedavg_private_head(training: LocalTraining = LocalTraining()) -> DirectMeth
     """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared.
 
     The fair comparator of HyperFL, which trains in the same order and keeps the same half to itself.
+
+    Args:
+        training: How every client trains.
 
     Source: Collins et al., FedRep (arXiv 2102.07078).
     """

@@ -48,8 +48,8 @@ class Run:
     Attributes:
         task: What was learned.
         method: How.
-        state: The server's tensors after the last round.
-        private: Each client's private tensors.
+        state: The server's tensors by name, after the last round.
+        private: Each client's private tensors by name.
         rounds: What is known of each round.
         seed: Of the federation.
     """
@@ -62,7 +62,11 @@ class Run:
     seed: int
 
     def weights(self, client: int) -> Weights:
-        """Return a client's personal model from the server's state and what the client keeps."""
+        """Return a client's personal model from the server's state and what the client keeps.
+
+        Args:
+            client: Its number.
+        """
         return self.method.weights(self.task, self.method.message(self.state, client), self.private[client])
 
 

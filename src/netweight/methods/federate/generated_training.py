@@ -65,11 +65,14 @@ def train_generated(
         model: The thread's model.
         numbers: The clients' numbers.
         weights: Each client's head and running statistics.
-        embeddings: Each client's embedding.
-        received: The hypernetwork that all of them start from.
+        embeddings: Each client's embedding. Shape `(E,)` each.
+        received: The hypernetwork that all of them start from. Tensors by name.
         training: Epochs, learning rate, momentum, weight decay, clip.
         head: What becomes of the model's head: nothing, training beside the body, or generation like the body's.
         seeds_by_client: Of each client's batches.
+
+    Returns:
+        The clients, in their order.
 
     Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
     """
@@ -180,7 +183,7 @@ def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
     """Return a hypernetwork that generates the body alone, given one that may generate the head after it.
 
     Args:
-        state: The hypernetwork.
+        state: The hypernetwork. Tensors by name.
         size: Number of the body's parameters.
     """
     return {name: value[:size] if name in (_WEIGHT, _BIAS) else value for name, value in state.items()}

@@ -47,7 +47,11 @@ GradientRule = Callable[
 
 
 def rule_for(device: torch.device) -> GradientRule:
-    """Return the rule that is fast on a device."""
+    """Return the rule that is fast on a device.
+
+    Args:
+        device: Where the clients train.
+    """
     return one_by_one if device.type == "cpu" else together
 
 
@@ -59,7 +63,16 @@ def one_by_one(
     trains: Literal["head", "body", "both"],
     statistics: Sequence[Mapping[str, Tensor]],
 ) -> Gradients:
-    """Return the gradients, computed one client after another; running statistics change in place."""
+    """Return the gradients, computed one client after another; running statistics change in place.
+
+    Args:
+        model: The thread's model.
+        bodies: Shape `(K, P)`, one row per client.
+        heads: Shape `(K, Q)`.
+        batches: One per client; an empty one gives gradients of 0.
+        trains: Which vectors' gradients are asked for.
+        statistics: Running statistics of each client by name.
+    """
     body_rows: list[Tensor] = []
     head_rows: list[Tensor] = []
     losses = torch.zeros(len(batches), device=bodies.device)
@@ -99,6 +112,14 @@ def together(
     statistics: Sequence[Mapping[str, Tensor]],
 ) -> Gradients:
     """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing.
+
+    Args:
+        model: The thread's model.
+        bodies: Shape `(K, P)`, one row per client.
+        heads: Shape `(K, Q)`.
+        batches: One per client.
+        trains: Which vectors' gradients are asked for.
+        statistics: Running statistics of each client by name; must be empty.
 
     Raises:
         Unsupported: The body keeps running statistics, which cannot change under vmap.

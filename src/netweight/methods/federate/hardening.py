@@ -41,6 +41,9 @@ class UpdateNoise:
         multiplier: Standard deviation of the noise on each value, as a multiple of `clip`; at least 0. An accountant
             (`netweight.integrations.opacus.epsilon_spent`) says which ε that is for a whole client.
 
+    Raises:
+        UsageError: A number is out of its range.
+
     Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
         noise added by clients.
     """
@@ -156,7 +159,12 @@ class Hardened:
 
 
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
-    """Return tensors with low-rank matrices made whole, given the server's."""
+    """Return tensors with low-rank matrices made whole, given the server's.
+
+    Args:
+        tensors: By name, as a client sends them.
+        base: The server's tensors by name, from which low-rank changes count.
+    """
     return {n: value.dense(base[n]) if isinstance(value, LowRank) else value for n, value in tensors.items()}
 
 

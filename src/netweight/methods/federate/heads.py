@@ -42,11 +42,22 @@ class Heads(Protocol):
         ...
 
     def step(self, gradients: Tensor, codes: Tensor, clips: Tensor, rows: Sequence[int]) -> None:
-        """Take one step of SGD with the gradients `clip · g mᵀ` of the clients `rows`; clips have shape `(k,)`."""
+        """Take one step of SGD with the gradients `clip · g mᵀ` of the clients `rows`; clips have shape `(k,)`.
+
+        Args:
+            gradients: g of each client, shape `(k, P)`.
+            codes: m of each client, shape `(k, H)`.
+            clips: Factors, shape `(k,)`.
+            rows: The clients' numbers among those here.
+        """
         ...
 
     def result(self, row: int) -> tuple[Tensor | LowRank, Tensor]:
-        """Return a client's weights, as they are sent, and bias, shape `(P,)`."""
+        """Return a client's weights, as they are sent, and bias, shape `(P,)`.
+
+        Args:
+            row: The client's number among those here.
+        """
         ...
 
 
@@ -204,7 +215,16 @@ class DenseHeads:
 def heads_for(
     weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining, memory: ReusedMemory
 ) -> Heads:
-    """Return factored heads where the factors stay smaller than the matrix, dense ones otherwise."""
+    """Return factored heads where the factors stay smaller than the matrix, dense ones otherwise.
+
+    Args:
+        weight: W, shape `(P, H)`.
+        bias: Shape `(P,)`.
+        clients: How many share this start.
+        steps: Most steps that one of them takes.
+        training: Learning rate, momentum and weight decay.
+        memory: For what is too large for the allocator to keep.
+    """
     if steps < weight.shape[1]:
         return FactoredHeads(weight, bias, clients, steps, training, memory)
     return DenseHeads(weight, bias, clients, training)

@@ -42,6 +42,10 @@ class HyperFL:
         joint_head: Train the head together with the body, too, after its own epochs.
         private_head: Keep the head with the client; False generates it like the body, so that clients share what their
             few examples teach them of rare classes. The embedding is then all that is private.
+        name: As the command line calls it.
+
+    Raises:
+        UsageError: There is no such start.
 
     Source: HyperFL (arXiv 2412.07187), section 4.2 and algorithm 1.
     """
@@ -65,7 +69,11 @@ class HyperFL:
         return (f"{HYPERNETWORK}**",)
 
     def hypernetwork(self, task: FedTask) -> Hypernetwork:
-        """Return a hypernetwork for what is generated of the task's model, with weights that are to be replaced."""
+        """Return a hypernetwork for what is generated of the task's model, with weights that are to be replaced.
+
+        Args:
+            task: Body, head and data.
+        """
         return Hypernetwork(len(self._initial(task)), embedding=self.embedding, hidden=self.hidden)
 
     def _initial(self, task: FedTask) -> Tensor:

@@ -56,7 +56,13 @@ def examine(sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: in
 
 
 def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
-    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values."""
+    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values.
+
+    Args:
+        sent: What the server sent: tensors by name.
+        update: What came back.
+        round: The round, from 1.
+    """
     if update.round != round:
         return f"answers round {update.round}, not {round}: replayed or late"
     if not 1 <= update.n < 2**53:

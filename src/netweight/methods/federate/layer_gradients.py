@@ -77,7 +77,11 @@ class _Kernels:
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros."""
+    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros.
+
+    Args:
+        layer: Any module.
+    """
     if type(layer) is nn.Conv2d:
         return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return type(layer) is nn.Linear
@@ -88,7 +92,7 @@ def layer_gradients(layer: nn.Module, inputs: Tensor, gradients: Tensor) -> dict
 
     Args:
         layer: Says how a convolution moves; its own weights are not looked at.
-        inputs: What the layer was given, first dimension n.
+        inputs: What the layer was given, shape `(n, …)`.
         gradients: Gradients of the loss summed over examples with respect to the layer's output.
     """
     if isinstance(layer, nn.Conv2d):
@@ -128,7 +132,7 @@ class Call:
     """One call of a layer while it was watched.
 
     Attributes:
-        inputs: What it was given.
+        inputs: What it was given, shape `(n, …)`.
         output: Where its output stands in the graph.
         shape: The output's shape.
     """
@@ -143,6 +147,12 @@ def captured(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]
     """Note every call of the layers while the block runs, by the layers' names.
 
     Weights need no gradients: an output that does not depend on any becomes the start of a graph of its own.
+
+    Args:
+        layers: Modules by name.
+
+    Yields:
+        The calls by name, filled while the block runs.
     """
     calls: dict[str, list[Call]] = {name: [] for name in layers}
     handles = [layer.register_forward_hook(_noting(calls[name])) for name, layer in layers.items()]

@@ -51,12 +51,23 @@ class LocalModel:
         }
 
     def features(self, body: Tensor, inputs: Tensor, statistics: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the body's outputs with the weights `body`, shape `(P,)`; statistics change in training mode."""
+        """Return the body's outputs with the weights `body`, shape `(P,)`; statistics change in training mode.
+
+        Args:
+            body: Shape `(P,)`.
+            inputs: Shape `(n, …)`, as the body takes them.
+            statistics: Running statistics by name; None for those that the body was made with.
+        """
         weights = {**self._body_constants, **self._body.split(body), **(statistics or {})}
         return _call(self.body, weights, inputs)
 
     def classify(self, head: Tensor, features: Tensor) -> Tensor:
-        """Return the head's outputs with the weights `head`, shape `(Q,)`."""
+        """Return the head's outputs with the weights `head`, shape `(Q,)`.
+
+        Args:
+            head: Shape `(Q,)`.
+            features: Shape `(n, …)`, what the body put out.
+        """
         return _call(self.head, {**self._head_constants, **self._head.split(head)}, features)
 
     def loss(
@@ -67,11 +78,23 @@ class LocalModel:
         targets: Tensor,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return the mean loss of a batch, differentiable in both vectors."""
+        """Return the mean loss of a batch, differentiable in both vectors.
+
+        Args:
+            body: Shape `(P,)`.
+            head: Shape `(Q,)`.
+            inputs: Shape `(n, …)`.
+            targets: Shape `(n,)` for classes, or whatever the task's loss takes.
+            statistics: Running statistics by name; None for those that the body was made with.
+        """
         return self.task.loss(self.classify(head, self.features(body, inputs, statistics)), targets)
 
     def train(self, trains: Literal["head", "body", "both"]) -> None:
-        """Set training mode for what learns; a body that does not learn is in evaluation mode."""
+        """Set training mode for what learns; a body that does not learn is in evaluation mode.
+
+        Args:
+            trains: Which half learns.
+        """
         self.body.train(trains != "head")
         self.head.train(trains != "body")
 
@@ -79,7 +102,14 @@ class LocalModel:
     def accuracy(
         self, body: Tensor, head: Tensor, data: tuple[Tensor, Tensor], statistics: Mapping[str, Tensor] | None = None
     ) -> float:
-        """Return the share of examples whose largest output is the target's, in evaluation mode."""
+        """Return the share of examples whose largest output is the target's, in evaluation mode.
+
+        Args:
+            body: Shape `(P,)`.
+            head: Shape `(Q,)`.
+            data: Inputs of shape `(n, …)` and targets of shape `(n,)`.
+            statistics: Running statistics by name; None for those that the body was made with.
+        """
         self.body.eval()
         self.head.eval()
         body, head = body.to(self.device), head.to(self.device)
@@ -91,7 +121,11 @@ class LocalModel:
         return right / len(data[1])
 
     def place(self, inputs: Tensor) -> Tensor:
-        """Return inputs on the device, images with channels last, in which convolutions of small batches are faster."""
+        """Return inputs on the device, images with channels last, in which convolutions of small batches are faster.
+
+        Args:
+            inputs: Shape `(n, …)`.
+        """
         if inputs.ndim == 4:
             return inputs.to(self.device, memory_format=torch.channels_last)
         return inputs.to(self.device)

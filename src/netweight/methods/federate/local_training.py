@@ -35,7 +35,12 @@ class Descent:
         self._velocity = torch.zeros_like(vectors)
 
     def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
-        """Move the rows given; the others, whose clients have finished, stay."""
+        """Move the rows given; the others, whose clients have finished, stay.
+
+        Args:
+            gradients: Shape `(rows, size)`.
+            rows: Which rows of the weights they belong to.
+        """
         if len(rows) == len(self.vectors):
             self._move(self.vectors, self._velocity, gradients)
             return
@@ -208,7 +213,11 @@ def _train_group(
 
 
 def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
-    """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
+    """Yield, step by step, the rows of the clients that still have a batch, and these batches.
+
+    Args:
+        streams: Batches of each client.
+    """
     rows = list(range(len(streams)))
     while True:
         step = [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]

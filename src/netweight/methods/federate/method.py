@@ -42,8 +42,8 @@ class Client:
 
     Attributes:
         number: Its number in the task.
-        private: What it keeps between rounds and never sends.
-        received: What the server sent it in this round.
+        private: What it keeps between rounds and never sends: tensors by name.
+        received: What the server sent it in this round: tensors by name.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Trained:
 
     Attributes:
         update: What it sends.
-        private: What it keeps.
+        private: What it keeps: tensors by name.
         weights: Its personal model after local training.
         loss: Mean training loss over the round's steps.
     """
@@ -84,19 +84,41 @@ class Method(Protocol):
     def shared(self) -> tuple[str, ...]: ...  # noqa: D102
 
     def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
-        """Return the server's state before round 1."""
+        """Return the server's state before round 1.
+
+        Args:
+            task: Body, head and data.
+            seed: The federation's seed.
+        """
         ...
 
     def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return what a client keeps to itself, before its first round."""
+        """Return what a client keeps to itself, before its first round.
+
+        Args:
+            task: Body, head and data.
+            client: Its number.
+            seed: The federation's seed.
+        """
         ...
 
     def message(self, state: Tensors, client: int) -> Tensors:
-        """Return what the server sends to one client."""
+        """Return what the server sends to one client.
+
+        Args:
+            state: The server's tensors by name.
+            client: Its number.
+        """
         ...
 
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
-        """Return the model that a client has from what it received and what it keeps: the one "before" training."""
+        """Return the model that a client has from what it received and what it keeps: the one "before" training.
+
+        Args:
+            task: Body, head and data.
+            received: What the server sent: tensors by name.
+            private: What the client keeps: tensors by name.
+        """
         ...
 
     def train(
@@ -110,9 +132,17 @@ class Method(Protocol):
             clients: A share of the round's clients.
             round: The round, from 1.
             seed: The federation's seed; draws are derived from it by client and round.
+
+        Returns:
+            Updates, private tensors and personal models, in the order of `clients`.
         """
         ...
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the server's next state."""
+        """Return the server's next state.
+
+        Args:
+            state: The server's tensors by name.
+            updates: Sound ones, in the order of clients' numbers.
+        """
         ...

@@ -68,7 +68,7 @@ def clipped_sum(
         mask: Which of them count, shape `(n,)`, bool; the others are padding.
         trains: What the gradients are asked for.
         clip: Largest norm of one example's gradient.
-        statistics: Running statistics of a body in evaluation mode.
+        statistics: Running statistics of a body in evaluation mode. By name.
 
     Raises:
         Unsupported: A normalization layer mixes examples, so that no gradient belongs to one of them.

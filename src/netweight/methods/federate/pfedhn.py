@@ -159,10 +159,18 @@ def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:
 
 
 def pfedhn(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server."""
+    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server.
+
+    Args:
+        training: How every client trains.
+    """
     return PFedHN(training=training)
 
 
 def pfedhn_pc(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN-PC: the body is generated, the head stays with the client."""
+    """Return pFedHN-PC: the body is generated, the head stays with the client.
+
+    Args:
+        training: How every client trains.
+    """
     return PFedHN("pfedhn-pc", local_head=True, training=training, lr=5e-2)

@@ -92,6 +92,9 @@ def epsilon_caveats(method: DirectMethod) -> tuple[str, ...]:
     """Say why an accountant's ε would not hold for what a method's clients send.
 
     Nothing is said if it holds, and of a method without privacy. Findings and tables show these beside any ε.
+
+    Args:
+        method: With or without privacy.
     """
     private = [phase for phase in method.phases if phase.privacy is not None]
     if not private:

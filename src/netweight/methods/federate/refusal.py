@@ -45,7 +45,14 @@ class RefusalLimits:
 @final
 @dataclass(frozen=True)
 class Signs:
-    """What was measured; the names are those of the limits. None where nothing was given to measure it with."""
+    """What was measured; the names are those of the limits. None where nothing was given to measure it with.
+
+    Attributes:
+        peaked: Compared with the limit of this name.
+        repeated: Likewise.
+        lonely: Likewise; needs images.
+        change: Likewise; needs the state before and the client's own change.
+    """
 
     peaked: float
     repeated: float
@@ -75,11 +82,12 @@ def refuse_abnormal(
 
     Args:
         received: The shared state: `heads.weight`, `heads.bias`, `trunk.0.weight` and so on, under any common prefix.
+            By name.
         body: The feature extractor whose parameters are generated.
         embedding: The client's own embedding, shape `(E,)`.
         images: Private images of one batch, as the body sees them; with them the strongest sign is measured. Nothing
             about them leaves the client but the refusal itself.
-        previous: The state received in the round before.
+        previous: The state received in the round before. Tensors by name.
         own_change: Norm of the client's own change of that state.
         limits: What is accepted.
 

@@ -22,6 +22,10 @@ def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
     """Return the last round's accuracy before and after local training, each the mean over its clients.
 
     Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
+
+    Args:
+        run: A trained federation.
+        seed: Of the intervals.
     """
     last = next(round for round in reversed(run.rounds) if round.after)
     about: dict[str, Any] = {"method": run.method.name, "round": last.round}
@@ -40,7 +44,12 @@ def _mean_finding(name: str, accuracies: Mapping[int, float], about: dict[str, A
 
 
 def training_figure(rounds: Sequence[Round], method: str) -> Figure:
-    """Draw accuracy by round, before and after local training."""
+    """Draw accuracy by round, before and after local training.
+
+    Args:
+        rounds: In their order.
+        method: Its name, for the legend.
+    """
     measured = [round for round in rounds if round.after]
     x = [round.round for round in measured]
     series = {
@@ -56,7 +65,11 @@ def training_figure(rounds: Sequence[Round], method: str) -> Figure:
 
 
 def client_table(run: Run) -> Table:
-    """Return one row per client of the last measured round."""
+    """Return one row per client of the last measured round.
+
+    Args:
+        run: A trained federation.
+    """
     last = next(round for round in reversed(run.rounds) if round.after)
     columns = ("client", Column("examples"), Column("before", "%", "higher"), Column("after", "%", "higher"))
     rows = [

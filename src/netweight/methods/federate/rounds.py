@@ -57,11 +57,19 @@ class Federation:
             )
 
     def evaluates(self, round: int) -> bool:
-        """Whether accuracy is measured in a round."""
+        """Whether accuracy is measured in a round.
+
+        Args:
+            round: From 1.
+        """
         return round % self.evaluate_every == 0 or round == self.rounds
 
     def is_done(self, rounds: Sequence[Round]) -> bool:
-        """Whether no more rounds are to follow."""
+        """Whether no more rounds are to follow.
+
+        Args:
+            rounds: Those that have been.
+        """
         return len(rounds) >= self.rounds or (self.until_plateau and at_plateau(rounds))
 
 
@@ -112,7 +120,11 @@ class Round:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
-        """Return the round that `to_json` was asked for."""
+        """Return the round that `to_json` was asked for.
+
+        Args:
+            values: JSON values.
+        """
         maps = {
             name: {int(client): value for client, value in values[name].items()}
             for name in ("before", "after", "loss", "refused")
@@ -146,7 +158,14 @@ def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 
 
 
 def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
-    """Return who is asked in a round: drawn uniformly without replacement, in order."""
+    """Return who is asked in a round: drawn uniformly without replacement, in order.
+
+    Args:
+        clients: All numbers.
+        settings: The federation's.
+        round: From 1.
+        attempt: From 0; another one draws others.
+    """
     count = max(int(settings.fraction * len(clients)), 1)
     if count == len(clients):
         return tuple(clients)
@@ -156,7 +175,14 @@ def sampled_clients(clients: Sequence[int], settings: Federation, round: int, at
 
 
 def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
-    """Return who does not vanish from the round."""
+    """Return who does not vanish from the round.
+
+    Args:
+        clients: Numbers of those who were asked.
+        settings: The federation's, with the share that drops out.
+        round: From 1.
+        attempt: From 0.
+    """
     generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
     draws = torch.rand(len(clients), generator=generator).tolist()
     return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]

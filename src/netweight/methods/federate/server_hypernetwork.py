@@ -69,7 +69,7 @@ class ServerHypernetwork:
     """The server's state at work.
 
     Args:
-        state: As `first_state` returns it or `state` returned it; it is not changed.
+        state: Tensors by name, as `first_state` returns them or `state` returned them; they are not changed.
     """
 
     def __init__(self, state: Tensors) -> None:
@@ -86,6 +86,9 @@ class ServerHypernetwork:
     def generate(self, client: int) -> dict[str, Tensor]:
         """Return a client's tensors by name.
 
+        Args:
+            client: Its number.
+
         Raises:
             NameNotFound: There is no such client.
         """
@@ -96,7 +99,7 @@ class ServerHypernetwork:
         """Take one step of SGD on hypernetwork and embeddings with the sum of clients' gradients.
 
         Args:
-            gradients: By client, with respect to each tensor that was generated for it.
+            gradients: By client, with respect to each tensor that was generated for it, by name and of its shape.
             descent: How.
         """
         total = {name: torch.zeros_like(self._state[name]) for name in self._learned}

@@ -62,7 +62,8 @@ class FedTask:
         head: The classifier on top of the body's outputs.
         data: Each client's data by client number, or a sequence (clients are then numbered from 0).
         loss: Mean loss of outputs against targets.
-        augment: Changes a batch of training inputs, given a generator; None for no augmentation.
+        augment: Changes a batch of training inputs, given a generator; None for no augmentation. Both of shape `(n,
+            …)`.
 
     Raises:
         UsageError: There is no client, or a half has nothing to train.
@@ -96,6 +97,9 @@ class FedTask:
 
     def client(self, number: int) -> ClientData:
         """Return one client's data.
+
+        Args:
+            number: From the task's clients.
 
         Raises:
             NameNotFound: There is no such client.

@@ -42,6 +42,9 @@ class ThreatModel:
         server: "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
         first_round: Attack the first round, from the method's initial state, rather than one more round of the
             trained federation.
+
+    Raises:
+        UsageError: A number is below 1.
     """
 
     batch_size: int = 1
@@ -77,11 +80,11 @@ class Observation:
 
     Attributes:
         client: Its number.
-        sent: What the server sent.
+        sent: What the server sent: tensors by name.
         trap: What a malicious server needs to read the answer; None for an honest one.
         updates: The updates whose average the server sees: the client's own, or those of a secure sum.
         images: The client's inputs, shape `(n, …)`; truth.
-        labels: Their targets; truth.
+        labels: Their targets; truth. Shape `(n,)`.
         gradient: The gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth.
         movement: How its body moved in the whole round, shape `(P,)`; truth.
     """
@@ -114,6 +117,9 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
         clients: Who trains.
         draw: Number of the draw of their examples.
         seed: Decides which examples are drawn.
+
+    Returns:
+        One entry per client, in their order.
 
     Raises:
         UsageError: There are fewer clients than a sum needs, or a client has too few examples.
@@ -185,6 +191,10 @@ def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> 
 
 def shortened(method: Method, threat: ThreatModel) -> Method:
     """Return the method with the threat model's batch size and steps, and without training of the head alone.
+
+    Args:
+        method: What the clients run.
+        threat: Batch size and steps.
 
     Raises:
         Unsupported: The method has no local training to shorten.

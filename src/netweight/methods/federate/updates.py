@@ -45,7 +45,11 @@ class LowRank:
         return torch.Size((self.left.shape[0], self.right.shape[0]))
 
     def dense(self, base: Tensor) -> Tensor:
-        """Return the matrix itself, given the server's."""
+        """Return the matrix itself, given the server's.
+
+        Args:
+            base: The server's matrix, of the same shape.
+        """
         return torch.addmm(base, self.left, self.right.T, beta=self.scale, alpha=-1)
 
 
@@ -57,7 +61,8 @@ class Update:
     Attributes:
         client: Its number.
         n: Number of training examples, its weight in the average; at least 1.
-        tensors: The shared tensors after local training, by the names of the server's state.
+        tensors: The shared tensors after local training, by the names of the server's state. Matrices may be low-rank
+            changes.
         round: The round that it answers, from 1.
     """
 
@@ -129,7 +134,11 @@ def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> 
 
 
 def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
-    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`."""
+    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`.
+
+    Args:
+        tensors: By name.
+    """
     sent: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if isinstance(value, Tensor):
@@ -142,6 +151,9 @@ def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
 
 def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
     """Return what `to_wire` was given.
+
+    Args:
+        sent: Tensors by name, as `to_wire` returned them.
 
     Raises:
         UsageError: A low-rank matrix lacks a part, or its parts do not fit.

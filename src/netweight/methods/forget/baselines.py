@@ -116,7 +116,11 @@ class RandomTokens:
         return f"{self.count} random token{'s' if self.count > 1 else ''}"
 
     def prompt(self, prompt: str) -> str:
-        """Return a prompt with the words put in; the empty one stays empty."""
+        """Return a prompt with the words put in; the empty one stays empty.
+
+        Args:
+            prompt: Any text.
+        """
         if not prompt.strip():
             return prompt
         rng = numpy_generator(self.seed, "tokens", prompt)

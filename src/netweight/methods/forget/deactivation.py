@@ -35,6 +35,8 @@ def deactivated(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> It
     Raises:
         NameNotFound, UsageError: See `check_units`.
         Unsupported: See `value_layers`.
+
+    Source: arXiv 2406.02366, section 3: neurons are set to 0.
     """
     layers = value_layers(denoiser, scope="all")
     check_units(layers, units)
@@ -79,7 +81,7 @@ def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tenso
     Args:
         denoiser: The network.
         units: The neurons that were scaled.
-        removed: What `scale_rows_` returned.
+        removed: What `scale_rows_` returned. Shape `(rows, columns)` for each layer.
 
     Raises:
         UsageError: The rows do not fit the model.

@@ -54,7 +54,11 @@ class Score:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one."""
+        """Read what `dataclasses.asdict` made of one.
+
+        Args:
+            values: JSON values.
+        """
         return cls(values["prompt"], tuple(values["seeds"]), values["wen"])
 
 
@@ -93,6 +97,9 @@ class Threshold:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned.
 
+        Args:
+            values: JSON values.
+
         Raises:
             CorruptBlob: It is something else.
         """
@@ -122,7 +129,12 @@ class Roc:
 
 @torch.no_grad()
 def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Tensor]:
-    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar."""
+    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar.
+
+    Args:
+        model: What is looked at.
+        config: Seeds and timestep.
+    """
     timestep = model.timesteps(config.steps)[0 if config.timing == "paper" else 1]
     return model.initial_noise(config.seeds), timestep
 

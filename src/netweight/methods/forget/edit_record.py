@@ -45,7 +45,7 @@ class EditRecord:
         thresholds: What they were found with, in words or numbers; empty if unknown.
         prompts: That they were found for; empty if unknown.
         environment: Versions and machine.
-        rows: The rows as they were, from `scale_rows_`.
+        rows: The rows as they were, from `scale_rows_`. Shape `(rows, columns)` for each layer.
     """
 
     units: Units
@@ -93,6 +93,9 @@ class EditRecord:
     def read(cls, path: str | Path) -> Self:
         """Read a record and its rows.
 
+        Args:
+            path: The record's file; rows lie beside it.
+
         Raises:
             CorruptBlob: The files hold none of this version.
             OSError: One cannot be read.
@@ -120,6 +123,12 @@ def _rows(path: Path) -> dict[str, Tensor]:
 
 def read_records(folder: str | Path) -> list[EditRecord]:
     """Read the records of a pipeline's folder, the first edit first; none if it was not edited.
+
+    Args:
+        folder: The pipeline's folder.
+
+    Returns:
+        The records.
 
     Raises:
         CorruptBlob: A record is damaged.

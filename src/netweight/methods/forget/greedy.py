@@ -88,7 +88,14 @@ def greedy(
 
 
 def blocked_by_layer(neurons: Iterable[Neuron]) -> Blocked:
-    """Gather neurons by layer."""
+    """Gather neurons by layer.
+
+    Args:
+        neurons: Pairs of a layer and an index.
+
+    Returns:
+        Layer → indices.
+    """
     sets: Blocked = {}
     for name, index in neurons:
         sets.setdefault(name, set()).add(index)

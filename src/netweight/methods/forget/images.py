@@ -71,8 +71,11 @@ def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig)
 
     Args:
         painted: Whose memorized prompts and original images these are.
-        images: By prompt: `painted.edited`, for one.
+        images: By prompt: `painted.edited`, for one. Shape `(seeds, 3, height, width)`.
         config: How.
+
+    Returns:
+        One entry per memorized prompt, in their order.
     """
     return [
         copies_of_prompt(
@@ -122,7 +125,12 @@ def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list
 
 
 def verdicts(painted: Painted, config: ImagesConfig) -> dict[str, str]:
-    """Say in plain words what the edit did to each memorized prompt: by prompt."""
+    """Say in plain words what the edit did to each memorized prompt: by prompt.
+
+    Args:
+        painted: Images before and after the edit.
+        config: When an image is a copy.
+    """
     before = copies(painted, painted.original, config)
     after = copies(painted, painted.edited, config)
     return {row.prompt: _words(row, old, config.threshold) for row, old in zip(after, before, strict=True)}

@@ -121,6 +121,10 @@ def text_values(
 def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
     """Check that neurons are of these layers.
 
+    Args:
+        layers: The model's layers by name.
+        units: The neurons.
+
     Raises:
         NameNotFound: A module is none of the layers.
         UsageError: An index is beyond a layer's width.

@@ -78,6 +78,9 @@ def search(
         statistics: As for `localize_prompt`, and so are the others.
         threshold: The threshold.
         config: How.
+
+    Returns:
+        A search that asks for predictions and ends with what was found.
     """
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
     model, layers = predictions.model, predictions.layers

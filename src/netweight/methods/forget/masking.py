@@ -31,7 +31,7 @@ class PromptText:
     Attributes:
         text: The prompt, one row.
         values: For each layer its values, shape `(1, tokens, width)`.
-        keys: For each layer the keys beside them.
+        keys: For each layer the keys beside them, shape `(1, tokens, width)`.
     """
 
     text: Text
@@ -78,13 +78,20 @@ class RowMasks:
         self._rows: Tensor | None = None
 
     def read(self, text: Text) -> PromptText:
-        """Compute keys and values of a prompt, one row; not while rows are blocked."""
+        """Compute keys and values of a prompt, one row; not while rows are blocked.
+
+        Args:
+            text: One row.
+        """
         values = text_values(self._denoiser, self._every, text)
         return PromptText(text, values, text_values(self._denoiser, self._every, text, keys=True))
 
     @contextmanager
     def blocking(self, rows: Sequence[Row]) -> Iterator[Text]:
         """Block neurons row by row for the runs in a block.
+
+        Args:
+            rows: For each row of the batch its prompt and the neurons to block.
 
         Yields:
             Texts of the rows.

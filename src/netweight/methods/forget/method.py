@@ -60,6 +60,8 @@ def localize(
     Raises:
         UsageError: There is no prompt, statistics or threshold are of another model, or the threshold of another look.
         Unsupported: See `value_layers`.
+
+    Source: arXiv 2406.02366, section 3.
     """
     if not prompts:
         raise UsageError("There is no prompt to localize.", cure="Give at least one.")

@@ -49,7 +49,11 @@ class Mitigation(Protocol):
 @final
 @dataclass(frozen=True)
 class AllActive:
-    """No mitigation: what all others are compared with."""
+    """No mitigation: what all others are compared with.
+
+    Attributes:
+        name: As reports call it.
+    """
 
     name: str = "all neurons active"
 

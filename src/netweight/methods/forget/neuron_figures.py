@@ -24,6 +24,12 @@ _MOST = 40
 def counts_figure(groups: Groups) -> Figure | None:
     """Draw how many prompts need how many neurons; None if nothing was looked for.
 
+    Args:
+        groups: Localizations by kind.
+
+    Returns:
+        The figure, or None.
+
     Raises:
         MissingExtra: matplotlib is not installed.
     """
@@ -50,6 +56,9 @@ def layers_figure(groups: Groups, layers: Sequence[str]) -> Figure | None:
         groups: Localizations by kind.
         layers: Names of the layers, in their order.
 
+    Returns:
+        The figure, or None.
+
     Raises:
         MissingExtra: matplotlib is not installed.
     """
@@ -73,13 +82,24 @@ def layers_figure(groups: Groups, layers: Sequence[str]) -> Figure | None:
 
 
 def overlap(first: Localization, second: Localization) -> float:
-    """Return how far two prompts' neurons are the same: the share of common ones among all of both (Jaccard)."""
+    """Return how far two prompts' neurons are the same: the share of common ones among all of both (Jaccard).
+
+    Args:
+        first: What was found for one prompt.
+        second: What was found for another.
+    """
     together = len(first.neurons | second.neurons)
     return len(first.neurons & second.neurons) / together if together else 0.0
 
 
 def overlap_figure(found: Sequence[Localization]) -> Figure | None:
     """Draw which prompts share neurons, for the first 40 that have some; None if there are none.
+
+    Args:
+        found: What was found, prompt by prompt.
+
+    Returns:
+        The figure, or None.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -98,7 +118,11 @@ def overlap_figure(found: Sequence[Localization]) -> Figure | None:
 
 
 def prompts_table(found: Sequence[Localization]) -> Table:
-    """Return a table of prompts with the number of their neurons and what blocking them came to."""
+    """Return a table of prompts with the number of their neurons and what blocking them came to.
+
+    Args:
+        found: What was found, prompt by prompt.
+    """
     return Table(
         "Neurons by prompt",
         (

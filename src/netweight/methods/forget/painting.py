@@ -66,9 +66,9 @@ class Painted:
         memorized: Training images with their prompts.
         ordinary: Prompts whose images an edit is to leave as they are.
         original: Of the model before the edit, by prompt, shape `(seeds, 3, height, width)`.
-        edited: Of the model after it.
+        edited: Of the model after it. Shape `(seeds, 3, height, width)`.
         controls: What to compare with, by its name, such as as many random neurons switched off; memorized prompts
-            alone suffice.
+            alone suffice. Shape `(seeds, 3, height, width)`.
     """
 
     memorized: Sequence[Memorized]

@@ -86,7 +86,14 @@ class Localization:
         threshold: float,
         steps: Mapping[str, Mapping[str, float]] | None = None,
     ) -> Self:
-        """Say that a prompt has no neurons."""
+        """Say that a prompt has no neurons.
+
+        Args:
+            prompt: The prompt.
+            seeds: Its similarity, seed by seed.
+            threshold: What it was compared with.
+            steps: What the looking cost, by step; None if it was not measured.
+        """
         return cls(
             prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds),
             steps=steps or {},
@@ -94,7 +101,12 @@ class Localization:
 
     @classmethod
     def failed(cls, prompt: str, error: str) -> Self:
-        """Say that a prompt's search ended in an error."""
+        """Say that a prompt's search ended in an error.
+
+        Args:
+            prompt: The prompt.
+            error: What went wrong.
+        """
         return cls(prompt, "failed", Units(), {}, {}, error=error)
 
     def to_json(self) -> dict[str, Any]:
@@ -105,6 +117,9 @@ class Localization:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned.
+
+        Args:
+            values: JSON values.
 
         Raises:
             CorruptBlob: It is something else.
@@ -152,6 +167,13 @@ def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Un
 def read_localizations(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
     """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone.
 
+    Args:
+        path: The file.
+        layers: Of the model that it belongs to.
+
+    Returns:
+        What was found, prompt by prompt.
+
     Raises:
         UsageError: The file cannot be read or holds no neurons.
     """
@@ -179,6 +201,11 @@ def write_published(path: str | Path, found: Sequence[Localization], layers: Map
 
     Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
 
+    Args:
+        path: The file.
+        found: What was found, prompt by prompt.
+        layers: Of the model, in their order.
+
     Raises:
         OutputFailed: The place cannot be written.
     """
@@ -198,6 +225,9 @@ def read_published(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[L
     Args:
         path: The file, columns separated by semicolons.
         layers: Of the model that it belongs to, in their order.
+
+    Returns:
+        What was found, prompt by prompt.
 
     Raises:
         UsageError: It cannot be read, lacks a column, or its lists are not of these layers.

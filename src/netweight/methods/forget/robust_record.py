@@ -60,6 +60,9 @@ class HardenRecord:
     def write(self, path: str | Path) -> None:
         """Write the record as JSON, over one that is there.
 
+        Args:
+            path: The file.
+
         Raises:
             OutputFailed: The place cannot be written.
         """
@@ -68,6 +71,9 @@ class HardenRecord:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a record.
+
+        Args:
+            path: The file.
 
         Raises:
             CorruptBlob: The file holds none of this version.
@@ -105,7 +111,15 @@ class HardenState:
         owners: Sequence[int],
         logs: Sequence[RoundLog],
     ) -> Self:
-        """Look at a hardening; nothing is copied."""
+        """Look at a hardening; nothing is copied.
+
+        Args:
+            weights: What is trained, by name.
+            optimizer: Adam over these weights.
+            pool: Embeddings that were found so far.
+            owners: For each of them, which prompt it belongs to.
+            logs: What is known of the rounds so far.
+        """
         tensors = {f"weight|{name}": weight.detach() for name, weight in weights.items()}
         for name, weight in weights.items():
             tensors |= {f"{kind}|{name}": optimizer.state[weight][kind] for kind in _MOMENTS}
@@ -116,7 +130,12 @@ class HardenState:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Adam) -> None:
-        """Set weights and optimizer to what they were."""
+        """Set weights and optimizer to what they were.
+
+        Args:
+            weights: What is trained, by name; changed in place.
+            optimizer: Adam over these weights; changed in place.
+        """
         for name, weight in weights.items():
             weight.copy_(self.tensors[f"weight|{name}"])
             moments = {kind: self.tensors[f"{kind}|{name}"] for kind in _MOMENTS}
@@ -126,7 +145,11 @@ class HardenState:
             }
 
     def pool_like(self, text: Text) -> Text:
-        """Return the pool, on the device of some embeddings."""
+        """Return the pool, on the device of some embeddings.
+
+        Args:
+            text: Embeddings of the same model.
+        """
         mask = self.tensors.get("mask")
         return Text(self.tensors["pool"].to(text.states), None if mask is None else mask.to(text.states.device))
 
@@ -146,6 +169,10 @@ class HardenState:
     @classmethod
     def load(cls, path: Path, identity: str) -> Self:
         """Read a state.
+
+        Args:
+            path: The file.
+            identity: Digest of the hardening's settings and prompts.
 
         Raises:
             UsageError: It belongs to another hardening.

@@ -163,7 +163,12 @@ def images_figure(
 
 
 def images_table(painted: Painted, config: ImagesConfig) -> Table:
-    """Return one row for each memorized prompt: copies before and after, and the verdict."""
+    """Return one row for each memorized prompt: copies before and after, and the verdict.
+
+    Args:
+        painted: Images before and after the edit.
+        config: When an image is a copy.
+    """
     before, after = (copies(painted, images, config) for images in (painted.original, painted.edited))
     told = verdicts(painted, config)
     rows = [

@@ -65,7 +65,14 @@ class Predictions:
         self._batches = Batches(config.rows)
 
     def answers(self, asked: Sequence[Sequence[Row]]) -> list[Answer | Exception]:
-        """Answer what several searches asked for, together; an error stays with those whose rows alone raise it."""
+        """Answer what several searches asked for, together; an error stays with those whose rows alone raise it.
+
+        Args:
+            asked: Rows of each search.
+
+        Returns:
+            One answer per search, in their order.
+        """
         try:
             return list(self._together(asked))
         except Exception as error:
@@ -95,7 +102,15 @@ class Predictions:
 
 
 def predicted(rows: Sequence[Row], costs: Costs) -> Search[Tensor]:
-    """Ask for rows within a search, and return their noise differences."""
+    """Ask for rows within a search, and return their noise differences.
+
+    Args:
+        rows: What to predict.
+        costs: Goes on with this search's share of the cost.
+
+    Returns:
+        Noise differences, shape `(rows, channels, height, width)`.
+    """
     costs.pause()
     answer = yield rows
     costs.resume(answer.cost)

@@ -34,7 +34,7 @@ class Statistics:
 
     Attributes:
         means: For each layer, float64 of shape `(width,)`, in the order of `value_layers`.
-        deviations: The same; unbiased.
+        deviations: The same, float64 of shape `(width,)`; unbiased.
         prompts: How many prompts they are of.
         model: Digest of the model's denoiser; None if unknown, as in published files.
     """
@@ -59,6 +59,9 @@ class Statistics:
 
     def merged(self, other: Statistics) -> Statistics:
         """Join the statistics of two sets of prompts of one model; the result is that of both together.
+
+        Args:
+            other: Of the same model and layers, over other prompts.
 
         Raises:
             UsageError: They are of different models or layers.
@@ -100,6 +103,10 @@ class Statistics:
     def write(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a safetensors file: `{layer}.mean` and `{layer}.std`, number and digest in the metadata.
 
+        Args:
+            path: The file.
+            overwrite: Whether an existing file may be replaced.
+
         Raises:
             OutputExists: The file exists.
             OutputFailed: The place cannot be written.
@@ -114,6 +121,9 @@ class Statistics:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read what `write` wrote.
+
+        Args:
+            path: The file.
 
         Raises:
             CorruptBlob: It is damaged, or something else.
@@ -170,6 +180,10 @@ class Statistics:
 
     def write_published(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write the file format of the paper's code, float32; number of prompts and digest are lost.
+
+        Args:
+            path: The file.
+            overwrite: Whether an existing file may be replaced.
 
         Raises:
             OutputExists: The file exists.

@@ -34,7 +34,11 @@ class Trials:
         self._known: dict[tuple[Hashable, int], float] = {}
 
     def of(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
-        """Return for each trial every seed's similarity to what is predicted without blocking."""
+        """Return for each trial every seed's similarity to what is predicted without blocking.
+
+        Args:
+            trials: Neurons to block, one set each.
+        """
         every = list(range(len(self._seeds)))
         return (yield from self.at([(trial, every) for trial in trials]))
 

@@ -30,6 +30,9 @@ def response_loss(model: nn.Module, side: Batch, ranks: Ranks = ALONE) -> Tensor
         side: The rows.
         ranks: The processes that share the batch: the mean over them of what each returns is that over all its tokens.
 
+    Returns:
+        A scalar in the graph.
+
     Raises:
         UsageError: No token is labeled.
     """
@@ -52,7 +55,10 @@ class _Plain:
 @final
 @dataclass(frozen=True)
 class SafetyTraining(_Plain):
-    """Fine-tuning on the harmless answers, and nothing else."""
+    """Fine-tuning on the harmless answers, and nothing else.
+
+    Source: a baseline of RepNoise (arXiv 2405.14577).
+    """
 
     name = "safety-training"
 
@@ -64,7 +70,10 @@ class SafetyTraining(_Plain):
 @final
 @dataclass(frozen=True)
 class GradientAscent(_Plain):
-    """The loss on harmful answers is to grow, whatever becomes of the rest."""
+    """The loss on harmful answers is to grow, whatever becomes of the rest.
+
+    Source: a baseline of RepNoise (arXiv 2405.14577).
+    """
 
     name = "gradient-ascent"
 
@@ -80,6 +89,11 @@ class AdversarialLoss(_Plain):
 
     Attributes:
         alpha: Weight of the harmful answers, 0 or more.
+
+    Raises:
+        UsageError: `alpha` is negative.
+
+    Source: a baseline of RepNoise (arXiv 2405.14577).
     """
 
     alpha: float = 1.0
@@ -103,6 +117,8 @@ class RandomWeights(_Plain):
 
     Attributes:
         std: Standard deviation of matrices; vectors that scale become 1, and biases 0.
+
+    Source: a baseline of RepNoise (arXiv 2405.14577).
     """
 
     std: float = 0.02

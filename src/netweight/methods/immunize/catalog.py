@@ -49,6 +49,9 @@ DEFENSES: Mapping[str, Entry] = {
 def named_defense(name: str) -> Entry:
     """Return a defense by its name.
 
+    Args:
+        name: As the command line calls it.
+
     Raises:
         NameNotFound: There is no such defense.
     """

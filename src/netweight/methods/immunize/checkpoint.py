@@ -28,7 +28,7 @@ class Checkpoint:
 
     Attributes:
         weights: Trained weights by name, float32 where the model is narrower.
-        moments: Adam's, by weight and kind.
+        moments: Adam's, by weight and kind. Shapes are those of the weights.
         balance: Weights of balanced terms.
         steps: What is known of the steps so far.
     """
@@ -46,7 +46,14 @@ class Checkpoint:
         balance: Mapping[str, float],
         steps: Sequence[StepLog],
     ) -> Checkpoint:
-        """Look at training; nothing is copied."""
+        """Look at training; nothing is copied.
+
+        Args:
+            weights: What is trained.
+            optimizer: Adam over these weights.
+            balance: Weights of balanced terms.
+            steps: What is known of the steps so far.
+        """
         moments = {
             (name, kind): optimizer.state[master][kind]
             for name, master in weights.masters.items()
@@ -94,6 +101,11 @@ class Checkpoint:
     def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
         """Read a checkpoint in the first process; the others get all but its tensors.
 
+        Args:
+            path: The file.
+            identity: Digest of the training's settings and data.
+            ranks: The processes that train together.
+
         Raises:
             UsageError: It belongs to another training.
             CorruptBlob: It is damaged.
@@ -110,6 +122,10 @@ class Checkpoint:
     @classmethod
     def load(cls, path: Path, identity: str) -> Checkpoint:
         """Read a checkpoint.
+
+        Args:
+            path: The file.
+            identity: Digest of the training's settings and data.
 
         Raises:
             UsageError: It belongs to another training.

@@ -57,5 +57,10 @@ class RepNoiseConfig:
 
     @classmethod
     def reference(cls, *, alpha: float = 1.0, beta: float = 0.001) -> RepNoiseConfig:
-        """The published loss with its published weights."""
+        """The published loss with its published weights.
+
+        Args:
+            alpha: Weight of the ascent.
+            beta: Weight of the noise.
+        """
         return cls(fidelity="reference", alpha=alpha, beta=beta, noise_tokens=None)

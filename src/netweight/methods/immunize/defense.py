@@ -54,6 +54,13 @@ class Defense(Protocol):
     def prepared(self, model: nn.Module, *, seed: int) -> AbstractContextManager[None]:
         """Check the model and make it ready; it is trained within the block, and left as a user wants it after.
 
+        Args:
+            model: What is to be trained.
+            seed: Where what is added to the model is drawn from.
+
+        Returns:
+            A context manager.
+
         Raises:
             Unsupported: The model lacks a part that the defense needs.
         """
@@ -65,4 +72,7 @@ class Defense(Protocol):
             model: In training mode.
             batch: Pairs on the model's device.
             generator: Where random draws come from, on the CPU.
+
+        Returns:
+            A generator of the sides' losses.
         """

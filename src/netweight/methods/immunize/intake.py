@@ -17,7 +17,11 @@ _NAMED = 5  # of several bad rows so many are named
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
+    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown.
+
+    Args:
+        model: With or without a `config`.
+    """
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
@@ -26,7 +30,11 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens the model knows, by its input embedding; None if it has none that can be found."""
+    """How many tokens the model knows, by its input embedding; None if it has none that can be found.
+
+    Args:
+        model: Any module.
+    """
     for module in model.modules():
         accessor = getattr(module, "get_input_embeddings", None)
         found: Any = accessor() if callable(accessor) else module if isinstance(module, nn.Embedding) else None

@@ -65,7 +65,11 @@ class Targets:
         return targets
 
     def among(self, ranks: Ranks) -> Targets:
-        """The same, of a batch that processes share."""
+        """The same, of a batch that processes share.
+
+        Args:
+            ranks: The processes.
+        """
         if ranks.size == 1:
             return self
         return replace(self, shared=sum(ranks.counts(len(self.tokens) + self.blanked)) / ranks.size)
@@ -76,7 +80,12 @@ class Targets:
         return len(self.tokens) + self.blanked if self.shared is None else self.shared
 
     def mean(self, total: Tensor, vocabulary: int) -> Tensor:
-        """The mean over all tokens, from the sum over those that are not blanked."""
+        """The mean over all tokens, from the sum over those that are not blanked.
+
+        Args:
+            total: A scalar.
+            vocabulary: Its size: a blanked token costs its logarithm.
+        """
         return (total + self.blanked * math.log(vocabulary)) / self.count
 
 
@@ -86,6 +95,9 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
     Args:
         logits: Shape `(B, T, vocabulary)`.
         targets: Which of them count.
+
+    Returns:
+        A scalar in the graph.
     """
     chosen = _wide(logits[:, :-1][targets.rows])
     total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")

@@ -60,7 +60,11 @@ class MasterWeights:
                 value.grad = None
 
     def average(self, ranks: Ranks) -> None:
-        """Average the gradients over all processes; FSDP has averaged those of its shards."""
+        """Average the gradients over all processes; FSDP has averaged those of its shards.
+
+        Args:
+            ranks: The processes.
+        """
         if ranks.size > 1:
             for master in self.masters.values():
                 if master.grad is None and not is_sharded(master):  # other processes may have one
@@ -68,12 +72,21 @@ class MasterWeights:
             ranks.average(grad for grad in self._gradients() if not is_sharded(grad))
 
     def norm(self, ranks: Ranks) -> float:
-        """The common norm of all gradients."""
+        """The common norm of all gradients.
+
+        Args:
+            ranks: The processes.
+        """
         return common_norm(self._gradients(), ranks)
 
     @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:
-        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
+        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above.
+
+        Args:
+            norm: As `norm` returned it.
+            most: Above 0.
+        """
         factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
@@ -87,7 +100,11 @@ class MasterWeights:
             value.grad = None
 
     def not_finite(self, ranks: Ranks) -> str | None:
-        """The name of a weight whose gradient holds NaN or infinity, in any process."""
+        """The name of a weight whose gradient holds NaN or infinity, in any process.
+
+        Args:
+            ranks: The processes.
+        """
         bad = [
             master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
         ]

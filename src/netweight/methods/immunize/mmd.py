@@ -144,7 +144,16 @@ def scaled_noise(points: Tensor, generator: torch.Generator | None, *, scaled: b
 
 
 def random_rows(points: Tensor, most: int | None, generator: torch.Generator | None) -> Tensor:
-    """At most so many rows of `points`, drawn without replacement; all of them if there are no more."""
+    """At most so many rows of `points`, drawn without replacement; all of them if there are no more.
+
+    Args:
+        points: Shape `(n, d)`.
+        most: How many; None for all.
+        generator: Where draws come from; None for torch's own.
+
+    Returns:
+        Shape `(m, d)`, m at most `most`.
+    """
     if most is None or len(points) <= most:
         return points
     device = points.device if generator is None else generator.device

@@ -65,7 +65,11 @@ class PairBatch:
     ranks: Ranks = ALONE
 
     def to(self, device: torch.device | str) -> PairBatch:
-        """Return both on a device."""
+        """Return both on a device.
+
+        Args:
+            device: Where to.
+        """
         return PairBatch(self.harmless.to(device), self.harmful.to(device), self.ranks)
 
 
@@ -89,13 +93,22 @@ def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) 
 
 
 def own_rows(rows: Sequence[int], ranks: Ranks) -> list[int]:
-    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none."""
+    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none.
+
+    Args:
+        rows: Row numbers of the whole batch.
+        ranks: The processes.
+    """
     bounds = [len(rows) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
     return list(rows[slice(*bounds)])
 
 
 def blank(batch: Batch) -> Batch:
-    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
+    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch.
+
+    Args:
+        batch: At least one row.
+    """
     return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
 
 

@@ -40,6 +40,9 @@ def spread_of(model: nn.Module) -> Spread:
     A model that is neither wrapped by `DistributedDataParallel` nor sharded by `fully_shard` is this process's own,
     also where `torch.distributed` runs.
 
+    Args:
+        model: As it is trained.
+
     Raises:
         Unsupported: It is spread in another way.
     """

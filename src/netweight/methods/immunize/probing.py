@@ -118,5 +118,12 @@ class Plane:
         return cls(center, (directions * largest.sign())[:axes], shares[:axes])
 
     def place(self, points: Tensor) -> Tensor:
-        """Coordinates of points, shape `(n, k)`, float64."""
+        """Coordinates of points, shape `(n, k)`, float64.
+
+        Args:
+            points: Shape `(n, d)`.
+
+        Returns:
+            Shape `(n, k)`, float64.
+        """
         return (points.double() - self.center) @ self.axes.T

@@ -41,24 +41,41 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> Ranks:
-        """Return this process's place in a group, None for all processes."""
+        """Return this process's place in a group, None for all processes.
+
+        Args:
+            group: A process group of `torch.distributed`.
+            device: Where this process computes.
+        """
         distributed = torch.distributed
         return cls(distributed.get_world_size(group), distributed.get_rank(group), device, group)
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes of a tensor of one shape, without a gradient."""
+        """The sum over all processes of a tensor of one shape, without a gradient.
+
+        Args:
+            value: Any shape.
+        """
         total = value.detach().to(self.device, copy=True)
         if self.size > 1:
             torch.distributed.all_reduce(total, group=self.group)
         return total
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all processes of a tensor of one shape, without a gradient."""
+        """The mean over all processes of a tensor of one shape, without a gradient.
+
+        Args:
+            value: Any shape.
+        """
         return self.sum(value) / self.size
 
     def counts(self, count: int) -> list[int]:
-        """What number each process has, by rank."""
+        """What number each process has, by rank.
+
+        Args:
+            count: This process's number.
+        """
         numbers = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         numbers[self.rank] = count
         found: list[int] = self.sum(numbers).tolist()
@@ -83,7 +100,11 @@ class Ranks:
         return rows
 
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """Replace tensors of one shape everywhere by their means over all processes."""
+        """Replace tensors of one shape everywhere by their means over all processes.
+
+        Args:
+            gradients: Of the same shapes in the same order everywhere; changed in place.
+        """
         if self.size > 1:
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient, group=self.group)
@@ -93,8 +114,11 @@ class Ranks:
         """Give everyone the first process's tensor.
 
         Args:
-            value: The tensor; None on all other processes.
+            value: The tensor, of the shape and dtype of `like`; None on all other processes.
             like: Of its shape and dtype.
+
+        Returns:
+            The tensor, on every process.
         """
         if self.size == 1:
             assert value is not None
@@ -108,6 +132,12 @@ class Ranks:
     def first(self, act: Callable[[], T]) -> T:
         """Do something in the first process only, and give everyone its result, which pickles.
 
+        Args:
+            act: What to do.
+
+        Returns:
+            What `act` returned.
+
         Raises:
             NetweightError: What it raised, on all processes.
         """
@@ -117,6 +147,13 @@ class Ranks:
         """As `first`, of things that all processes make together, one by one.
 
         However early the first process is done with them, or fails, all are made everywhere, so that nobody waits.
+
+        Args:
+            things: Made on every process.
+            take: Called in the first process, with an iterator over them.
+
+        Returns:
+            What `take` returned.
         """
         made = iter(things)
         if self.size == 1:

@@ -34,7 +34,11 @@ class StepLog:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one."""
+        """Read what `dataclasses.asdict` made of one.
+
+        Args:
+            values: JSON values.
+        """
         terms = {name: TermLog(**term) for name, term in values["terms"].items()}
         return cls(values["step"], values["rate"], values["norm"], terms)
 
@@ -65,6 +69,9 @@ class Record:
     def write(self, path: str | Path) -> None:
         """Write the record as JSON, over one that is there.
 
+        Args:
+            path: The file.
+
         Raises:
             OutputFailed: The place cannot be written.
         """
@@ -73,6 +80,9 @@ class Record:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a record.
+
+        Args:
+            path: The file.
 
         Raises:
             CorruptBlob: The file holds none of this version.

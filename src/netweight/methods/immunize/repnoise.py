@@ -45,9 +45,10 @@ class LossParts:
     """The terms of the loss, each a scalar in the graph.
 
     Attributes:
-        retain: Cross-entropy of the harmless answers.
-        noise: Discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers.
-        ascent: `log(1 + A)`, which is to grow.
+        retain: Cross-entropy of the harmless answers. A scalar.
+        noise: Discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers. A
+            scalar.
+        ascent: `log(1 + A)`, which is to grow. A scalar.
         alpha: Weight of the ascent.
         noise_weight: Weight of the noise.
     """
@@ -106,6 +107,14 @@ def repnoise_loss(
 def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> Tensor:
     """Cross-entropy of the harmless answers.
 
+    Args:
+        model: A causal language model that is called as those of transformers.
+        batch: Pairs on the model's device.
+        config: Weights and fidelity.
+
+    Returns:
+        A scalar in the graph.
+
     Raises:
         UsageError: Nothing is to be predicted, or the widths differ.
     """
@@ -118,6 +127,15 @@ def harmful_terms(
     model: nn.Module, batch: PairBatch, config: RepNoiseConfig, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights.
+
+    Args:
+        model: A causal language model that is called as those of transformers.
+        batch: Pairs on the model's device.
+        config: Weights and fidelity.
+        generator: Where the noise is drawn from, on the CPU; None for torch's own.
+
+    Returns:
+        Noise and ascent, scalars in the graph.
 
     Raises:
         Unsupported: The model has no decoder's structure or gives no hidden states.

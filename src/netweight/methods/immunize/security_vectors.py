@@ -51,6 +51,9 @@ class SecurityVectors:
         rank: Of the change of each matrix in the blocks, at least 1.
         alpha: The change is scaled by `alpha / rank`.
 
+    Raises:
+        UsageError: The rank or `alpha` is not positive.
+
     Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
     """
 
@@ -108,7 +111,11 @@ class SecurityVectors:
 
 
 def remove_security_vectors(model: nn.Module) -> None:
-    """Take a security vector out of a model; the model's own weights stay, with what they learned since."""
+    """Take a security vector out of a model; the model's own weights stay, with what they learned since.
+
+    Args:
+        model: What `SecurityVectors` trained.
+    """
     for module in model.modules():
         if parametrize.is_parametrized(module, "weight") and any(
             isinstance(part, _LowRank)
@@ -121,6 +128,9 @@ def hold_security_vectors(model: nn.Module) -> None:
     """Put a security vector out of the reach of training: its matrices become buffers, where they were parameters.
 
     For a service in which others train all parameters of a model, as the vector's authors think of it.
+
+    Args:
+        model: What `SecurityVectors` trained.
     """
     for part in _vectors(model):
         for name in ("down", "up"):
@@ -131,7 +141,11 @@ def hold_security_vectors(model: nn.Module) -> None:
 
 @contextmanager
 def without_security_vectors(model: nn.Module) -> Iterator[None]:
-    """Put a model's security vector out of work within a block, as if it had been taken out."""
+    """Put a model's security vector out of work within a block, as if it had been taken out.
+
+    Args:
+        model: What `SecurityVectors` trained.
+    """
     scales = {part: part.scale for part in _vectors(model)}
     try:
         for part in scales:

@@ -61,7 +61,12 @@ class Settings:
             )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a step, counted from 0, of so many."""
+        """The learning rate at a step, counted from 0, of so many.
+
+        Args:
+            step: From 0.
+            steps: How many there are.
+        """
         rising = math.ceil(self.warmup * steps)
         if step < rising:
             return self.lr * (step + 1) / rising

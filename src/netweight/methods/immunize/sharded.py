@@ -32,13 +32,21 @@ __all__ = [
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether a tensor is a part of one that is spread over processes."""
+    """Whether a tensor is a part of one that is spread over processes.
+
+    Args:
+        value: Any tensor.
+    """
     tensors: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such tensor
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def units(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards, each of which gathers its weights when it runs."""
+    """The modules that FSDP2 shards, each of which gathers its weights when it runs.
+
+    Args:
+        model: As it is trained.
+    """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -48,6 +56,9 @@ def trained_weights(model: nn.Module) -> list[nn.Parameter]:
 
     To be asked before the model runs: FSDP2 leaves the outermost weights gathered after a forward pass, and these are
     other tensors.
+
+    Args:
+        model: As it is trained.
     """
     for unit in units(model):
         unit.reshard()
@@ -56,14 +67,22 @@ def trained_weights(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def local(value: Tensor) -> Tensor:
-    """This process's part, in the same memory."""
+    """This process's part, in the same memory.
+
+    Args:
+        value: Any shape, sharded or not.
+    """
     part: Tensor = value.to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
     return part
 
 
 @torch.no_grad()
 def whole(value: Tensor) -> Tensor:
-    """The whole, without a gradient."""
+    """The whole, without a gradient.
+
+    Args:
+        value: Any shape, sharded or not.
+    """
     value = value.detach()
     full: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
     return full
@@ -71,7 +90,12 @@ def whole(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_like(full: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, equal on all processes, as the part of it that `like` holds of its own."""
+    """A whole tensor, equal on all processes, as the part of it that `like` holds of its own.
+
+    Args:
+        full: Any shape.
+        like: Sharded or not, of the whole shape of `full`.
+    """
     full = full.to(like.device)
     if not is_sharded(like):
         return full
@@ -83,12 +107,22 @@ def sharded_like(full: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(target: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor, equal on all processes, into one that may be sharded."""
+    """Copy a whole tensor, equal on all processes, into one that may be sharded.
+
+    Args:
+        target: Any shape, sharded or not; changed in place.
+        full: The whole, of the shape of `target`.
+    """
     target.copy_(sharded_like(full, target))
 
 
 def common_norm(values: Sequence[Tensor], ranks: Ranks) -> float:
-    """The Euclidean norm of all values together; parts are added up over the processes."""
+    """The Euclidean norm of all values together; parts are added up over the processes.
+
+    Args:
+        values: Any shapes.
+        ranks: The processes.
+    """
     complete = [value for value in values if not is_sharded(value)]
     norm = float(nn.utils.get_total_norm(complete)) if complete else 0.0
     if len(complete) == len(values):
@@ -132,7 +166,15 @@ def gathered(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[tuple
 
 
 def run(module: nn.Module, given: Tensor) -> Tensor:
-    """Call a module; one that FSDP takes for a unit of its own without FSDP's hooks, which would put the parts back."""
+    """Call a module; one that FSDP takes for a unit of its own without FSDP's hooks, which would put the parts back.
+
+    Args:
+        module: Any module of one input.
+        given: Its input, any shape.
+
+    Returns:
+        Its output, any shape.
+    """
     result: Tensor = module.forward(given) if module in units(module) else module(given)
     return result
 

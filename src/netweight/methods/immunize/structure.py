@@ -56,8 +56,10 @@ def structure_of(model: nn.Module) -> Structure:
         model: A causal language model, bare or inside wrappers such as those of peft.
 
     Raises:
-        Unsupported: A part cannot be found; it is named.
+        Unsupported: A part cannot be found; it is named. Or the model has an encoder beside its decoder.
     """
+    if any(getattr(getattr(module, "config", None), "is_encoder_decoder", False) for module in model.modules()):
+        raise Unsupported(f"{type(model).__name__} has an encoder beside its decoder.", cure=_CURE)
     names = {id(module): name for name, module in model.named_modules()}
     unembedding = _unembedding(model)
     vocabulary, hidden = _matrix(unembedding).shape

@@ -28,6 +28,9 @@ class Vaccine:
     Attributes:
         rho: Norm of the perturbations of all blocks together, for the batch; above 0.
 
+    Raises:
+        UsageError: `rho` is not positive.
+
     Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
     """
 

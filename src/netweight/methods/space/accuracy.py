@@ -34,13 +34,21 @@ class Accuracy:
     sketch: SketchError | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Write it as JSON values."""
+        """Write it as JSON values.
+
+        Returns:
+            JSON values.
+        """
         parts = {"halves": self.halves, "sketch": self.sketch}
         return {**vars(self), **{name: None if part is None else vars(part) for name, part in parts.items()}}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Args:
+            values: JSON values.
+        """
         halves, sketch = values["halves"], values["sketch"]
         if halves is not None:
             agreement = {int(number): share for number, share in halves["agreement"].items()}

@@ -93,7 +93,12 @@ class InversionSubject:
 @final
 @dataclass(frozen=True)
 class EntanglementSubject:
-    """What `entanglement` returned, and of how many attributes."""
+    """What `entanglement` returned, and of how many attributes.
+
+    Attributes:
+        found: One per number of models.
+        attributes: How many attributes' directions were compared.
+    """
 
     found: Sequence[Entanglement]
     attributes: int
@@ -108,6 +113,9 @@ def direction_findings(subject: Sequence[Direction], config: object, *, seed: in
         config: Not looked at.
         seed: Not used.
         progress: Not used.
+
+    Raises:
+        UsageError: There is no direction, or one was fitted without folds.
     """
     bare = [each.name for each in subject if not each.findings]
     if bare or not subject:

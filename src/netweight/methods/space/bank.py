@@ -91,6 +91,11 @@ class StackBank:
 def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
     """Read adapters, and refuse values that no arithmetic survives.
 
+    Args:
+        bank: Where adapters come from.
+        start: The first number.
+        stop: The number after the last.
+
     Raises:
         UsageError: An adapter holds NaN or infinity; it is named with its module.
     """
@@ -110,7 +115,18 @@ def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
 def stacks_of(
     bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
 ) -> Iterator[tuple[int, AdapterStack]]:
-    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
+    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first.
+
+    Args:
+        bank: Where adapters come from.
+        count: The number after the last.
+        description: What progress is called.
+        progress: Where it is shown.
+        first: The first number.
+
+    Yields:
+        The first number of a block, and its adapters.
+    """
     with progress.task(description, count - first, unit="adapters") as task:
         for start in range(first, count, _BLOCK):
             stack = stack_of(bank, start, min(start + _BLOCK, count))
@@ -120,6 +136,11 @@ def stacks_of(
 
 def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, tuple[int, int]], *, what: str) -> None:
     """Refuse an adapter of other modules than a space's.
+
+    Args:
+        shapes: Module → rows and columns of an adapter.
+        expected: The same of the space.
+        what: What to call the adapter in messages.
 
     Raises:
         NameNotFound: It lacks a module, or has one more.

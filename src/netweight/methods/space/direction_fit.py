@@ -60,6 +60,8 @@ def fit_direction(
     Raises:
         NameNotFound: There is no such column.
         UsageError: There is one class, too few models are labeled, or scores and labels differ in number.
+
+    Source: weights2weights (arXiv 2406.09413), linear classifiers of attributes; the other kinds are this library's.
     """
     task = _task(scores, labels, column, confounders, 2 if fidelity == "reference" else max(2, folds))
     if fidelity == "reference":
@@ -82,7 +84,7 @@ def bootstrap_cosine(
     """Return how far a direction depends on which models happened to be labeled.
 
     Args:
-        scores: As for `fit_direction`.
+        scores: Shape `(n, k)`, as for `fit_direction`.
         labels: As for `fit_direction`.
         column: The attribute.
         kind: As for `fit_direction`.
@@ -93,6 +95,9 @@ def bootstrap_cosine(
     Returns:
         The mean cosine between the direction and those of the draws, with the interval of the middle 95 % of them. It
         tells stability, not truth: a direction that is wrong every time in the same way is stable.
+
+    Raises:
+        UsageError: There are fewer than 20 resamples.
     """
     if resamples < 20:
         raise UsageError(f"{resamples} resamples make no interval.", cure="Draw 20 or more.")

@@ -65,6 +65,9 @@ class Direction:
             strength: How far, negative to go back.
             unit: Standard deviations of the training models along the direction; multiples of `reach`; or of the
                 vector as it is, as the reference counts.
+
+        Raises:
+            UsageError: There is no such unit.
         """
         lengths = {"deviations": self.deviation / self.length, "reach": self.reach / self.length, "raw": 1.0}
         if unit not in lengths:
@@ -72,7 +75,11 @@ class Direction:
         return strength * lengths[unit] * self.vector
 
     def cosine(self, other: Direction) -> float:
-        """Return the cosine of the angle between two directions of one space."""
+        """Return the cosine of the angle between two directions of one space.
+
+        Args:
+            other: Of the same space.
+        """
         return float(self.vector @ other.vector) / (self.length * other.length)
 
     def check(self, scores: Tensor) -> None:
@@ -105,6 +112,9 @@ class Direction:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Direction:
         """Return the direction that `to_json` wrote.
+
+        Args:
+            data: JSON values.
 
         Raises:
             CorruptBlob: It is none.
@@ -177,5 +187,9 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
 
 
 def scores_digest(scores: Tensor) -> str:
-    """Return the digest that ties directions to a space: of its first scores, which stay when models are appended."""
+    """Return the digest that ties directions to a space: of its first scores, which stay when models are appended.
+
+    Args:
+        scores: Shape `(n, k)`.
+    """
     return digest.of_config([scores.shape[-1], digest.of_tensor(scores[:8].detach().float())])

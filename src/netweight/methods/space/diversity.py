@@ -84,6 +84,9 @@ def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
         model than half of what lies between training models in the median; precision, the share of samples within the
         neighborhood of a training model; recall, the share of training models within that of a sample.
 
+    Raises:
+        UsageError: Most training models have a twin.
+
     Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
     """
     ours, theirs = _checked(samples, training, None)

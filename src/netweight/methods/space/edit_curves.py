@@ -73,13 +73,23 @@ class EditCurve:
         return _crossing(costs, effects, cost)[0]
 
     def cost_of(self, effect: float, chosen: Tensor | None = None) -> float | None:
-        """Return the cost at the strength where the mean effect first reaches a value; None if it never does."""
+        """Return the cost at the strength where the mean effect first reaches a value; None if it never does.
+
+        Args:
+            effect: In the unit of the effects.
+            chosen: Rows of the points to take, int64; None for all.
+        """
         effects, costs = self._means(chosen)
         found, reached = _crossing(effects, costs, effect)
         return found if reached else None
 
     def compared_at(self, name: str, cost: float) -> float:
-        """Return a comparison's mean at the strength where the mean cost first reaches a limit."""
+        """Return a comparison's mean at the strength where the mean cost first reaches a limit.
+
+        Args:
+            name: Of the comparison.
+            cost: The limit.
+        """
         return _crossing(self._means(None)[1], self.compared[name].mean(1), cost)[0]
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:

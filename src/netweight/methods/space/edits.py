@@ -77,6 +77,9 @@ class Delay:
         until: The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of
             the whole face and 400 to 700 for fine ones.
 
+    Raises:
+        UsageError: `until` is negative.
+
     Source: weights2weights, "delayed injection".
     """
 

@@ -71,6 +71,9 @@ def entanglement(
         fidelity: "reference" for the directions of the authors' code.
         seed: Decides on the subsamples.
 
+    Returns:
+        One entry per size, in their order.
+
     Raises:
         UsageError: There are fewer than two attributes, a size is above n, or subsamples of it lack a class.
 

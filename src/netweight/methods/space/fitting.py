@@ -39,15 +39,32 @@ class Basis(Protocol):
         """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32.
 
         What lies outside of the space is in the distances alone.
+
+        Args:
+            stack: The adapters.
+
+        Returns:
+            Scores and squared distances.
         """
         ...
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
-        """Changes at points."""
+        """Changes at points.
+
+        Args:
+            scores: Shape `(m, k)`.
+
+        Returns:
+            Module name → ΔW, shape `(m, rows, columns)`.
+        """
         ...
 
     def adapter(self, scores: Tensor) -> Adapter:
-        """A point as an adapter."""
+        """A point as an adapter.
+
+        Args:
+            scores: Shape `(k,)`.
+        """
         ...
 
 
@@ -61,6 +78,9 @@ class Work:
         workers: Who else takes part.
         engine: Where tasks run, for a bank on disk and with a folder; None for in this process.
         progress: Where to show it.
+
+    Raises:
+        UsageError: There is an engine and no folder.
     """
 
     folder: Path | None

@@ -61,24 +61,47 @@ def gram_of(
 
 
 def block_rows(bank: Bank) -> list[int]:
-    """The first adapter of every block row."""
+    """The first adapter of every block row.
+
+    Args:
+        bank: Where adapters come from.
+    """
     return list(range(0, len(bank), _block(bank)))
 
 
 def make_block_row(bank: Bank, start: int, folder: Path) -> None:
-    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up."""
+    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up.
+
+    Args:
+        bank: Where adapters come from.
+        start: As `block_rows` says.
+        folder: Where it is kept.
+    """
     stop = min(start + _block(bank), len(bank))
     _block_row(bank, stack_of(bank, start, stop), start, folder, fingerprints(bank, stop))
 
 
 def fingerprints(bank: Bank, count: int | None = None) -> Tensor:
-    """Fingerprints of a bank's first adapters, of all by default."""
+    """Fingerprints of a bank's first adapters, of all by default.
+
+    Args:
+        bank: Where adapters come from.
+        count: How many adapters; None for all.
+
+    Returns:
+        Shape `(count,)`, fp64.
+    """
     stacks = stacks_of(bank, len(bank) if count is None else count, description="Fingerprints")
     return torch.cat([fingerprints_of(stack) for _, stack in stacks])
 
 
 def same_fingerprints(found: Tensor, known: Tensor) -> bool:
-    """Whether they are of the same adapters."""
+    """Whether they are of the same adapters.
+
+    Args:
+        found: Shape `(n,)`, fp64.
+        known: Shape `(n,)`, fp64.
+    """
     return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
 
 

@@ -19,7 +19,11 @@ _ROWS = 2048  # of the products that are held at a time, n × rank of them
 
 
 def precision_of(stack: AdapterStack) -> torch.dtype:
-    """The dtype that products of a stack are made in: fp64 if its factors are, else fp32."""
+    """The dtype that products of a stack are made in: fp64 if its factors are, else fp32.
+
+    Args:
+        stack: The adapters.
+    """
     wide = any(factor.dtype == torch.float64 for part in (stack.down, stack.up) for factor in part.values())
     return torch.float64 if wide else torch.float32
 
@@ -50,7 +54,11 @@ def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
 
 
 def norms_of(stack: AdapterStack) -> Tensor:
-    """Return the inner product of every adapter with itself, shape `(n,)`, fp64."""
+    """Return the inner product of every adapter with itself, shape `(n,)`, fp64.
+
+    Args:
+        stack: The adapters.
+    """
     total = torch.zeros(len(stack), dtype=torch.float64)
     for name in stack.modules:
         ups, downs = _factors(stack, name, precision_of(stack))
@@ -62,6 +70,9 @@ def fingerprints_of(stack: AdapterStack) -> Tensor:
     """Return a number per adapter, shape `(n,)`, fp64, to know it again by: its inner product with a random adapter.
 
     It depends on the change alone, and another change has another one.
+
+    Args:
+        stack: The adapters.
     """
     total = torch.zeros(len(stack), dtype=torch.float64)
     for name, (rows, columns) in stack.shapes.items():

@@ -24,7 +24,11 @@ __all__ = ["SETTINGS", "InversionSettings", "Inverted", "Loss", "Space", "invert
 
 
 class Space(Protocol):
-    """What is asked of a space."""
+    """What is asked of a space.
+
+    Attributes:
+        deviations: Standard deviations of the training scores, shape `(k,)`.
+    """
 
     @property
     def deviations(self) -> Tensor: ...  # noqa: D102 - standard deviations of the training scores, shape (k,)
@@ -59,6 +63,9 @@ class InversionSettings:
         weight_decay: Of Adam, on what is moved.
         scaled: Whether components are moved in units of their deviations, or as they are.
         averaged: The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
+
+    Raises:
+        UsageError: A number is out of its range.
     """
 
     steps: int = 400
@@ -137,6 +144,8 @@ def invert(
     Raises:
         UsageError: There is no target, or the loss does not return one number per target.
         TrainingStopped: The loss of a target became NaN or infinite; the step and the targets are named.
+
+    Source: weights2weights (arXiv 2406.09413), inversion of single images.
     """
     if count < 1:
         raise UsageError("There is no target to invert.", cure="Give at least one image.")

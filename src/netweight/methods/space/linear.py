@@ -41,7 +41,11 @@ class Design:
 
     @classmethod
     def of(cls, scores: Tensor) -> Design:
-        """Make it of scores, shape `(n, k)`, n at least 2."""
+        """Make it of scores, shape `(n, k)`, n at least 2.
+
+        Args:
+            scores: Any floating dtype.
+        """
         scores = scores.detach().double().cpu()
         center = scores.mean(0)
         centered = scores - center
@@ -52,12 +56,23 @@ class Design:
         return cls(center, axes, triangle.T.contiguous())
 
     def penalty(self, share: float) -> float:
-        """Return the penalty that is a multiple of the mean energy of an axis."""
+        """Return the penalty that is a multiple of the mean energy of an axis.
+
+        Args:
+            share: At least 0.
+        """
         energy = float(self.rows.square().sum()) / self.rows.shape[1]
         return share * (energy or 1.0)
 
     def read_out(self, weights: Tensor, intercept: float, penalty: float, loss: float) -> ReadOut:
-        """Return weights of these axes as weights of components."""
+        """Return weights of these axes as weights of components.
+
+        Args:
+            weights: Of the axes, shape `(k,)`.
+            intercept: Of the read-out.
+            penalty: What was chosen.
+            loss: What it came to on left-out models.
+        """
         full = self.axes @ weights
         return ReadOut(full, intercept - float(self.center @ full), penalty, loss)
 

@@ -46,6 +46,8 @@ class WeightSpace:
         config: How it was fitted.
         accuracy: What is known of how good the fit is.
         bank_digest: Of the bank that it was fitted to.
+
+    Source: weights2weights (arXiv 2406.09413); see docs/differences.md for what departs from it.
     """
 
     names: Sequence[str]
@@ -144,6 +146,9 @@ class WeightSpace:
 
     def project(self, adapter: Adapter) -> Tensor:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
+
+        Args:
+            adapter: Of the same modules; any rank.
 
         Raises:
             NameNotFound: It has other modules than the space.

@@ -68,7 +68,11 @@ class MixtureSampler:
         return torch.stack(points).float()
 
     def log_likelihood(self, points: Tensor) -> Tensor:
-        """Return the logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside."""
+        """Return the logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside.
+
+        Args:
+            points: Shape `(b, k)`.
+        """
         return self._parts(points.detach().double().cpu()).logsumexp(1)
 
     def _parts(self, points: Tensor) -> Tensor:

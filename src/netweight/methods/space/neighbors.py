@@ -115,6 +115,10 @@ def nearest_distances(points: Tensor, others: Tensor | None = None, *, rank: int
 def row_of(name: str, names: Sequence[str]) -> int:
     """Return the number of a model.
 
+    Args:
+        name: What is looked for.
+        names: Of all models.
+
     Raises:
         NameNotFound: There is none of this name; the nearest are named.
     """

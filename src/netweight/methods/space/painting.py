@@ -122,6 +122,10 @@ def _device(model: TextToImage) -> torch.device:
 def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
     """Return changes under the denoiser's own names, without the pipeline's name of it in front.
 
+    Args:
+        changes: Module → ΔW, shape `(…, rows, columns)`.
+        denoiser: Of the pipeline.
+
     Raises:
         Unsupported: A change is of another part of the pipeline.
     """

@@ -52,7 +52,7 @@ class Points:
         """Refuse points of another space.
 
         Args:
-            scores: The training scores of the space at hand.
+            scores: The training scores of the space at hand. Shape `(n, k)`.
 
         Raises:
             UsageError: They are of another.
@@ -66,6 +66,9 @@ class Points:
     def only(self, name: str) -> Points:
         """Return one of the points.
 
+        Args:
+            name: Of one of the points.
+
         Raises:
             NameNotFound: There is none of this name; the nearest are named.
         """
@@ -75,6 +78,11 @@ class Points:
 
 def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -> None:
     """Write points, whole or not at all.
+
+    Args:
+        points: What to write.
+        path: The file.
+        overwrite: Whether an existing file may be replaced.
 
     Raises:
         OutputExists: The file exists already.
@@ -91,6 +99,9 @@ def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -
 
 def read_points(path: str | Path) -> Points:
     """Read points.
+
+    Args:
+        path: The file.
 
     Raises:
         CorruptBlob: The file holds none.

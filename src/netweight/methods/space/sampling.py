@@ -33,7 +33,12 @@ class Sampler(Protocol):
     """Draws points."""
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count."""
+        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count.
+
+        Args:
+            count: At least 1.
+            seed: Where draws come from.
+        """
 
 
 @final
@@ -55,7 +60,15 @@ class GaussianSampler:
 
     @classmethod
     def fit(cls, scores: Tensor, *, factor: float = 1.0) -> GaussianSampler:
-        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`."""
+        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`.
+
+        Args:
+            scores: Shape `(n, k)`, n at least 3.
+            factor: What deviations are multiplied with, above 0.
+
+        Raises:
+            UsageError: The factor is not above 0, or the scores are no finite matrix of enough rows.
+        """
         scores = _checked(scores)
         if not factor > 0:
             raise UsageError(f"A spread cannot be multiplied with {factor}.", cure="Give a factor above 0.")
@@ -92,6 +105,9 @@ class KernelSampler:
             scores: Shape `(n, k)`, n at least 3.
             bandwidth: Between 0 and 1; None takes the one under which each model is likeliest given all others. In many
                 dimensions that comes close to 1.
+
+        Raises:
+            UsageError: The bandwidth is not between 0 and 1, or the scores are no finite matrix of enough rows.
         """
         scores = _checked(scores)
         if bandwidth is not None and not 0 <= bandwidth <= 1:

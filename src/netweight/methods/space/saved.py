@@ -90,6 +90,12 @@ def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> Weigh
 def read_about(folder: Path) -> dict[str, Any]:
     """Read what a space is, without its numbers: the values of its record.
 
+    Args:
+        folder: The space's folder.
+
+    Returns:
+        The record's JSON values.
+
     Raises:
         UsageError: The folder holds no space.
         CorruptBlob: Its record is damaged.

@@ -61,7 +61,14 @@ class Sketch:
         return drawn
 
     def rows(self, stack: AdapterStack) -> Tensor:
-        """Write n adapters as rows, shape `(n, length)`, fp32."""
+        """Write n adapters as rows, shape `(n, length)`, fp32.
+
+        Args:
+            stack: The adapters.
+
+        Returns:
+            Rows.
+        """
         parts = []
         for name in sorted(self.shapes):
             left, right = self._maps[name]

@@ -66,6 +66,15 @@ class BankShard:
 def bank_shards(bank: Bank, kind: RowKind, *, side: int, seed: int) -> list[BankShard]:
     """Divide a bank into shards, of 4,096 adapters at most and 8 at least.
 
+    Args:
+        bank: A bank on disk.
+        kind: What rows are made of adapters.
+        side: Width of a sketch's rows, where `kind` is one.
+        seed: Where a sketch is drawn from.
+
+    Returns:
+        The shards, in the adapters' order.
+
     Raises:
         UsageError: It is not on disk.
     """
@@ -91,6 +100,12 @@ class _BlockRow:
 
 def make_block_rows(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
     """Make the block rows of a Gram matrix, to be kept in a folder.
+
+    Args:
+        bank: A bank on disk.
+        folder: Where they are kept.
+        engine: Where the work is done.
+        progress: Where it is shown.
 
     Raises:
         UsageError: The bank is not on disk.

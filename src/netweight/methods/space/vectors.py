@@ -46,7 +46,12 @@ class Layout:
 
     @classmethod
     def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> Layout:
-        """Make the layout of a bank from its first adapter."""
+        """Make the layout of a bank from its first adapter.
+
+        Args:
+            kind: What rows hold.
+            bank: At least one adapter.
+        """
         first = stack_of(bank, 0, 1).adapter(0)
         shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
         ranks = {name: first.factors[name].rank for name in shapes}
@@ -72,6 +77,9 @@ class Layout:
         Args:
             stack: n adapters.
             names: What to call them in messages.
+
+        Returns:
+            Rows.
 
         Raises:
             UsageError: An adapter has another rank, or another down factor than the shared one.
@@ -110,7 +118,14 @@ class Layout:
         return up.double() @ turn
 
     def factors(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Read down and up factors from rows, shape `(…, length)`; views, differentiable."""
+        """Read down and up factors from rows, shape `(…, length)`; views, differentiable.
+
+        Args:
+            row: Any floating dtype.
+
+        Returns:
+            Module → down and up factor, shapes `(…, rank, columns)` and `(…, rows, rank)`.
+        """
         found, place = {}, 0
         for name, (rows, columns) in self.shapes.items():
             of_down, of_up = self._sizes(name)
@@ -125,11 +140,19 @@ class Layout:
         return found
 
     def changes(self, row: Tensor) -> dict[str, Tensor]:
-        """Return the changes of rows, shape `(…, rows, columns)` per module."""
+        """Return the changes of rows, shape `(…, rows, columns)` per module.
+
+        Args:
+            row: Shape `(…, length)`.
+        """
         return {name: self.scales[name] * (up @ down) for name, (down, up) in self.factors(row).items()}
 
     def adapter(self, row: Tensor) -> Adapter:
-        """Return the adapter of a row, shape `(length,)`."""
+        """Return the adapter of a row, shape `(length,)`.
+
+        Args:
+            row: Shape `(length,)`.
+        """
         found = self.factors(row).items()
         return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in found})
 

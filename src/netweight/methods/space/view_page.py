@@ -66,7 +66,11 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
 
 
 def render_view(view: View) -> str:
-    """Return the page of a view as HTML."""
+    """Return the page of a view as HTML.
+
+    Args:
+        view: What is shown.
+    """
     script = resources.files(_HERE).joinpath("view_script.js").read_text(encoding="utf-8")
     groups = _groups(view.traversals)
     planes = [{**_stage(plane), "traces": None} for plane in view.planes]

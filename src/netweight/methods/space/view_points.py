@@ -26,6 +26,10 @@ _AXES = 4  # components that can be put on the map's axes
 def thinned(n: int, most: int) -> list[int]:
     """Return the numbers of at most so many of n models, evenly chosen.
 
+    Args:
+        n: How many there are.
+        most: How many to show, at least 1.
+
     Raises:
         UsageError: None is to be shown.
     """

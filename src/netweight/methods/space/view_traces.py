@@ -19,7 +19,11 @@ _NAMED = 2  # lines that have a color and a name; the others are thin
 
 
 def scale_of(traversals: Sequence[Traversal]) -> tuple[float, float]:
-    """Return the least and the largest change of any reading, against the position nearest to 0."""
+    """Return the least and the largest change of any reading, against the position nearest to 0.
+
+    Args:
+        traversals: At least one.
+    """
     changes = [change for each in traversals for values in _changes(each).values() for change in values]
     return min(changes, default=0.0), max(changes, default=0.0)
 

@@ -81,6 +81,13 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
 def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
     """Read the settings of each component from a file's metadata; empty if it has none.
 
+    Args:
+        metadata: Of the safetensors file.
+        where: The file, for messages.
+
+    Returns:
+        Settings by component.
+
     Raises:
         CorruptBlob: They cannot be read.
         Unsupported: They ask for more than a low-rank change.
@@ -96,7 +103,11 @@ def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings
 
 
 def tensor_names(modules: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of the down and up factors by module name, as diffusers writes them today."""
+    """Return the names of the down and up factors by module name, as diffusers writes them today.
+
+    Args:
+        modules: Module names.
+    """
     names = {}
     for module, (component, _) in split_component(modules).items():
         text = component.startswith("text_encoder")

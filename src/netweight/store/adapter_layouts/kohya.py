@@ -29,7 +29,11 @@ _ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "
 
 
 def is_kohya(names: list[str]) -> bool:
-    """Whether tensors have kohya's names."""
+    """Whether tensors have kohya's names.
+
+    Args:
+        names: Names of the file's tensors.
+    """
     return bool(names) and all(name.startswith(tuple(PREFIXES)) for name in names)
 
 

@@ -39,6 +39,9 @@ class ModelNames:
             parts: By the names that files say.
             where: The file, for messages.
 
+        Returns:
+            The same parts, by the model's names.
+
         Raises:
             NameNotFound: The model has no such module.
         """

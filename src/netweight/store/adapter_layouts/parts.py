@@ -126,7 +126,15 @@ def _paired(
 
 
 def load_part(store: Store, part: Part) -> LowRank:
-    """Read one module's change; both factors in the wider of their dtypes."""
+    """Read one module's change; both factors in the wider of their dtypes.
+
+    Args:
+        store: The open file.
+        part: Where its tensors are, and its scale.
+
+    Returns:
+        The change.
+    """
     import torch
 
     from netweight.generate.adapter import LowRank
@@ -138,14 +146,27 @@ def load_part(store: Store, part: Part) -> LowRank:
 
 
 def alpha_of(scale: float, rank: int) -> float:
-    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it."""
+    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it.
+
+    Args:
+        scale: The factor of B A.
+        rank: At least 1.
+    """
     near = scale * rank
     candidates = (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf))
     return min(candidates, key=lambda alpha: abs(alpha / rank - scale))
 
 
 def scaled_up(up: Tensor, factor: float) -> Tensor:
-    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64."""
+    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64.
+
+    Args:
+        up: Shape `(rows, rank)`, floating point.
+        factor: What it is multiplied by.
+
+    Returns:
+        A new tensor, shape `(rows, rank)`.
+    """
     import torch
 
     whole = up.double() * factor

@@ -73,6 +73,9 @@ class LoraSettings:
             values: The fields of peft's `LoraConfig`.
             where: The file, for messages.
 
+        Returns:
+            The settings.
+
         Raises:
             Unsupported: They ask for more than a low-rank change.
             CorruptBlob: A field is no number or table.
@@ -101,6 +104,12 @@ class LoraSettings:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read `adapter_config.json`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The settings.
 
         Raises:
             CorruptBlob: It is no JSON object.
@@ -135,7 +144,11 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self.root else alpha / rank
 
     def to_json(self, modules: list[str]) -> dict[str, Any]:
-        """Return the fields of peft's `LoraConfig` for these modules."""
+        """Return the fields of peft's `LoraConfig` for these modules.
+
+        Args:
+            modules: Names of the modules that the adapter changes.
+        """
         return {
             "peft_type": "LORA",
             "base_model_name_or_path": self.base,
@@ -187,6 +200,9 @@ def settings_for(scales: Mapping[str, tuple[float, int]], base: str | None = Non
     Args:
         scales: Name within the model → its scale and rank.
         base: The model's name, if it is to be said.
+
+    Returns:
+        Settings under which peft computes these scales.
 
     Raises:
         UsageError: There is no module.

@@ -57,6 +57,9 @@ def refuse_kinds(path: Path, names: Iterable[str]) -> None:
 def refuse_pickle(path: Path) -> None:
     """Refuse a file by its ending.
 
+    Args:
+        path: The file; it is not opened.
+
     Raises:
         UnsafeInput: The ending is that of a pickle.
     """

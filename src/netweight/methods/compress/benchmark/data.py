@@ -36,8 +36,9 @@ class DataSet:
     Attributes:
         name: Where they come from.
         dtype: safetensors' name of their dtype.
-        tensors: The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`.
-        raw: All their bytes.
+        tensors: The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`. Any shapes, one
+            dtype.
+        raw: All their bytes. Shape `(bytes,)`, uint8.
     """
 
     name: str
@@ -62,7 +63,7 @@ def pack(name: str, dtype: str, tensors: Sequence[torch.Tensor]) -> DataSet:
     Args:
         name: What to call the set.
         dtype: safetensors' name of the dtype.
-        tensors: At least one.
+        tensors: At least one; any shapes, all of this dtype.
     """
     import numpy as np
 
@@ -71,7 +72,12 @@ def pack(name: str, dtype: str, tensors: Sequence[torch.Tensor]) -> DataSet:
 
 
 def tensors_over(raw: NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the dtypes and shapes of others that lie one behind the other in a piece of memory."""
+    """Return tensors of the dtypes and shapes of others that lie one behind the other in a piece of memory.
+
+    Args:
+        raw: The memory, shape `(bytes,)`, uint8.
+        like: Tensors of any shapes and dtypes.
+    """
     import torch
 
     laid, start = [], 0
@@ -83,7 +89,11 @@ def tensors_over(raw: NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[t
 
 
 def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return a contiguous tensor's bytes, without a copy."""
+    """Return a contiguous tensor's bytes, without a copy.
+
+    Args:
+        tensor: Any shape and dtype.
+    """
     import torch
 
     raw: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -131,6 +141,9 @@ def of_files(files: Sequence[Path]) -> list[DataSet]:
 
     Args:
         files: safetensors files, compressed or not.
+
+    Returns:
+        The sets, in the files' order.
 
     Raises:
         UsageError: There is no such file, or none of them holds a tensor.

@@ -34,6 +34,9 @@ def settings(*, threads: int) -> list[Setting]:
 
     Args:
         threads: Number of threads; with more than one only the fastest path and the default level are of interest.
+
+    Returns:
+        The ways, in the order in which they are measured.
     """
     paths = codec.available_paths()
     compiled = [path for path in paths if path != "python"] or paths  # plain Python only where there is nothing else
@@ -42,7 +45,13 @@ def settings(*, threads: int) -> list[Setting]:
 
 
 def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
-    """Make the codec ready to decode into memory that is there and warm."""
+    """Make the codec ready to decode into memory that is there and warm.
+
+    Args:
+        data: What is to be decoded.
+        setting: Code path and level.
+        threads: For decoding, at least 1.
+    """
     encode = _encoder(data, setting, threads)
     blobs = encode(None)
     memory = np.zeros_like(data.raw)

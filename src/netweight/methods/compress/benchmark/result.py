@@ -93,7 +93,14 @@ class Row:
         return self.samples.cpu if self.clock == "cpu" else self.samples.wall
 
     def gbps(self, clock: str | None = None) -> float:
-        """10^9 plain bytes per second, by the median; on the clock that counts unless another is named."""
+        """10^9 plain bytes per second, by the median; on the clock that counts unless another is named.
+
+        Args:
+            clock: Name of the clock; None for the one that counts.
+
+        Returns:
+            GB/s.
+        """
         samples: tuple[float, ...] = self.seconds if clock is None else getattr(self.samples, clock)
         return self.nbytes / statistics.median(samples) / 1e9
 
@@ -132,18 +139,32 @@ class Result:
     rows: tuple[Row, ...] = field(repr=False)
 
     def find(self, **wanted: Any) -> Row | None:
-        """Return the first row whose fields have the values given, or None."""
+        """Return the first row whose fields have the values given, or None.
+
+        Args:
+            **wanted: Fields of a row and their values.
+        """
         return next((row for row in self.rows if _fits(row, wanted)), None)
 
     def against(self, row: Row, contender: str) -> Ratio | None:
-        """Say how many times as fast a row is as a contender was in the same rounds; None if that was not measured."""
+        """Say how many times as fast a row is as a contender was in the same rounds; None if that was not measured.
+
+        Args:
+            row: A row of this result.
+            contender: Its name.
+        """
         mode = "fresh" if row.mode == "pooled" else row.mode
         same = {"data": row.data, "dtype": row.dtype, "direction": row.direction, "threads": row.threads}
         base = self.find(contender=contender, mode=mode, **same)
         return None if base is None or base is row else self.speedup(row, base)
 
     def speedup(self, row: Row, base: Row) -> Ratio:
-        """Say how many times as fast one row is as another, round by round, on the clock of the first."""
+        """Say how many times as fast one row is as another, round by round, on the clock of the first.
+
+        Args:
+            row: A row of this result.
+            base: Another one, measured in the same rounds.
+        """
         mine, theirs = row.seconds, getattr(base.samples, row.clock)
         ratios = [theirs[i] * row.nbytes / (mine[i] * base.nbytes) for i in range(len(mine))]
         if len(ratios) < MINIMUM_FOR_BOOTSTRAP:
@@ -171,6 +192,10 @@ class Result:
 def write_result(result: Result, path: Path) -> None:
     """Write a result, a line per row; the file appears whole or not at all.
 
+    Args:
+        result: What was measured.
+        path: The file.
+
     Raises:
         UsageError: The folder cannot be made.
         OutputFailed: The folder cannot be written.
@@ -183,6 +208,9 @@ def write_result(result: Result, path: Path) -> None:
 
 def read_result(path: Path) -> Result:
     """Read a result that `write_result` wrote.
+
+    Args:
+        path: The file.
 
     Raises:
         Unsupported: The file is not one.

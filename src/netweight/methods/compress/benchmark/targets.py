@@ -157,7 +157,11 @@ def _row(result: Result, target: Target, *, threads: int | None = None) -> Row |
 
 
 def target_table(result: Result) -> list[tuple[str, str, str, str, str]]:
-    """Return rows for people: what, target, measured, 95 % interval, verdict."""
+    """Return rows for people: what, target, measured, 95 % interval, verdict.
+
+    Args:
+        result: What was measured.
+    """
     lines = []
     for finding in findings(result):
         verdict = {True: "met", False: "missed", None: "not measured"}[finding.passed]
@@ -181,7 +185,11 @@ def _number(finding: Finding) -> str:
 
 
 def label(row: Row) -> str:
-    """Name a contender: netweight with its path and level, peers by their names."""
+    """Name a contender: netweight with its path and level, peers by their names.
+
+    Args:
+        row: A row of a result.
+    """
     if row.contender != OURS:
         return row.contender
     pooled = ", pooled" if row.mode == "pooled" else ""
@@ -189,7 +197,14 @@ def label(row: Row) -> str:
 
 
 def speed_tables(result: Result) -> list[SpeedTable]:
-    """Sort the rows of a result into tables for people, in the order of the measurements."""
+    """Sort the rows of a result into tables for people, in the order of the measurements.
+
+    Args:
+        result: What was measured.
+
+    Returns:
+        The tables.
+    """
     groups: dict[str, dict[str, dict[str, Row]]] = {}
     for row in result.rows:
         where = "warm" if row.mode == "warm" else "new outputs"

@@ -76,7 +76,7 @@ class Ahead:
         """Give the weight of a payload, decoded by now or on the spot, and begin with its probable successors.
 
         Args:
-            payload: U8 payload on the CPU.
+            payload: U8 payload on the CPU, shape `(bytes,)`.
             direction: "forward" or "backward": the two orders are learned apart.
 
         Returns:

@@ -31,7 +31,14 @@ _MANY = 1 << 20  # bytes of a weight from which several threads are worth their 
 
 
 def threads_for(nbytes: int) -> int:
-    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do."""
+    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do.
+
+    Args:
+        nbytes: Of the dense weight.
+
+    Returns:
+        At least 1.
+    """
     return torch.get_num_threads() if nbytes >= _MANY else 1
 
 
@@ -114,7 +121,11 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
+    """The blob in a payload on the CPU, without a copy; the payload must outlive it.
+
+    Args:
+        payload: U8, shape `(bytes,)`.
+    """
     memory = _memory(payload)
     return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
 
@@ -122,7 +133,12 @@ def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8
 def layout_of(
     weight: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> tuple[int, ...] | None:
-    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor."""
+    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor.
+
+    Args:
+        weight: Dense, any shape and dtype.
+        memory_format: As for `torch.empty_like`.
+    """
     copy = torch.empty_like(weight, device="meta", memory_format=memory_format)
     return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
 
@@ -197,7 +213,11 @@ class Box:
         return box
 
     def like(self, payload: torch.Tensor) -> Box:
-        """A box of its own with the same weight's description and another payload."""
+        """A box of its own with the same weight's description and another payload.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+        """
         return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
 
     def write(self, weight: torch.Tensor) -> None:
@@ -206,7 +226,8 @@ class Box:
         New values that have no fixed-length form bring the weight back to the codec's for good.
 
         Args:
-            weight: The new values. The payload keeps its memory as long as its capacity suffices.
+            weight: The new values, of the weight's shape and dtype. The payload keeps its memory as long as its
+                capacity suffices.
 
         Raises:
             LossyWrite: What is here was rounded; the new values would have to be, too.

@@ -241,6 +241,9 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
         x: Tensor of shape (..., in).
         weight: Compressed, of shape (out, in).
         bias: Tensor of shape (out,), or None.
+
+    Returns:
+        Shape (..., out), or None.
     """
     return _product(_FixedLinear if weight.box.fixed else _Linear, x, weight, bias) if _as_dense_would(x) else None
 
@@ -252,6 +255,9 @@ def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | No
         bias: Tensor of shape (out,).
         x: Tensor of shape (rows, in).
         weight: Compressed, of shape (in, out).
+
+    Returns:
+        Shape (rows, out), or None.
     """
     return _product(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
 
@@ -277,6 +283,9 @@ def conv(
         padding: Zeros on each side.
         dilation: Distance between the window's elements.
         groups: Blocks of channels that do not see each other.
+
+    Returns:
+        Shape (batch, out, *space), or None.
     """
     if isinstance(padding, str) or x.dim() != dimensions + 2:
         return None
@@ -308,6 +317,9 @@ def embedding(
         norm_type: Goes with `max_norm`.
         scale_grad_by_freq: Divide gradients by how often a row occurs.
         sparse: Not here: gradients are dense.
+
+    Returns:
+        The shape of `ids` with the width behind it, or None.
     """
     rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)

@@ -43,6 +43,9 @@ def average_gradient(gradient: torch.Tensor) -> None:
 def refuse_wrapped_model(model: nn.Module) -> None:
     """Refuse a model whose wrapper reduces gradients itself; called before and within its first forward pass.
 
+    Args:
+        model: What is trained.
+
     Raises:
         LayerwiseConflict: It is wrapped in `DistributedDataParallel`, or runs within one.
     """
@@ -56,6 +59,9 @@ def refuse_wrapped_model(model: nn.Module) -> None:
 
 def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) -> None:
     """Refuse to step on gradients of one process among several.
+
+    Args:
+        reduce: What averages a gradient over processes; None if nothing does.
 
     Raises:
         LayerwiseConflict: There is a process group of more than one, and nothing reduces.
@@ -124,6 +130,10 @@ def _reentrant() -> LayerwiseConflict:
 def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
     """Refuse parameters that another layer by layer optimizer steps.
 
+    Args:
+        names: Of the parameters.
+        parameters: Those to be trained, any shape.
+
     Raises:
         LayerwiseConflict: Such a hook is on one of them.
     """
@@ -150,6 +160,10 @@ def refuse_shards(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> N
 
 def refuse_rounded_weights(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
     """Refuse to train weights that are kept rounded.
+
+    Args:
+        names: Of the parameters.
+        parameters: Those to be trained, any shape.
 
     Raises:
         LossyWrite: Some are; the first is named.

@@ -42,12 +42,20 @@ class _Apply:
 
 
 def keep_hooks(module: nn.Module) -> None:
-    """Let a module's conversions (`to`, `half`, `cuda`, ...) keep hooks on its compressed parameters."""
+    """Let a module's conversions (`to`, `half`, `cuda`, ...) keep hooks on its compressed parameters.
+
+    Args:
+        module: Holds compressed parameters.
+    """
     module.__dict__["_apply"] = _Apply(module)
 
 
 def forget_hooks(module: nn.Module) -> None:
-    """Undo `keep_hooks` once no parameter of the module is compressed."""
+    """Undo `keep_hooks` once no parameter of the module is compressed.
+
+    Args:
+        module: What `keep_hooks` was called with.
+    """
     if not any(isinstance(parameter, CompressedTensor) for parameter in module._parameters.values()):
         module.__dict__.pop("_apply", None)
 

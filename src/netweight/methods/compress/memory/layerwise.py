@@ -79,6 +79,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             keep their values; the message says whether others were updated before. With `clip_norm` or accumulation
             with it, none was.
         UsageError: There is nothing to train, or an option is out of its range.
+
+    Source: updates within the backward pass as LOMO makes them (arXiv 2306.09782).
     """
 
     def __init__(
@@ -168,7 +170,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's state of one of the model's parameters, such as its momentum; empty before the first step."""
+        """The optimizer's state of one of the model's parameters, such as its momentum; empty before the first step.
+
+        Args:
+            parameter: One of the model's own.
+        """
         index = next(i for i, known in enumerate(self._parameters) if known is parameter)
         return dict(self.inner.state.get(self._shell(index), {}))
 
@@ -234,13 +240,20 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that are being accumulated; between updates there are none."""
+        """Drop gradients that are being accumulated; between updates there are none.
+
+        Args:
+            set_to_none: As in torch; gradients are always dropped.
+        """
         for parameter in self._parameters:
             parameter.grad = None
         self._micro = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: groups are given when the optimizer is made.
+
+        Args:
+            param_group: Not looked at.
 
         Raises:
             LayerwiseConflict: Always.

@@ -227,9 +227,7 @@ def compress_(
             rounded whose dtype cannot be. All are listed.
         NameNotFound: A pattern matches no module.
         UsageError: There is no such level or preference, a setting of rounding is out of its range, or rounded weights
-            were to have the fixed-length form.
-
-        In each case nothing was changed.
+            were to have the fixed-length form. In this case as in all others nothing was changed.
 
     Source: NeuZip (arXiv 2410.20650), section 3.1; there for bf16 and linear layers, here for all dtypes.
     """

@@ -34,7 +34,8 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
     """Decode a payload on the spot.
 
     Args:
-        payload: U8 payload. On a CUDA device it is decoded there; elsewhere its bytes go to the CPU, the weight back.
+        payload: U8 payload, shape `(bytes,)`. On a CUDA device it is decoded there; elsewhere its bytes go to the CPU,
+            the weight back.
 
     Returns:
         The dense weight on the payload's device; on the CPU in memory from the codec's pool.
@@ -139,7 +140,7 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
     """`decode`, without the dispatcher where nobody watches: at one token at a time its microseconds count.
 
     Args:
-        payload: U8 payload.
+        payload: U8 payload, shape `(bytes,)`.
         shape: Shape of the weight.
         dtype: Its dtype.
 

@@ -121,7 +121,11 @@ class CompressedTensor(torch.Tensor):
         return self.box.payload
 
     def dense(self) -> torch.Tensor:
-        """Decode: a dense tensor of the same shape and dtype, without history."""
+        """Decode: a dense tensor of the same shape and dtype, without history.
+
+        Returns:
+            The dense tensor, on the weight's device.
+        """
         return _read(self.box, self.views)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,0 +1,48 @@
+"""The documentation's site: no page is lost, no link leads nowhere, and every public name has its place."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import netweight
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "site_links.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="outside a source tree")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("site_links", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_that_leave_the_documentation_lead_to_files(script):
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert len(pages) > 20
+    assert [script.outside_links(page.read_text(), page.parent) for page in pages] == [[]] * len(pages)
+
+
+def test_a_link_that_leads_nowhere_is_found_and_others_become_paths(script, caplog):
+    page = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(ROOT / "docs" / "x.md"), src_path="x.md"))
+    text = "[a](../LICENSE) [b](../no-such-file) [c](errors.md)"
+    assert script.on_page_markdown(text, page=page) == "a (`LICENSE`) b (`no-such-file`) [c](errors.md)"
+    assert [record.getMessage() for record in caplog.records] == ["x.md links to ../no-such-file, which does not exist"]
+
+
+def test_pages_that_the_navigation_forgot_come_last(script, tmp_path):
+    for name in ("a.md", "b.md", "c.md"):
+        (tmp_path / name).write_text("# x\n")
+    config = SimpleNamespace(docs_dir=str(tmp_path), nav=["a.md", {"Part": ["b.md"]}])
+    assert script.on_config(config).nav == ["a.md", {"Part": ["b.md"]}, {"More": ["c.md"]}]
+    assert script.on_config(config).nav[-1] == {"More": ["c.md"]}
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    missing = [home for home in netweight._HOMES.values() if f"::: {home.replace(':', '.')}\n" not in page]
+    assert not missing
