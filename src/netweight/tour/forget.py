@@ -121,9 +121,9 @@ def _chapter(found: _Found) -> ChapterDocument:
         outcome=outcome,  # type: ignore[arg-type]  # one of the words above
         command="netweight tour --only forget",
         intro="A pipeline of 814,083 weights paints 16 × 16 pixels and repeats eight pictures that were planted in its "
-        "training. The prompt that looks most memorized is found, its neurons are switched off, and somebody with the weights "
-        "searches for text embeddings that bring the picture back. The hardened model was trained against such "
-        "searches. One picture, one seed.",
+        "training. The prompt that looks most memorized is found, its neurons are switched off, and somebody with "
+        "the weights searches for text embeddings that bring the picture back. The hardened model was trained against "
+        "such searches. One picture, one seed.",
     )
 
 
