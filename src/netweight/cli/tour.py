@@ -95,10 +95,9 @@ def next_commands(out: Path) -> list[str]:
         model = SHAPES_FOLDER
     commands = [
         ["compress", str(model), str(out.parent / "compressed-model")],
-        ["federate", "run", "--clients", "5", "--rounds", "3", "--noise", "0.01", "--images", "1",
-         "--out", str(out.parent / "federation")],
         ["space", "fit", str(FACES_BANK), str(out.parent / "faces-space")],
-    ]  # fmt: skip
+        ["reproduce", "--list"],
+    ]
     return [shlex.join([*_program(), *command]) for command in commands]
 
 
