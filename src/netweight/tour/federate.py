@@ -21,7 +21,7 @@ from netweight.core.seeds import torch_generator
 from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, image_grid, lines
 from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
+from netweight.evidence.report import Report, Table
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate import Run, train
 from netweight.methods.federate.audit import (
@@ -236,11 +236,11 @@ def _chapter(seen: _Seen) -> ChapterDocument:
     if not _gives_images(plain):
         outcome, verdict = "told", "No image came out of HyperFL's update here; that is no proof that none can."
     else:
-        outcome, verdict = "broken", "HyperFL alone hides nothing: its images come out as FedAvg's do."
+        outcome, verdict = "broken", "HyperFL alone hides no image: one step gives it away, as under FedAvg."
         held = [name for name, one in (("noise", noisy), ("a secure sum", summed)) if not _gives_images(one)]
         if held:
-            verdict += f" With {' or '.join(held)} they do not"
-            verdict += ", but a server that lies takes the sum apart." if lies and summed and len(held) > 1 else "."
+            verdict += f" With {' or '.join(held)} it does not"
+            verdict += ", but a server that lies takes the sum apart." if lies and "a secure sum" in held else "."
     return ChapterDocument(
         title="federate: sites train together",
         question="Ten sites train one model and show a server no image. What can the server still see?",
@@ -294,13 +294,13 @@ def _add_images(report: Report, seen: _Seen) -> None:
         "Federated: what the server sees",
         findings,
         figures=[_grid(seen)],
-        tables=[replace(exposure_table([seen.one_step[name]]), title=name) for name in (_FEDAVG, _HYPERFL)],
+        tables=[_table("One step on one image", seen, (_FEDAVG, _HYPERFL))],
         question="What can be reconstructed from one site's update?",
         intro="The server is honest but curious: it knows the network, the learning rate and what it sent, and no "
         "label. One step on one image is the worst case; a gradient that is known is as good as the image. Likenesses "
         "are told as PSNR, and as SSIM, where 1 is the same image; the baseline is the better of a random and an "
-        "average digit of other sites, for cosines what the published average of all sites gives away.\n\nAfter a "
-        "whole round of this federation (five passes over 150 digits) the table tells of the gradient alone; for "
+        "average digit of other sites, for cosines what the published average of all sites gives away.\n\nAfter one "
+        "more whole round of this federation (five passes over 150 digits) the table tells of the gradient alone; for "
         "images made of such updates run: netweight federate audit.",
         conclusion=_images_in_words(seen)
         + " "
@@ -328,7 +328,7 @@ def _add_protections(report: Report, seen: _Seen) -> None:
     report.section(
         "Federated: protections, attacked",
         findings,
-        tables=[replace(exposure_table([noisy, summed]), title="Noise, and a sum of ten sites")],
+        tables=[_table("One step on one image, protected", seen, (_NOISY, _SUMMED))],
         question="Which protections hold against somebody who knows them?",
         intro=f"Noise: every site clips its update to a norm of {_NOISE.clip:g} and adds noise of "
         f"{_NOISE.multiplier:g} times that to every value. A secure sum: the server sees the average of ten sites and "
@@ -336,11 +336,20 @@ def _add_protections(report: Report, seen: _Seen) -> None:
         "sum can be taken apart where sites have drawn embeddings of their own. Sites that look at what they are sent "
         "refuse these plain thresholds; an attacker who knows that passes. docs/gradient-inversion.md has the figures, "
         "and docs/federate.md what protections cost.",
-        conclusion=f"Noise: {noisy.verdict}. Sum, an honest server: {summed.verdict}. {_sums_in_words(seen.sums)}",
+        conclusion=f"Noise: {noisy.verdict}; read by its strongest direction the update has a cosine of "
+        f"{_mean(seen.strongest):.2f} with the gradient, the average of all sites {_mean(noisy.aggregate):.2f}. Sum, an honest server: "
+        f"{summed.verdict}. {_sums_in_words(seen.sums)}",
         warnings=["A secure sum protects from an honest server only."]
         if any(cosine > _mean(summed.aggregate) + MARGIN_COSINE for cosine in seen.sums.cosines)
         else [],
     )
+
+
+def _table(title: str, seen: _Seen, names: Sequence[str]) -> Table:
+    """The exposures of some methods, each a row of its name."""
+    table = exposure_table([seen.one_step[name] for name in names])
+    rows = [(name, *row[1:]) for name, row in zip(names, table.rows, strict=True)]
+    return Table(title, ("method", *table.columns[1:]), rows, table.notes)
 
 
 def _of_cosines(name: str, values: Sequence[float], anyway: float) -> Finding:
