@@ -136,8 +136,7 @@ def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> Chapt
         verdict="Nothing is lost: every bit is there." if not missed else "Something differs or is too large.",
         outcome="holds" if not missed else "broken",
         command="netweight tour --only compress",
-        intro="Here nothing is drawn at random, so there is no seed, and a count of differences needs no interval. "
-        "The numbers of the other stops' models are made by the whole tour alone.",
+        intro="Here nothing is drawn at random, so there is no seed, and a count of differences needs no interval.",
     )
 
 

@@ -27,6 +27,7 @@ from netweight.zoo.small_world import ALIGNED
 
 __all__ = ["Other", "Ran", "add_everything", "all_others", "computed"]
 
+_COMMAND = "netweight tour"  # alone it has no other stops' models
 _IMAGES, _ROWS = 4, 32  # that a model paints, and examples that a model answers, before and after
 
 
@@ -137,15 +138,15 @@ def add_everything(report: Report, others: Sequence[Other], ran: Sequence[Ran]) 
     """Add what became of the other stops' models to a report."""
     findings = [
         Finding(f"{each.name}: tensors and files that are not as they were", each.wrong, n=each.tensors, better="lower",
-                target=0)
+                target=0, command=_COMMAND)
         for each in others
     ]  # fmt: skip
     for each in ran:
         findings += [
             Finding(f"{each.name}, run compressed: numbers that differ in any bit", each.different, n=each.numbers,
-                    better="lower", target=0),
+                    better="lower", target=0, command=_COMMAND),
             Finding(f"{each.name}, run compressed: memory of the weights", each.compressed / 1e6, n=1, unit="MB",
-                    better="lower", baseline=each.dense / 1e6),
+                    better="lower", baseline=each.dense / 1e6, command=_COMMAND),
         ]  # fmt: skip
     columns = ("model", "tensors", Column("plain", "MB"), Column("compressed", "MB", "lower"), Column("saved", "%"))
     rows = [

@@ -337,8 +337,8 @@ def _add_protections(report: Report, seen: _Seen) -> None:
         "refuse these plain thresholds; an attacker who knows that passes. docs/gradient-inversion.md has the figures, "
         "and docs/federate.md what protections cost.",
         conclusion=f"Noise: {noisy.verdict}; read by its strongest direction the update has a cosine of "
-        f"{_mean(seen.strongest):.2f} with the gradient, the average of all sites {_mean(noisy.aggregate):.2f}. Sum, an honest server: "
-        f"{summed.verdict}. {_sums_in_words(seen.sums)}",
+        f"{_mean(seen.strongest):.2f} with the gradient, the average of all sites {_mean(noisy.aggregate):.2f}. "
+        f"Sum, an honest server: {summed.verdict}. {_sums_in_words(seen.sums)}",
         warnings=["A secure sum protects from an honest server only."]
         if any(cosine > _mean(summed.aggregate) + MARGIN_COSINE for cosine in seen.sums.cosines)
         else [],

@@ -94,7 +94,8 @@ def forget_stop(place: Place) -> Stop:
     place.say(f"Hardened: {told[_HARDENED]}")
     inputs = {f"shapes, {name.relative_to(SHAPES_FOLDER)}": digest.of_file(name) for name in _weights()}
     report = _told(found, place.folder)
-    return handed_over(report, _chapter(found), seeds=(_SEED,), inputs=inputs, models=_FOLDERS)
+    shares = ("memorized prompts found", "ordinary prompts taken for memorized")
+    return handed_over(report, _chapter(found), seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
 
 
 def _chapter(found: _Found) -> ChapterDocument:

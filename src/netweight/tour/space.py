@@ -102,7 +102,8 @@ def space_stop(place: Place) -> Stop:
         intro="256 adapters of a pipeline that draws faces, each trained on one made-up person, are fitted as one "
         "space. A direction of it is a property, a point is a person. A miniature: it proves nothing of real faces.",
     )
-    return handed_over(report, chapter, seeds=(_SEED,), inputs=inputs, models=_FOLDERS)
+    shares = ("samples that copy a training model", "precision of samples", "recall of samples")
+    return handed_over(report, chapter, seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
 
 
 def _said_of_inversion(apart: float, usual: float) -> str:

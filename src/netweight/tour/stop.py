@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -10,8 +10,10 @@ from typing import final
 from pydantic import BaseModel, ConfigDict
 
 from netweight.core.progress import Progress
-from netweight.evidence.document import ChapterDocument, SectionDocument
+from netweight.errors import UsageError
+from netweight.evidence.document import ChapterDocument, FindingDocument, SectionDocument
 from netweight.evidence.report import Report
+from netweight.evidence.statistics import proportion
 
 __all__ = ["Place", "Stop", "handed_over"]
 
@@ -58,6 +60,7 @@ def handed_over(
     chapter: ChapterDocument,
     *,
     seeds: tuple[int, ...] = (),
+    shares: Collection[str] = (),
     inputs: Mapping[str, str],
     models: Mapping[str, str],
 ) -> Stop:
@@ -67,6 +70,7 @@ def handed_over(
         report: Holds the sections.
         chapter: Its command becomes that of every finding that names none.
         seeds: Of everything random in the stop: for findings that name none.
+        shares: Names of findings that are shares of n independent trials and come without an interval: they get one.
         inputs: See `Stop`.
         models: See `Stop`.
     """
@@ -78,11 +82,21 @@ def handed_over(
                     "n": each.n if each.n is not None else 1,  # one model, looked at once
                     "seeds": tuple(dict.fromkeys(each.seeds)) or seeds,
                     "command": each.command or chapter.command,
+                    "ci95": _wilson(each) if each.name in shares else each.ci95,
                 }
             )
             for each in section.findings
         ]
         return section.model_copy(update={"findings": tuple(findings)})
 
+    absent = set(shares) - {each.name for section in report.document().sections for each in section.findings}
+    if absent:
+        raise UsageError(f"The report {report.title!r} has no finding {sorted(absent)}.")
     sections = tuple(rested(section) for section in report.document().sections)
     return Stop(chapter=chapter, sections=sections, inputs=dict(inputs), models=dict(models))
+
+
+def _wilson(share: FindingDocument) -> tuple[float, float]:
+    """The interval of a share of n trials."""
+    value, n = share.finding().value or 0.0, share.n or 1
+    return proportion(round(value * n), n).ci95
