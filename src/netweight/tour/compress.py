@@ -22,11 +22,11 @@ from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, bars
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.integrations.quiet import silent_bars
 from netweight.methods.compress.audit import verify
 from netweight.methods.compress.bits import BitStatistics, merge
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspection import TensorReport, inspect_tensors
+from netweight.methods.compress.memory.model import memory_footprint
 from netweight.methods.compress.plots import bits_figure
 from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
@@ -169,16 +169,7 @@ def _take(name: str, source: Path, beside: Path, progress: Progress, say: Callab
 
 def _run_compressed(source: Path, small: Path) -> tuple[Any, tuple[int, int]]:
     """Embed with weights that stay compressed in memory; and the bytes of all weights there, dense and compressed."""
-    from transformers import AutoModel
-
-    import netweight.integrations.transformers  # noqa: F401  # lets transformers load compressed folders
-    from netweight.methods.compress.memory.model import memory_footprint
-
-    with silent_bars():
-        held = [
-            memory_footprint(AutoModel.from_pretrained(folder, local_files_only=True, dtype="auto"))
-            for folder in (source, small)
-        ]
+    held = [memory_footprint(minilm.encoder(folder)) for folder in (source, small)]
     return minilm.embed(small, SENTENCES), (held[0], held[1])
 
 
