@@ -7,7 +7,7 @@ from report_under_test import findings, report_of_everything
 
 from netweight.errors import UsageError
 from netweight.evidence import Finding, audit, register_treatment
-from netweight.evidence.document import json_schema, parse_report, shipped_schema
+from netweight.evidence.document import ChapterDocument, SectionDocument, json_schema, parse_report, shipped_schema
 from netweight.evidence.figures import Figure
 from netweight.evidence.page import format_number, render, verdict
 from netweight.evidence.report import MAX_BYTES, Report, Table, read_report, rewrite
@@ -197,3 +197,34 @@ def test_the_environment_of_this_machine_is_the_default():
 )
 def test_numbers_for_people(value, text):
     assert format_number(value) == text
+
+
+def chapter(title="method", **changes):
+    known = {"question": "What?", "conclusion": "That <b>.", "verdict": "Broken by it.", "outcome": "broken"}
+    return ChapterDocument(title=title, command="netweight x", **{**known, **changes})
+
+
+def test_chapters_gather_sections_and_head_the_summary(tmp_path):
+    finding = Finding("told", 2, command="netweight x", seeds=(1,))
+    report = Report("Two", environment={}).chapter(chapter("one")).section("a", [finding])
+    report.include(SectionDocument(title="b", chapter="elsewhere")).chapter(chapter("two", outcome="holds"))
+    page = report.section("c", [Finding("other", 1, command="netweight y")]).write(tmp_path).read_text()
+    document = read_report(tmp_path)
+    assert [section.chapter for section in document.sections] == ["one", "one", "two"]
+    assert page.count("✗ Broken by it.") == 2  # in the summary and above the sections
+    assert page.count("✓ Broken by it.") == 2
+    assert "That &lt;b&gt;." in page
+    assert page.count("netweight x") == 2  # once per chapter, and not again with each finding
+    assert page.count("netweight y") == 1
+    assert rewrite(tmp_path).read_text() == page
+
+
+def test_sections_outside_of_chapters_are_refused():
+    with pytest.raises(UsageError, match="before the first chapter"):
+        Report("Two").section("a", []).chapter(chapter())
+    with pytest.raises(UsageError, match="second chapter"):
+        Report("Two").chapter(chapter()).chapter(chapter())
+    document = Report("Two", environment={}).chapter(chapter()).section("a", []).document()
+    text = document.dump().replace('"chapter": "method"', '"chapter": "none"')
+    with pytest.raises(UsageError, match="belongs to no chapter"):
+        parse_report(text, where="it")

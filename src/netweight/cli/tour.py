@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -9,44 +12,101 @@ import click
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 
-__all__ = ["tour"]
+__all__ = ["next_commands", "tour"]
+
+_OUT = Path("out") / "tour"
 
 
 @click.command()
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path("out") / "tour",
+    default=_OUT,
     show_default=True,
     help="Folder for the report.",
 )
-@click.option("--keep", is_flag=True, help="Keep the models that are made, about 300 MB, in OUT/models.")
+@click.option("--only", metavar="NAMES", help="Stops to make, such as federate,forget; all by default.")
+@click.option("--keep", is_flag=True, help="Keep the models that are made, about 400 MB, in OUT/models.")
 @output_option
 @click.pass_context
-def tour(context: click.Context, out: Path, keep: bool, output: Output) -> None:
+def tour(context: click.Context, out: Path, only: str | None, keep: bool, output: Output) -> None:
     """Show everything at work on small models.
 
-    Compresses a model of 22.7 million trained weights as published and as bf16, proves that nothing changed, restores
-    it and uses it. Immunizes a miniature against fine-tuning and attacks it before and after. Switches off what a
-    small painting model repeats and searches for it. Writes a report. Needs the extra `tour` and no network; takes
-    about three minutes. Exits with 1 if anything is not as it should be.
+    Its stops, by name: federate (sites train together, and a server looks), forget (a painting model that repeats
+    pictures), immunize (a language model that resists fine-tuning), space (hundreds of adapters as one space) and
+    compress (a real model of 22.7 million weights, and all of the above, bit for bit). Writes a report. Needs the extra
+    `tour` and no network; takes some minutes. A tour that is interrupted goes on where it was, stop by stop, when the
+    same command is given again. Exits with 1 if a target is missed; attacks that succeed are told in the report.
     """
     from netweight.core.progress import QUIET, Progress
     from netweight.tour import run_tour
 
-    command = f"netweight tour --out {out}" + (" --keep" if keep else "")
-    done = run_tour(
-        out,
-        keep=keep,
-        command=command,
-        progress=QUIET if output.as_json else Progress(),
-        say=lambda text: output.line(text),
-    )
+    names = [name.strip() for name in only.split(",") if name.strip()] if only is not None else None
+    try:
+        done = run_tour(
+            out,
+            only=names,
+            keep=keep,
+            command=_as_given(out, only, keep),
+            progress=QUIET if output.as_json else Progress(),
+            say=lambda text: output.line(text),
+        )
+    except KeyboardInterrupt:
+        output.warn(f"What stops have found so far is kept in {out / 'models'}: the same command goes on from there.")
+        raise
     missed = [finding.name for finding in done.findings if finding.passed is False]
     for name in missed:
         output.line(f"MISSED: {name}", fg="red")
-    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}")
-    findings = [finding.to_json() for finding in done.findings]
-    output.result({"report": str(done.report), "passed": done.passed, "seconds": done.seconds, "findings": findings})
+    commands = next_commands(out)
+    output.line()
+    for stop in done.stops.values():
+        output.line(f"{stop.chapter.title}. {stop.chapter.verdict}")
+    output.line(f"\nDone in {done.seconds:.0f} s. Report: {done.report}\nTo try next:")
+    for command in commands:
+        output.line(f"  {command}")
+    output.result({
+        "report": str(done.report), "passed": done.passed, "seconds": done.seconds, "taken over": done.taken_over,
+        "verdicts": {name: stop.chapter.verdict for name, stop in done.stops.items()}, "next": commands,
+        "findings": [finding.to_json() for finding in done.findings],
+    })  # fmt: skip
     if not done.passed:
         context.exit(FINDING_FAILED)
+
+
+def _as_given(out: Path, only: str | None, keep: bool) -> str:
+    parts = ["netweight", "tour", "--out", str(out)]
+    return shlex.join([*parts, *(["--only", only] if only is not None else []), *(["--keep"] if keep else [])])
+
+
+def next_commands(out: Path) -> list[str]:
+    """Return three commands to try after a tour, which work in the environment that the tour ran in.
+
+    Args:
+        out: The tour's folder; they write beside it.
+    """
+    from netweight.errors import MissingExtra
+    from netweight.zoo.face_bank import FACES_BANK
+    from netweight.zoo.minilm import folder
+    from netweight.zoo.small_diffusion import SHAPES_FOLDER
+
+    try:
+        model = folder()
+    except MissingExtra:  # some stops do without that package
+        model = SHAPES_FOLDER
+    commands = [
+        ["compress", str(model), str(out.parent / "compressed-model")],
+        ["space", "fit", str(FACES_BANK), str(out.parent / "faces-space")],
+        ["reproduce", "--list"],
+    ]
+    return [shlex.join([*_program(), *command]) for command in commands]
+
+
+def _program() -> list[str]:
+    """How `netweight` of this environment is called from here."""
+    here = Path(sys.executable).with_name("netweight")
+    found = shutil.which("netweight")
+    if found is not None and Path(found) == here:
+        return ["netweight"]
+    if here.is_file():
+        return [str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)]
+    return [sys.executable, "-m", "netweight"]

@@ -17,6 +17,7 @@ from netweight.evidence.finding import Finding
 
 __all__ = [
     "FORMAT",
+    "ChapterDocument",
     "ColumnDocument",
     "FigureDocument",
     "FindingDocument",
@@ -109,9 +110,10 @@ class FigureDocument(_Part):
 
 
 class SectionDocument(_Part):
-    """One question and what was found."""
+    """One question and what was found; `chapter` is the title of the chapter that it belongs to, if any."""
 
     title: str = Field(min_length=1)
+    chapter: str = ""
     intro: str = ""
     question: str = ""
     conclusion: str = ""
@@ -122,6 +124,22 @@ class SectionDocument(_Part):
     findings: tuple[FindingDocument, ...] = ()
     tables: tuple[TableDocument, ...] = ()
     figures: tuple[FigureDocument, ...] = ()
+
+
+class ChapterDocument(_Part):
+    """Sections that tell of one thing: what was asked, what was found, and a verdict in plain words.
+
+    `outcome` colors the verdict: "holds", "partly", "broken" where an attack still succeeds or a target is missed, or
+    "told" where nothing is judged. `command` makes all numbers of its sections.
+    """
+
+    title: str = Field(min_length=1)
+    question: str = Field(min_length=1)
+    conclusion: str = Field(min_length=1)
+    verdict: str = Field(min_length=1)
+    outcome: Literal["holds", "partly", "broken", "told"]
+    intro: str = ""
+    command: str | None = None
 
 
 class Provenance(_Part):
@@ -140,8 +158,17 @@ class ReportDocument(_Part):
     netweight_report: Literal[1] = 1
     title: str = Field(min_length=1)
     summary: str = ""
+    chapters: tuple[ChapterDocument, ...] = ()
     sections: tuple[SectionDocument, ...] = ()
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _sections_name_their_chapters(self) -> ReportDocument:
+        known = {chapter.title for chapter in self.chapters}
+        for section in self.sections:
+            if section.chapter not in known and (section.chapter or known):
+                raise ValueError(f"section {section.title!r} belongs to no chapter of the report")
+        return self
 
     def dump(self) -> str:
         """Return the document as JSON text, indented, with a newline at the end."""

@@ -142,6 +142,8 @@ def lines(
         _finish(axes, xlabel, ylabel, log="y" in log, legend=len(series) > 1)
         if "x" in log:
             axes.set_xscale("log")
+        elif all(isinstance(value, int) for x, _ in series.values() for value in x):  # rounds, steps: no halves
+            axes.locator_params(axis="x", integer=True)
         if ylim is not None:
             edge = 0.03 * (ylim[1] - ylim[0])  # so that a line along the end is seen whole
             axes.set_ylim(ylim[0] - edge, ylim[1] + edge)

@@ -17,7 +17,13 @@ import jinja2
 from markupsafe import Markup
 
 from netweight.errors import UsageError
-from netweight.evidence.document import FigureDocument, FindingDocument, ReportDocument, SectionDocument
+from netweight.evidence.document import (
+    ChapterDocument,
+    FigureDocument,
+    FindingDocument,
+    ReportDocument,
+    SectionDocument,
+)
 from netweight.evidence.finding import decode_json
 
 __all__ = ["format_number", "page_template", "render", "verdict"]
@@ -32,9 +38,19 @@ def render(document: ReportDocument) -> str:
     Raises:
         UsageError: A figure holds something that could run or load code.
     """
-    sections = [_section(section, number) for number, section in enumerate(document.sections, start=1)]
+    commands = {chapter.title: chapter.command for chapter in document.chapters}
+    sections = [
+        _section(section, number, commands.get(section.chapter))
+        for number, section in enumerate(document.sections, start=1)
+    ]
+    chapters = [
+        _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
+        for number, chapter in enumerate(document.chapters, start=1)
+    ]
     template = page_template("netweight.evidence", "report_template.html")
-    return template.render(report=document, sections=sections, environment=_flat(document.provenance.environment))
+    return template.render(
+        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
+    )
 
 
 @cache
@@ -112,21 +128,42 @@ def _leading_zeros(value: float) -> int:
     return int(f"{value:e}".split("e")[1]) if value else 0
 
 
-def _section(section: SectionDocument, number: int) -> dict[str, Any]:
+_OUTCOMES = {"holds": ("pass", "✓"), "partly": ("part", "◐"), "broken": ("fail", "✗"), "told": ("none", "–")}
+"""How the outcome of a chapter is colored, and its sign."""
+
+
+def _chapter(chapter: ChapterDocument, number: int, sections: list[dict[str, Any]]) -> dict[str, Any]:
+    kind, sign = _OUTCOMES[chapter.outcome]
+    return {
+        "anchor": f"chapter-{number}",
+        "part": chapter,
+        "kind": kind,
+        "sign": sign,
+        "paragraphs": _paragraphs(chapter.intro),
+        "sections": sections,
+    }
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part.strip() for part in text.split("\n\n") if part.strip()]
+
+
+def _section(section: SectionDocument, number: int, command: str | None) -> dict[str, Any]:
+    """A section as the template takes it; `command` is said by its chapter and need not be said again."""
     kind, sentence = verdict(section)
     return {
         "anchor": f"section-{number}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
         "part": section,
         "kind": kind,
         "verdict": sentence,
-        "paragraphs": [text.strip() for text in section.intro.split("\n\n") if text.strip()],
-        "findings": [_finding(finding) for finding in section.findings],
+        "paragraphs": _paragraphs(section.intro),
+        "findings": [_finding(finding, command) for finding in section.findings],
         "figures": [_figure(figure) for figure in section.figures],
         "tables": [_table(table.model_dump(mode="json")) for table in section.tables],
     }
 
 
-def _finding(document: FindingDocument) -> dict[str, Any]:
+def _finding(document: FindingDocument, said: str | None) -> dict[str, Any]:
     finding = document.finding()
     low_high = finding.ci95 and f"{format_number(finding.ci95[0])} to {format_number(finding.ci95[1])}"
     kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
@@ -144,7 +181,7 @@ def _finding(document: FindingDocument) -> dict[str, Any]:
         else "? not measured",
         "seeds": ", ".join(str(seed) for seed in finding.seeds),
         "detail": {key: _say(value) for key, value in finding.detail.items()},
-        "command": finding.command,
+        "command": finding.command if finding.command != said else None,
     }
 
 

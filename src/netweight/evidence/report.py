@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from netweight.errors import UsageError
 from netweight.evidence.audit import missing_audits
 from netweight.evidence.document import (
+    ChapterDocument,
     FigureDocument,
     FindingDocument,
     Provenance,
@@ -101,6 +102,26 @@ class Report:
         self.inputs = dict(inputs or {})
         self._environment = environment
         self._sections: list[SectionDocument] = []
+        self._chapters: list[ChapterDocument] = []
+
+    def chapter(self, chapter: ChapterDocument) -> Report:
+        """Begin a chapter: sections added from now on belong to it, and the summary tells of chapters.
+
+        Args:
+            chapter: Its title is different from those of other chapters.
+
+        Returns:
+            The report, so that calls can be chained.
+
+        Raises:
+            UsageError: The title is taken, or there are sections before the first chapter.
+        """
+        if any(known.title == chapter.title for known in self._chapters):
+            raise UsageError(f"A second chapter is titled {chapter.title!r}.", cure="Give each its own title.")
+        if self._sections and not self._chapters:
+            raise UsageError("Sections lie before the first chapter.", cure="Begin the report with a chapter.")
+        self._chapters.append(chapter)
+        return self
 
     def section(
         self,
@@ -143,6 +164,7 @@ class Report:
         self._sections.append(
             SectionDocument(
                 title=title,
+                chapter=self._chapters[-1].title if self._chapters else "",
                 intro=intro,
                 question=question,
                 conclusion=conclusion,
@@ -170,7 +192,8 @@ class Report:
             UsageError: The title is taken.
         """
         self._check_title(section.title)
-        self._sections.append(section)
+        chapter = self._chapters[-1].title if self._chapters else ""
+        self._sections.append(section.model_copy(update={"chapter": chapter}))
         return self
 
     def _check_title(self, title: str) -> None:
@@ -184,6 +207,7 @@ class Report:
         return ReportDocument(
             title=self.title,
             summary=self.summary,
+            chapters=tuple(self._chapters),
             sections=tuple(self._sections),
             provenance=Provenance(
                 created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,7 @@
-"""The stop of `compress`: a real model, as published and as bf16, made smaller, proved identical, restored and used."""
+"""The stop of `compress`: a real model, as published and as bf16, made smaller, proved identical, restored and run.
+
+What the stops before have made goes the same way: see `everything.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -15,6 +18,7 @@ from typing import Any, final
 import netweight.recipes.compress  # noqa: F401  # declares the treatment and its audit
 from netweight.core import digest
 from netweight.core.progress import Progress
+from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, bars
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
@@ -22,11 +26,13 @@ from netweight.methods.compress.audit import verify
 from netweight.methods.compress.bits import BitStatistics, merge
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspection import TensorReport, inspect_tensors
+from netweight.methods.compress.memory.model import memory_footprint
 from netweight.methods.compress.plots import bits_figure
-from netweight.tour.stop import Stop
+from netweight.tour.everything import add_everything, all_others, computed
+from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo import minilm
 
-__all__ = ["SENTENCES", "compress_stop"]
+__all__ = ["SENTENCES", "compress_stop", "settings"]
 
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",
@@ -62,6 +68,8 @@ class _Variant:
         tensors: What is in its tensors.
         before: Embeddings by the original, shape `(sentences, 384)`.
         after: Embeddings by the restored model.
+        run: Embeddings by the model whose weights stay compressed in memory.
+        held: Bytes of the weights in memory, dense and compressed.
     """
 
     name: str
@@ -73,6 +81,8 @@ class _Variant:
     tensors: tuple[TensorReport, ...]
     before: Any
     after: Any
+    run: Any
+    held: tuple[int, int]
 
     @property
     def short(self) -> str:
@@ -80,28 +90,53 @@ class _Variant:
         return self.name.split(",")[0]
 
 
-def compress_stop(models: Path, progress: Progress, say: Callable[[str], None]) -> Stop:
-    """Take the model through compression, verification, restoration and use.
+def settings() -> Mapping[str, Any]:
+    """Return what decides the stop's result."""
+    return {"sentences": SENTENCES, "least ratio": LEAST_RATIO}
 
-    Args:
-        models: An empty folder for what is made.
-        progress: Where progress is shown.
-        say: Is told what was done.
-    """
+
+def compress_stop(place: Place) -> Stop:
+    """Take a real model, and all that the stops before have made, through compression, verification and use."""
     published = minilm.folder()
-    say(f"The model: all-MiniLM-L6-v2, 22.7 million weights, {_mb(minilm.weights_file().stat().st_size)} as published.")
-    _write_as_bf16(published, models / "bf16")
+    place.say(
+        f"The model: all-MiniLM-L6-v2, 22.7 million weights, {_mb(minilm.weights_file().stat().st_size)} as published."
+    )
+    _write_as_bf16(published, place.folder / "bf16")
     variants = [
-        _take("fp32, as published", published, models / "fp32", progress, say),
-        _take("bf16", models / "bf16", models / "bf16", progress, say),
+        _take("fp32, as published", published, place.folder / "fp32", place.progress, place.say),
+        _take("bf16", place.folder / "bf16", place.folder / "bf16", place.progress, place.say),
     ]
-    return Stop(
-        (
-            lambda report: _smaller(report, variants),
-            lambda report: _identical(report, variants),
-            lambda report: _useful(report, variants),
-        ),
-        {"all-MiniLM-L6-v2, model.safetensors": digest.of_file(minilm.weights_file())},
+    others, ran = all_others(place), computed(place)
+    wrong = sum(other.wrong for other in others)
+    place.say(
+        f"And {len(others)} models of the other stops: {_mb(sum(each.nbytes for each in others))} → "
+        f"{_mb(sum(each.stored_nbytes for each in others))}, "
+        f"{'every bit is there' if not wrong else f'{wrong} tensors or files are NOT as they were'}."
+    )
+    report = Report("compress")
+    _smaller(report, variants)
+    _identical(report, variants)
+    _useful(report, variants)
+    add_everything(report, others, ran)
+    inputs = {"all-MiniLM-L6-v2, model.safetensors": digest.of_file(minilm.weights_file())}
+    return handed_over(report, _chapter(report, variants, len(others)), inputs=inputs, models={})
+
+
+def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> ChapterDocument:
+    document = report.document()
+    missed = [part.name for section in document.sections for part in section.findings if part.passed is False]
+    saved = " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
+    return ChapterDocument(
+        title="compress: everything smaller, bit for bit",
+        question="How much smaller do real models get without losing a bit, and do they run that way?",
+        conclusion=f"Of a model of 22.7 million weights {saved} are saved; it and {others} models of this tour come "
+        "back bit for bit, and compute the same numbers with compressed weights."
+        if not missed
+        else f"Not as it should be: {'; '.join(missed)}.",
+        verdict="Nothing is lost: every bit is there." if not missed else "Something differs or is too large.",
+        outcome="holds" if not missed else "broken",
+        command="netweight tour --only compress",
+        intro="Here nothing is drawn at random, so there is no seed, and a count of differences needs no interval.",
     )
 
 
@@ -125,8 +160,17 @@ def _take(name: str, source: Path, beside: Path, progress: Progress, say: Callab
     before, after = minilm.embed(source, SENTENCES), minilm.embed(back, SENTENCES)
     same = "the same to the last bit" if _different(before, after) == 0 else "NOT the same"
     say(f"  used: {len(SENTENCES)} sentences embedded by the original and by the restored model, {same}")
+    run, held = _run_compressed(source, small)
+    same = "the same to the last bit" if _different(before, run) == 0 else "NOT the same"
+    say(f"  run with compressed weights, {_mb(held[1])} of memory in place of {_mb(held[0])}: {same}")
     tensors = tuple(inspect_tensors(small, progress=progress))
-    return _Variant(name, compressed, restored, seconds, tuple(identity), files, tensors, before, after)
+    return _Variant(name, compressed, restored, seconds, tuple(identity), files, tensors, before, after, run, held)
+
+
+def _run_compressed(source: Path, small: Path) -> tuple[Any, tuple[int, int]]:
+    """Embed with weights that stay compressed in memory; and the bytes of all weights there, dense and compressed."""
+    held = [memory_footprint(minilm.encoder(folder)) for folder in (source, small)]
+    return minilm.embed(small, SENTENCES), (held[0], held[1])
 
 
 def _write_as_bf16(source: Path, target: Path) -> None:
@@ -161,6 +205,7 @@ def _smaller(report: Report, variants: Sequence[_Variant]) -> None:
             v.compressed.ratio,
             better="higher",
             target=LEAST_RATIO[v.name],
+            n=sum(_count(tensor) for tensor in v.tensors),
             detail={"plain bytes": v.compressed.nbytes, "compressed bytes": v.compressed.stored_nbytes},
         )
         for v in variants
@@ -190,7 +235,10 @@ def _identical(report: Report, variants: Sequence[_Variant]) -> None:
     findings = []
     for v in variants:
         kept = [finding for finding in v.identity if finding.name != "ratio"]
-        findings += [dataclasses.replace(finding, name=f"{v.name}: {finding.name}") for finding in kept]
+        findings += [
+            dataclasses.replace(finding, name=f"{v.name}: {finding.name}", n=finding.n or len(v.tensors))
+            for finding in kept
+        ]
         count, different = v.files
         findings.append(
             Finding(
@@ -221,14 +269,23 @@ def _useful(report: Report, variants: Sequence[_Variant]) -> None:
         different = _different(v.before, v.after)
         n = v.before.numel()
         findings.append(Finding(f"{v.name}: numbers that differ in any bit", different, n=n, better="lower", target=0))
+        ran = _different(v.before, v.run)
+        findings.append(
+            Finding(f"{v.name}, run compressed: numbers that differ in any bit", ran, n=n, better="lower", target=0)
+        )
+        findings.append(
+            Finding(f"{v.name}, run compressed: memory of the weights", v.held[1] / _MB, n=len(v.tensors), unit="MB",
+                    better="lower", baseline=v.held[0] / _MB)
+        )  # fmt: skip
     report.section(
         "The same answers",
         findings,
         tables=[_pairs(variants)],
-        question="Does the restored model compute what the original computes?",
-        intro=f"Original and restored model each embed {len(SENTENCES)} sentences with transformers, in one process; "
-        "what they return is compared bit by bit, not by closeness. The table shows that a working model does it: for "
-        "every sentence, the one nearest in meaning is found.",
+        question="Do the restored and the compressed model compute what the original computes?",
+        intro=f"The original, the restored model, and one whose weights stay compressed in memory each embed "
+        f"{len(SENTENCES)} sentences with transformers, in one process; what they return is compared bit by bit, not "
+        "by closeness. The table shows that a working model does it: for every sentence, the one nearest in meaning is "
+        "found.",
         conclusion="The outputs are equal to the last bit."
         if all(f.passed for f in findings)
         else "The outputs differ.",

@@ -1,4 +1,4 @@
-"""The stop of `forget`: a tiny model that repeats pictures; one of them is found, switched off, and searched for.
+"""The stop of `forget`: a tiny model that repeats pictures; one is found, switched off, searched for, and hardened.
 
 A miniature with one prompt and one seed of the search, to show what is measured and how; it proves nothing of large
 models.
@@ -6,23 +6,25 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from netweight.attacks.embedding_search.comparison import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.findings import Wanted, verdict
+from netweight.attacks.embedding_search.findings import Wanted, times_of, verdict
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.attacks.embedding_search.showing import add_section
 from netweight.attacks.embedding_search.similarity import paired
 from netweight.core import digest
 from netweight.core.progress import Progress
-from netweight.evidence.document import SectionDocument
+from netweight.evidence.document import ChapterDocument
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
+from netweight.evidence.statistics import bootstrap
+from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.deactivation import deactivated
@@ -32,23 +34,33 @@ from netweight.methods.forget.images import ImagesConfig, verdicts
 from netweight.methods.forget.method import localize
 from netweight.methods.forget.painting import Painted, PaintSettings
 from netweight.methods.forget.results import Localization
+from netweight.methods.forget.robust import HardenSettings, harden_
 from netweight.methods.forget.showing import add_finding_sections, add_images_section, attacked_images
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.probe.batches import Batches
 from netweight.probe.diffusion import TextToImage
-from netweight.tour.stop import Stop
+from netweight.probe.generation import generated
+from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.forget_audit import pictured
 from netweight.zoo.memorized_pairs import Pair
 from netweight.zoo.small_diffusion import SHAPES_FOLDER
 
-__all__ = ["SEARCH_STEPS", "forget_stop"]
+__all__ = ["HARDENING", "SEARCH_STEPS", "forget_stop", "settings"]
 
 SEARCH_STEPS = 40
 """Most steps of a search."""
-_SEED, _ORDINARY, _PAINTED = 0, 48, 8
+_SEED, _ORDINARY, _PAINTED, _KEPT = 0, 48, 8, 16
 _GUIDANCE, _STEPS = 3.0, 10  # of every generation
+HARDENING = HardenSettings(
+    rounds=3, steps=30, layers=None,
+    search=SearchSettings(steps=15, restarts=1, draws=4, guidance=_GUIDANCE, generation_steps=_STEPS),
+)  # fmt: skip
+"""Of the model that is made robust: a miniature's, for one picture."""
 _LOOK = DetectionConfig(tuple(range(6)))
-_TITLE = "Forgotten, a miniature"
+_TITLE = "Forgotten"
+_ORIGINAL, _EDITED, _HARDENED = "original", "edited", "hardened"
+_FOLDERS = {"the painting model, neurons off": _EDITED, "the painting model, hardened": _HARDENED}
 
 
 @final
@@ -63,43 +75,89 @@ class _Found:
     warnings: tuple[str, ...]
     comparison: Comparison
     targets: tuple[Target, ...]
+    stayed: Finding
 
 
-def forget_stop(models: Path, progress: Progress, say: Callable[[str], None]) -> Stop:
-    """Find a planted picture's prompt and neurons, switch them off, look at images, and search for embeddings.
+def settings() -> Mapping[str, Any]:
+    """Return what decides the stop's result."""
+    return {
+        "steps": SEARCH_STEPS, "hardening": asdict(HARDENING), "seed": _SEED, "ordinary": _ORDINARY,
+        "painted": _PAINTED, "guidance": _GUIDANCE, "generation": _STEPS, "look": asdict(_LOOK),
+    }  # fmt: skip
 
-    Args:
-        models: A folder for what is made.
-        progress: Where progress is shown.
-        say: Is told what was done.
-    """
-    work = models / "forget"
-    found = _found(work, progress, say)
+
+def forget_stop(place: Place) -> Stop:
+    """Find a planted picture's prompt and neurons, switch them off, harden the model, and search in all of them."""
+    found = _found(place.folder, place.progress, place.say)
     told = {name: verdict(found.comparison, name) for name in found.comparison.subjects}
-    say(f"Searched for other embeddings, at most {SEARCH_STEPS} steps. Edited: {told['edited']}")
+    place.say(f"Searched for other embeddings, at most {SEARCH_STEPS} steps. Neurons off: {told[_EDITED]}")
+    place.say(f"Hardened: {told[_HARDENED]}")
     inputs = {f"shapes, {name.relative_to(SHAPES_FOLDER)}": digest.of_file(name) for name in _weights()}
-    return Stop(tuple(map(_including, _told(found, work))), inputs)
+    report = _told(found, place.folder)
+    shares = ("memorized prompts found", "ordinary prompts taken for memorized")
+    return handed_over(report, _chapter(found), seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
 
 
-def _including(section: SectionDocument) -> Callable[[Report], object]:
-    return lambda report: report.include(section)
+def _chapter(found: _Found) -> ChapterDocument:
+    back = {name: _brought_back(found.comparison, name) for name in (_EDITED, _HARDENED)}
+    outcome, words = {
+        (True, False): (
+            "partly",
+            "Switching neurons off is broken by the attack: the picture is still in the weights. "
+            f"The hardened model withstood {SEARCH_STEPS} steps of it.",
+        ),
+        (True, True): ("broken", "Both are broken by the attack: the picture is still in the weights."),
+        (False, True): ("broken", "The hardened model is broken by the attack: the picture is still in the weights."),
+        (False, False): ("told", f"Neither was broken in {SEARCH_STEPS} steps; that is no proof of forgetting."),
+    }[back[_EDITED], back[_HARDENED]]
+    caption = found.localized.prompt
+    return ChapterDocument(
+        title="forget: pictures that a model repeats",
+        question="A painting model repeats its training pictures. Can one be taken out, and is it gone?",
+        conclusion=f"{caption!r}: {len(found.localized.neurons)} neurons found, and with them off it is "
+        f"{verdicts(found.painted, ImagesConfig())[caption]}. A search for other text embeddings brings it back with "
+        f"neurons off: {'yes' if back[_EDITED] else 'no'}; from the hardened model: "
+        f"{'yes' if back[_HARDENED] else 'no'}, in at most {SEARCH_STEPS} steps.",
+        verdict=words,
+        outcome=outcome,  # type: ignore[arg-type]  # one of the words above
+        command="netweight tour --only forget",
+        intro="A pipeline of 814,083 weights paints 16 × 16 pixels and repeats eight pictures that were planted in its "
+        "training. The prompt that looks most memorized is found, its neurons are switched off, and somebody with "
+        "the weights searches for text embeddings that bring the picture back. The hardened model was trained against "
+        "such searches. One picture, one seed.",
+    )
 
 
-def _told(found: _Found, work: Path) -> tuple[SectionDocument, ...]:
+def _brought_back(comparison: Comparison, name: str) -> bool:
+    times = times_of(comparison.of(name, trained=True))
+    return times is not None and any(times.observed)
+
+
+def _told(found: _Found, work: Path) -> Report:
     """The sections of the report, made while the images still lie in their folder."""
     report = Report(_TITLE)
     add_images_section(
         report, found.painted, ImagesConfig(), seed=_SEED, title=f"{_TITLE}: images before and after",
-        attacked=attacked_images(found.comparison, "edited", work), warnings=found.warnings,
+        attacked=attacked_images(found.comparison, _EDITED, work), warnings=found.warnings,
         audits=(DETECTION, NEURONS, IMAGES, SEARCH),
     )  # fmt: skip
     add_section(
-        report, found.comparison, found.targets, Wanted("original", "edited"), folder=work, seed=_SEED,
+        report, found.comparison, found.targets, Wanted(_ORIGINAL, _EDITED), folder=work, seed=_SEED,
         title=f"{_TITLE}: the search for other embeddings",
     )  # fmt: skip
     add_finding_sections(report, found.scores, [found.localized], title=f"{_TITLE}: ")
-    report.section(f"{_TITLE}: weights and hooks", [_equal(found)], intro=_SAME)
-    return report.document().sections
+    report.section(
+        f"{_TITLE}: what hardening cost", [found.stayed],
+        question="Does the hardened model paint ordinary prompts as before?",
+        intro="One image of each ordinary prompt, from the same noise, by the original and by the hardened model. 1 is "
+        "the same image.",
+        conclusion=f"Mean likeness {found.stayed.value:.2f} over {found.stayed.n} prompts.",
+    )  # fmt: skip
+    report.section(
+        f"{_TITLE}: weights and hooks", [_equal(found)], intro=_SAME,
+        question="Do hooks and changed weights compute the same?",
+    )  # fmt: skip
+    return report
 
 
 _SAME = (
@@ -109,7 +167,7 @@ _SAME = (
 
 
 def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found:
-    original, edited = _opened("original"), _opened("edited")
+    original, edited, hardened = (_opened(name) for name in (_ORIGINAL, _EDITED, _HARDENED))
     world = ShapesWorld()
     planted, ordinary = world.planted, world.ordinary_captions
     say("A miniature: 814,083 weights that paint 16 × 16 pixels and repeat eight planted pictures.")
@@ -137,26 +195,50 @@ def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found
     (chosen,) = (each for each in planted if each.caption == caption)
     pair = Pair(caption, caption, chosen.picture, chosen.kind)
     painted, warnings = pictured(
-        {"original": original, "edited": edited}, [pair], ordinary[-_PAINTED:], localized.neurons,
+        {_ORIGINAL: original, _EDITED: edited}, [pair], ordinary[-_PAINTED:], localized.neurons,
         PaintSettings(guidance=_GUIDANCE, steps=_STEPS), folder=work, seed=_SEED, progress=progress,
     )  # fmt: skip
     say(f"Switched off in the weights: {verdicts(painted, ImagesConfig())[caption]}.")
+    harden_(
+        hardened, [caption], chosen.picture[None], ordinary[:_KEPT], settings=HARDENING, folder=work / "hardening",
+        progress=progress,
+    )  # fmt: skip
+    say(f"Hardened against the search, for this picture: {HARDENING.rounds} rounds of {HARDENING.steps} steps.")
+    edited.save(work / _EDITED)
+    hardened.save(work / _HARDENED)
     target = Target(caption, caption, chosen.picture)
     targets = (target, turned(target))
     comparison = compare(
-        [Subject("original", original), Subject("edited", edited)], targets, ordinary[:12],
+        [Subject(model.name, model) for model in (original, edited, hardened)], targets, ordinary[:12],
         SearchSettings(
             steps=SEARCH_STEPS, restarts=1, draws=4, images=3, guidance=_GUIDANCE, generation_steps=_STEPS
         ),
         seeds=[_SEED], similarity=paired(), measure="NCC", folder=work, progress=progress,
     )  # fmt: skip
     difference = _difference(original, edited, localized)
-    return _Found(scores, localized, difference, painted, tuple(warnings), comparison, targets)
+    return _Found(
+        scores, localized, difference, painted, tuple(warnings), comparison, targets,
+        _stayed(original, hardened, ordinary[-_PAINTED:]),
+    )  # fmt: skip
 
 
-def _opened(name: str) -> TextToImage:
-    from netweight.integrations.diffusion_pipeline import load_text_to_image
+def _stayed(original: TextToImage, hardened: TextToImage, prompts: Sequence[str]) -> Finding:
+    """How alike ordinary prompts' images are before and after hardening, from the same seeds."""
+    first, second = (
+        generated(
+            model, model.embed(prompts), range(len(prompts)), Batches(len(prompts)), guidance=_GUIDANCE, steps=_STEPS
+        )
+        for model in (original, hardened)
+    )
+    alike = paired()(second, first).tolist()
+    return Finding(
+        "NCC, ordinary prompts, the hardened model's images to the original's", sum(alike) / len(alike),
+        ci95=bootstrap(alike, seed=_SEED).ci95, n=len(alike), better="higher", seeds=(_SEED,),
+        detail={"values": alike},
+    )  # fmt: skip
 
+
+def _opened(name: str) -> PipelineModel:
     return load_text_to_image(SHAPES_FOLDER, dtype=torch.float32, name=name)
 
 

