@@ -8,6 +8,8 @@
 constexpr u32 kBadIndex = 1, kTruncated = 2, kBadMode = 4, kBadSplit = 8, kBadStreams = 16, kBadTable = 32, kBadStates = 64,
               kBadStream = 128, kBadPacked = 256, kBadPatch = 512, kLeftOver = 1024;
 
+enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
+
 constexpr u32 kMostWarps = 4;
 constexpr u32 kStagedBytes = 1056;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
 constexpr u32 kSlice = 512;         // bytes of a stream that a warp loads at once

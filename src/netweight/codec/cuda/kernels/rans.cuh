@@ -117,56 +117,74 @@ struct RansLayout {
   const u8* rest;
 };
 
-// The words in which this thread's pair of fields stands, in every row of a stream. Only words that hold some of its bits
-// are read; without any, a word of the chunk's is read in vain.
+// The lower two bytes of numbers of four, where their planes are raw or constant: then whole numbers are written at once.
+struct Tails {
+  bool merged;
+  u64 at[2];     // address of a raw plane's elements
+  u32 mask[2];   // 0 for a constant plane
+  u32 value[2];  // of a constant plane, twice; else 0
+};
+
+// Looks at the planes that `left` bytes begin with. Reads nothing but their modes and constants.
+NETWEIGHT_DEVICE void find_tails(const u8* from, u64 left, u32 count, Tails& tails) {
+  tails.merged = true;
+  for (u32 i = 0; i < 2 && tails.merged; i++) {
+    const u32 mode = left ? from[0] : static_cast<u32>(kWideRans);
+    const u64 bytes = mode == kRaw ? count : 1;
+    tails.merged = (mode == kRaw || mode == kConstant) && left - 1 >= bytes;
+    if (!tails.merged) return;
+    tails.at[i] = address(from + 1);
+    tails.mask[i] = mode == kRaw ? 0xffff : 0;
+    tails.value[i] = mode == kRaw ? 0 : from[1] * 0x0101u;
+    from += 1 + bytes;
+    left -= 1 + bytes;
+  }
+}
+
+// The words in which some bits of this thread stand, in every row of a stream. Only words that hold some of them are read;
+// without any, a word of the chunk's is read in vain.
 struct Window {
   const u32* first;
-  const u32* second;  // the next word if the pair goes on there, else the same
+  const u32* second;  // the next word if the bits go on there, else the same
   u32 shift;
   u32 row_words;
 
-  __device__ __forceinline__ Window(const u8* region, u32 bits, u32 stream, u32 streams, u64 readable) {
-    const u64 block = address(region) + static_cast<u64>(stream) * 8 * bits;
-    const u32 bit = static_cast<u32>(block & 3) * 8 + 2 * bits * lane_id();
-    first = reinterpret_cast<const u32*>(bits ? (block & ~3ull) + bit / 32 * 4 : (readable + 3) & ~3ull);
+  __device__ __forceinline__ void start(u64 row, u32 from, u32 bits, u32 words_of_row, u64 readable) {
+    const u32 bit = static_cast<u32>(row & 3) * 8 + from;
+    first = reinterpret_cast<const u32*>(bits ? (row & ~3ull) + bit / 32 * 4 : (readable + 3) & ~3ull);
     shift = bit % 32;
-    second = first + (bits && shift + 2 * bits > 32 ? 1 : 0);
-    row_words = streams * 2 * bits;
+    second = first + (bits && shift + bits > 32 ? 1 : 0);
+    row_words = bits ? words_of_row : 0;
+  }
+  // A pair of fields of a region of field blocks.
+  __device__ __forceinline__ void start_fields(const u8* region, u32 bits, u32 stream, u32 streams, u64 readable) {
+    start(address(region) + stream * 8 * bits, 2 * bits * lane_id(), 2 * bits, streams * 2 * bits, readable);
+  }
+  // A pair of bytes of a tail.
+  __device__ __forceinline__ void start_bytes(u64 plane, bool is_raw, u32 stream, u32 streams, u64 readable) {
+    start(plane + stream * 64, 8 * place_in_row(2 * lane_id(), 2), is_raw ? 16 : 0, streams * 16, readable);
   }
   __device__ __forceinline__ void load(u32 row, u32& low, u32& high) const {
     low = __ldg(first + static_cast<u64>(row) * row_words);
     high = __ldg(second + static_cast<u64>(row) * row_words);
   }
+  __device__ __forceinline__ void prefetch_row(u32 row) const { prefetch(address(first + static_cast<u64>(row) * row_words)); }
   __device__ __forceinline__ void advance(u32 rows) {
     first += static_cast<u64>(rows) * row_words;
     second += static_cast<u64>(rows) * row_words;
   }
 };
 
-// Brings a region's blocks to the L2 cache two batches of rows before they are needed. The warps of the streams share the
-// batch: each asks for as many bytes as its own blocks have.
-struct Prefetcher {
-  u64 at, end;
-  u32 batch_bytes;
+// How a row's elements are written: next to each other, or apart, or as numbers of four bytes with both tails.
+enum class Store { packed, apart, merged };
 
-  __device__ __forceinline__ Prefetcher(const u8* region, u32 bits, u32 stream, u32 streams, u32 batch, u32 rows) {
-    const u32 share = batch * 8 * bits, mine = 32 * lane_id();
-    batch_bytes = share * streams;
-    end = mine < share ? address(region) + static_cast<u64>(rows) * streams * 8 * bits : 0;
-    at = address(region) + batch_bytes + stream * share + mine;
-  }
-  __device__ __forceinline__ void next() {
-    if (at < end) prefetch(at);
-    at += batch_bytes;
-  }
-};
-
-// Puts a pair of elements of `kWidth` bytes that stand in the halves of a word; packed: one next to the other.
-template <u32 kWidth, bool kPacked>
-NETWEIGHT_DEVICE void put_pair(u64 at, u32 stride, u32 pair) {
-  if (kPacked && kWidth == 2) {
+template <u32 kWidth, Store kStore>
+NETWEIGHT_DEVICE void put_pair(u64 at, u32 stride, u32 pair, u32 tails) {
+  if (kStore == Store::merged) {
+    *global_memory<uint2>(at) = make_uint2(__byte_perm(tails, pair, 0x5410), __byte_perm(tails, pair, 0x7632));
+  } else if (kStore == Store::packed && kWidth == 2) {
     *global_memory<u32>(at) = pair;
-  } else if (kPacked) {
+  } else if (kStore == Store::packed) {
     *global_memory<u16>(at) = static_cast<u16>(__byte_perm(pair, 0, 0x4420));
   } else if (kWidth == 2) {
     *global_memory<u16>(at) = static_cast<u16>(pair);
@@ -177,79 +195,107 @@ NETWEIGHT_DEVICE void put_pair(u64 at, u32 stride, u32 pair) {
   }
 }
 
-// Decodes the rows of a stream but the last three, if there are enough for a batch, and returns their number. The last three
-// are not among them, so that whole words of raw bits can be read.
-template <u32 kWidth, bool kRest, bool kPacked>
-NETWEIGHT_CALLED u32 decode_batches(const RansLayout& layout, const Plane& plane, u32 stream, const Bounds& blob_bounds,
-                                    const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
-  constexpr u32 kBatch = kRest ? 4 : 8;
-  const u32 batches = layout.rows > 3 ? (layout.rows - 3) / kBatch : 0;
-  if (batches == 0) return 0;
+template <bool kRest, Store kStore>
+constexpr u32 kWindows = 1 + (kRest ? 1 : 0) + (kStore == Store::merged ? 2 : 0);
+
+// Rows that are loaded at once, as registers allow.
+template <bool kRest, Store kStore>
+constexpr u32 kBatch = kWindows<kRest, kStore> == 1 ? 8 : kWindows<kRest, kStore> == 2 ? 4 : 2;
+
+// Rows that decode_batches decodes: all but the last three, if there are enough for a batch.
+template <bool kRest, Store kStore>
+NETWEIGHT_DEVICE u32 rows_in_batches(u32 rows) {
+  return rows >= 3 + kBatch<kRest, kStore> ? rows - 3 : 0;
+}
+
+// Decodes the rows of a stream but the last three, which are left out so that whole words of raw bits can be read.
+template <u32 kWidth, bool kRest, Store kStore>
+NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream,
+                                     const Bounds& blob_bounds, const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
+  constexpr u32 kInputs = kWindows<kRest, kStore>, kRows = kBatch<kRest, kStore>;
+  const u32 rows = rows_in_batches<kRest, kStore>(layout.rows), batches = rows / kRows, streams = layout.streams;
+  if (batches == 0) return;
   const Bounds blob = blob_bounds;
   Lanes lanes = lanes_kept;  // in registers
   ByteRing bytes = bytes_kept;
   const RawPlacer placer = layout.placer;
-  const u32 below = lanes_below(), stride = plane.stride, row_bytes = layout.streams * 64 * stride;
-  Window low(layout.low, layout.low_bits, stream, layout.streams, address(readable));
-  Window rest(layout.rest, layout.rest_bits, stream, layout.streams, address(readable));
-  u64 out = address(plane.out) + static_cast<u64>(plane.stride) * (stream * 64 + place_in_row(2 * lane_id(), kWidth));
-  Prefetcher low_ahead(layout.low, layout.low_bits, stream, layout.streams, kBatch, layout.rows - 3);
-  Prefetcher rest_ahead(layout.rest, layout.rest_bits, stream, layout.streams, kBatch, layout.rows - 3);
-  low_ahead.next();
-  if (kRest) rest_ahead.next();
-  u32 low_first[kBatch], low_second[kBatch], rest_first[kBatch], rest_second[kBatch];
-#pragma unroll
-  for (u32 k = 0; k < kBatch; k++) {
-    low.load(k, low_first[k], low_second[k]);
-    if (kRest) rest.load(k, rest_first[k], rest_second[k]);
+  const u32 below = lanes_below(), stride = plane.stride, row_bytes = streams * 64 * stride;
+  u32 tail_mask[2] = {0, 0}, tail_value[2] = {0, 0};
+  Window windows[kInputs];
+  windows[0].start_fields(layout.low, layout.low_bits, stream, streams, address(readable));
+  if constexpr (kRest) {
+    windows[1].start_fields(layout.rest, layout.rest_bits, stream, streams, address(readable));
   }
+  if constexpr (kStore == Store::merged) {
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      windows[kInputs - 2 + i].start_bytes(tails.at[i], tails.mask[i] != 0, stream, streams, address(readable));
+      tail_mask[i] = tails.mask[i];
+      tail_value[i] = tails.value[i];
+    }
+  }
+  u64 out = address(plane.out) - (kStore == Store::merged ? 2 : 0) + static_cast<u64>(stride) * (stream * 64 + place_in_row(2 * lane_id(), kWidth));
+
+  u32 first[kInputs][kRows], second[kInputs][kRows];
+  const auto load = [&](u32 row) {
+#pragma unroll
+    for (u32 i = 0; i < kInputs; i++) windows[i].load(row, first[i][row], second[i][row]);
+  };
+  const auto bits = [&](u32 input, u32 row) { return __funnelshift_r(first[input][row], second[input][row], windows[input].shift); };
+  const auto put = [&](u64 at, u32 symbols, u32 row) {
+    const u32 pair = symbols | placer.place<kRest>(bits(0, row), bits(kRest ? 1 : 0, row));
+    u32 lower = 0;
+    if constexpr (kStore == Store::merged) {
+      const u32 upper_tail = (bits(kInputs - 2, row) & tail_mask[0]) | tail_value[0];
+      const u32 lower_tail = (bits(kInputs - 1, row) & tail_mask[1]) | tail_value[1];
+      lower = __byte_perm(lower_tail, upper_tail, 0x5140);
+    }
+    put_pair<kWidth, kStore>(at, stride, pair, lower);
+  };
+
+  // Brings a row behind the window to the L2 cache. Each thread asks for its own bits of one row, and those of all threads
+  // lie near enough to each other to bring nearly everything.
+  const auto bring = [&](u32 standing, u32 row) {
+    if (standing + row >= rows) return;
+#pragma unroll
+    for (u32 i = 0; i < kInputs; i++) windows[i].prefetch_row(row);
+  };
+
+  bring(0, kRows + lane_id() % 8);
+#pragma unroll
+  for (u32 k = 0; k < kRows; k++) load(k);
   for (u32 batch = 1; batch <= batches; batch++) {
-    low_ahead.next();
-    if (kRest) rest_ahead.next();
-    if (batch < batches) {  // after the last batch nothing comes: load its rows again
-      low.advance(kBatch);
-      if (kRest) rest.advance(kBatch);
+    if (batch < batches) {  // after the last batch nothing comes: its rows are loaded again
+#pragma unroll
+      for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);
+      bring(batch * kRows, 8 + lane_id() % kRows);
     }
     bytes.refill(blob);
     u32 from = bytes.place();
     const u32 started = from;
 #pragma unroll
-    for (u32 k = 0; k < kBatch; k++) {
-      const u32 symbols = step(lanes, from, below);
-      const u32 low_fields = __funnelshift_r(low_first[k], low_second[k], low.shift);
-      low.load(k, low_first[k], low_second[k]);
-      u32 rest_fields = 0;
-      if (kRest) {
-        rest_fields = __funnelshift_r(rest_first[k], rest_second[k], rest.shift);
-        rest.load(k, rest_first[k], rest_second[k]);
-      }
-      put_pair<kWidth, kPacked>(out + static_cast<u64>(k) * row_bytes, stride, symbols | placer.place<kRest>(low_fields, rest_fields));
+    for (u32 k = 0; k < kRows; k++) {
+      put(out + static_cast<u64>(k) * row_bytes, step(lanes, from, below), k);
+      load(k);
     }
-    out += static_cast<u64>(kBatch) * row_bytes;
+    out += static_cast<u64>(kRows) * row_bytes;
     bytes.at += from - started;
   }
-  u32 row = batches * kBatch;
-  low.advance(kBatch);  // behind the last batch
-  rest.advance(kBatch);
-  for (; row < layout.rows - 3; row++) {
+#pragma unroll
+  for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);  // behind the last batch
+  for (u32 row = batches * kRows; row < rows; row++) {
+    load(0);
     bytes.refill(blob);
-    u32 from = bytes.place(), rest_fields = 0;
-    low.load(0, low_first[0], low_second[0]);
-    low.advance(1);
-    if (kRest) {
-      rest.load(0, rest_first[0], rest_second[0]);
-      rest.advance(1);
-      rest_fields = __funnelshift_r(rest_first[0], rest_second[0], rest.shift);
-    }
-    const u32 started = from, symbols = step(lanes, from, below);
-    const u32 low_fields = __funnelshift_r(low_first[0], low_second[0], low.shift);
-    put_pair<kWidth, kPacked>(out, stride, symbols | placer.place<kRest>(low_fields, rest_fields));
+    u32 from = bytes.place();
+    const u32 started = from;
+    put(out, step(lanes, from, below), 0);
     out += row_bytes;
     bytes.at += from - started;
+#pragma unroll
+    for (u32 i = 0; i < kInputs; i++) windows[i].advance(1);
   }
   lanes_kept = lanes;
   bytes_kept = bytes;
-  return row;
 }
 
 // One row, its raw bits read byte by byte: `low` and `rest` are its field blocks. Elements beyond the plane are dropped.
@@ -308,18 +354,30 @@ NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& pla
   return 0;
 }
 
-template <u32 kWidth, bool kRest>
-NETWEIGHT_DEVICE u32 decode_rows(const RansLayout& layout, const Plane& plane, u32 stream, const Bounds& blob, const u8* readable,
-                                 Lanes& lanes, ByteRing& bytes) {
-  const bool packed = plane.contiguous() && (address(plane.out) & (2 * kWidth - 1)) == 0;
-  return packed ? decode_batches<kWidth, kRest, true>(layout, plane, stream, blob, readable, lanes, bytes)
-                : decode_batches<kWidth, kRest, false>(layout, plane, stream, blob, readable, lanes, bytes);
+template <u32 kWidth, bool kRest, Store kStore>
+NETWEIGHT_DEVICE u32 decode_rows_as(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream, const Bounds& blob,
+                                    const u8* readable, Lanes& lanes, ByteRing& bytes) {
+  decode_batches<kWidth, kRest, kStore>(layout, tails, plane, stream, blob, readable, lanes, bytes);
+  return rows_in_batches<kRest, kStore>(layout.rows);
+}
+
+// Decodes the rows of a stream that can be decoded fast, and returns their number.
+NETWEIGHT_DEVICE u32 decode_rows(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream, const Bounds& blob,
+                                 const u8* readable, Lanes& lanes, ByteRing& bytes) {
+  const bool packed = plane.contiguous() && (address(plane.out) & (2 * plane.width - 1)) == 0;
+#define NETWEIGHT_ROWS(width, rest, store) decode_rows_as<width, rest, store>(layout, tails, plane, stream, blob, readable, lanes, bytes)
+  if (plane.width == 1) return packed ? NETWEIGHT_ROWS(1, false, Store::packed) : NETWEIGHT_ROWS(1, false, Store::apart);
+  if (layout.rest_bits) return packed ? NETWEIGHT_ROWS(2, true, Store::packed) : NETWEIGHT_ROWS(2, true, Store::apart);
+  if (tails.merged) return NETWEIGHT_ROWS(2, false, Store::merged);
+  return packed ? NETWEIGHT_ROWS(2, false, Store::packed) : NETWEIGHT_ROWS(2, false, Store::apart);
+#undef NETWEIGHT_ROWS
 }
 
 // Decodes a plane whose header is staged: `header` holds `staged` bytes from its mode on, or as many as it has. Gives the
-// plane's bytes. Returns a reason for refusal, the same in all threads; a stream's own faults go to shared.failure.
-NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const Plane& plane, const Bounds& blob,
-                                 u64& size) {
+// plane's bytes, and the number of elements, from the first on, whose tails were written with them. Returns a reason for
+// refusal, the same in all threads; a stream's own faults go to shared.failure.
+NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const Plane& plane, const Bounds& blob, u64& size,
+                                 u32& merged) {
   RansLayout layout;
   if (left < 4) return kTruncated;
   if (!read_split(header[1], plane.width, layout.split)) return kBadSplit;
@@ -371,6 +429,11 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
   if (size + 2 * words > left) return kTruncated;
   const u8* patches = at + size;
   size += 2 * words;
+  Tails tails{};
+  if (plane.stride == 4 && plane.width == 2 && layout.rest_bits == 0 && address(plane.out) % 8 == 2) {
+    find_tails(at + size, left - size, plane.count, tails);
+    if (tails.merged) merged = rows_in_batches<false, Store::merged>(layout.rows) * streams * 64;
+  }
   __syncthreads();  // the slots are there
 
   const u8* stream_at = layout.rest + rest_bytes;
@@ -384,9 +447,7 @@ NETWEIGHT_DEVICE u32 decode_rans(const u8* at, u64 left, const u8* header, const
       if (!fault) {
         bytes.start(stream_at, blob);
         const u32 end = bytes.at + length;
-        const u32 done = plane.width == 1       ? decode_rows<1, false>(layout, plane, g, blob, at, lanes, bytes)
-                         : layout.rest_bits == 0 ? decode_rows<2, false>(layout, plane, g, blob, at, lanes, bytes)
-                                                 : decode_rows<2, true>(layout, plane, g, blob, at, lanes, bytes);
+        const u32 done = decode_rows(layout, tails, plane, g, blob, at, lanes, bytes);
         fault = decode_last_rows(layout, plane, g, done, blob, lanes, bytes, end);
       }
       if (!fault) {
