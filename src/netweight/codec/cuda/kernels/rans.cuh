@@ -67,7 +67,7 @@ struct Lanes {
 
 // A row's step. `from` is the place of the stream's next byte; returns both symbols, placed, in the halves of a word.
 NETWEIGHT_DEVICE u32 step(Lanes& x, u32& from, u32 below) {
-  const u32 entry_a = shared.slots[x.a & 255], entry_b = shared.slots[x.b & 255];
+  const u32 entry_a = shared.slots[__byte_perm(x.a, 0, 0x4440)], entry_b = shared.slots[__byte_perm(x.b, 0, 0x4440)];
   // Bytes 0, x >> 8, 1, 0 times those of the entry: see slot_entry.
   const u32 a = __dp4a(__byte_perm(x.a, 1, 0x5415), entry_a, 0u), b = __dp4a(__byte_perm(x.b, 1, 0x5415), entry_b, 0u);
   const bool hungry_a = a < 256, hungry_b = b < 256;
