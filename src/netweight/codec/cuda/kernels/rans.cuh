@@ -1,302 +1,9 @@
-// The rans mode: a warp decodes a stream of 64 lanes, two neighboring ones in each thread.
-//
-// A row is 64 elements. Both lanes look their slots up, a dot product gives the new states, two ballots and population
-// counts tell each lane which byte of the stream is its. The stream goes through a ring in shared memory, 512 bytes of
-// which are loaded ahead in registers; raw bits are loaded a batch of rows ahead.
+// The rans mode: planes of one, two or four streams, each of which a warp decodes.
 #pragma once
 
 #include "patches.cuh"
+#include "rans_rows.cuh"
 #include "slots.cuh"
-
-NETWEIGHT_DEVICE u8* ring_memory() { return reinterpret_cast<u8*>(shared.rings); }
-
-// The bytes of a stream, through a ring in shared memory. `at` counts from the multiple of 16 at or below the stream.
-struct ByteRing {
-  u64 source;  // address of what is to be loaded next
-  u32 ring;    // where the warp's ring begins in ring_memory()
-  u32 filled;  // bytes that the ring has been given
-  u32 at;
-  uint4 ahead;
-
-  __device__ __forceinline__ void load(const Bounds& bounds) {
-    ahead = load16(source + 16 * lane_id(), bounds);
-    source += kSlice;
-  }
-  // Puts the slice that was loaded ahead into the half of the ring whose bytes have all been taken. The first half also
-  // stands behind the second, so that rows of a batch need not wrap around.
-  __device__ __forceinline__ void put() {
-    const u32 place = (filled & (kRing - 1)) + 16 * lane_id();
-    __syncwarp();
-    *reinterpret_cast<uint4*>(ring_memory() + ring + place) = ahead;
-    if (place < kSlice) *reinterpret_cast<uint4*>(ring_memory() + ring + kRing + place) = ahead;
-    __syncwarp();
-    filled += kSlice;
-  }
-  __device__ __forceinline__ void start(const u8* stream, const Bounds& bounds) {
-    ring = warp_id() * kRingBytes;
-    source = address(stream) & ~15ull;
-    at = static_cast<u32>(address(stream) & 15);
-    filled = 0;
-    load(bounds);
-    const uint4 first = ahead;
-    load(bounds);
-    const uint4 second = ahead;
-    load(bounds);
-    const uint4 third = ahead;  // all three are under way
-    ahead = first;
-    put();
-    ahead = second;
-    put();
-    ahead = third;
-  }
-  // Makes sure that 512 bytes are there, enough for eight rows.
-  __device__ __forceinline__ void refill(const Bounds& bounds) {
-    if (at + kSlice > filled) {
-      put();
-      load(bounds);
-    }
-  }
-  // The place of the next byte in ring_memory().
-  __device__ __forceinline__ u32 place() const { return ring + (at & (kRing - 1)); }
-};
-
-// Two lanes of 16-bit states.
-struct Lanes {
-  u32 a, b;
-};
-
-// A row's step. `from` is the place of the stream's next byte; returns both symbols, placed, in the halves of a word.
-NETWEIGHT_DEVICE u32 step(Lanes& x, u32& from, u32 below) {
-  const u32 entry_a = shared.slots[__byte_perm(x.a, 0, 0x4440)], entry_b = shared.slots[__byte_perm(x.b, 0, 0x4440)];
-  // Bytes 0, x >> 8, 1, 0 times those of the entry: see slot_entry.
-  const u32 a = __dp4a(__byte_perm(x.a, 1, 0x5415), entry_a, 0u), b = __dp4a(__byte_perm(x.b, 1, 0x5415), entry_b, 0u);
-  const bool hungry_a = a < 256, hungry_b = b < 256;
-  const u32 all_a = __ballot_sync(kAllLanes, hungry_a), all_b = __ballot_sync(kAllLanes, hungry_b);
-  const u32 mine = from + __popc(all_a & below) + __popc(all_b & below);
-  const u32 byte_a = ring_memory()[mine], byte_b = ring_memory()[mine + ((a - 256) >> 31)];
-  x.a = hungry_a ? a << 8 | byte_a : a;
-  x.b = hungry_b ? b << 8 | byte_b : b;
-  from += __popc(all_a) + __popc(all_b);
-  return __byte_perm(entry_a, entry_b, 0x7430);
-}
-
-// Puts raw bits where they stand, for two elements at once in the halves of a word.
-struct RawPlacer {
-  u32 spread, spread_rest;  // powers of two that move the second field of a pair to the upper half
-  u32 low_mask;             // raw bits that stay
-  u32 sign_factor, sign_mask;
-
-  // `low` and `rest` hold a pair of fields each, from bit 0; higher bits may be anything.
-  template <bool kRest>
-  __device__ __forceinline__ u32 place(u32 low, u32 rest) const {
-    u32 raw = __byte_perm(low, low * spread, 0x7610);
-    if (kRest) raw = __byte_perm(raw, __byte_perm(rest, rest * spread_rest, 0x7610), 0x6240);
-    return (raw & low_mask) | (raw * sign_factor & sign_mask);
-  }
-};
-
-NETWEIGHT_DEVICE RawPlacer raw_placer(const Split& split, u32 low_bits, u32 rest_bits, u32 width) {
-  RawPlacer placer;
-  const u32 stay = split.raw_bits - (split.is_signed ? 1 : 0);
-  placer.spread = 1u << (16 - low_bits);
-  placer.spread_rest = 1u << (16 - rest_bits);
-  placer.low_mask = ((1u << stay) - 1) * 0x10001u;
-  placer.sign_factor = 1u << (8 * width - split.raw_bits);
-  placer.sign_mask = split.is_signed ? (1u << (8 * width - 1)) * 0x10001u : 0;
-  return placer;
-}
-
-// What the header of a plane says of its streams.
-struct RansLayout {
-  Split split;
-  RawPlacer placer;
-  u32 streams, rows;
-  u32 low_bits, rest_bits;  // raw bits of an element in the low and in the upper region
-  u32 folded;               // bytes of the last row but one that lie in the final states
-  const u8* low;
-  const u8* rest;
-};
-
-// The lower two bytes of numbers of four, where their planes are raw or constant: then whole numbers are written at once.
-struct Tails {
-  bool merged;
-  u64 at[2];     // address of a raw plane's elements
-  u32 mask[2];   // 0 for a constant plane
-  u32 value[2];  // of a constant plane, twice; else 0
-};
-
-// Looks at the planes that `left` bytes begin with. Reads nothing but their modes and constants.
-NETWEIGHT_DEVICE void find_tails(const u8* from, u64 left, u32 count, Tails& tails) {
-  tails.merged = true;
-  for (u32 i = 0; i < 2 && tails.merged; i++) {
-    const u32 mode = left ? from[0] : static_cast<u32>(kWideRans);
-    const u64 bytes = mode == kRaw ? count : 1;
-    tails.merged = (mode == kRaw || mode == kConstant) && left - 1 >= bytes;
-    if (!tails.merged) return;
-    tails.at[i] = address(from + 1);
-    tails.mask[i] = mode == kRaw ? 0xffff : 0;
-    tails.value[i] = mode == kRaw ? 0 : from[1] * 0x0101u;
-    from += 1 + bytes;
-    left -= 1 + bytes;
-  }
-}
-
-// The words in which some bits of this thread stand, in every row of a stream. Only words that hold some of them are read;
-// without any, a word of the chunk's is read in vain.
-struct Window {
-  const u32* first;
-  const u32* second;  // the next word if the bits go on there, else the same
-  u32 shift;
-  u32 row_words;
-
-  __device__ __forceinline__ void start(u64 row, u32 from, u32 bits, u32 words_of_row, u64 readable) {
-    const u32 bit = static_cast<u32>(row & 3) * 8 + from;
-    first = reinterpret_cast<const u32*>(bits ? (row & ~3ull) + bit / 32 * 4 : (readable + 3) & ~3ull);
-    shift = bit % 32;
-    second = first + (bits && shift + bits > 32 ? 1 : 0);
-    row_words = bits ? words_of_row : 0;
-  }
-  // A pair of fields of a region of field blocks.
-  __device__ __forceinline__ void start_fields(const u8* region, u32 bits, u32 stream, u32 streams, u64 readable) {
-    start(address(region) + stream * 8 * bits, 2 * bits * lane_id(), 2 * bits, streams * 2 * bits, readable);
-  }
-  // A pair of bytes of a tail.
-  __device__ __forceinline__ void start_bytes(u64 plane, bool is_raw, u32 stream, u32 streams, u64 readable) {
-    start(plane + stream * 64, 8 * place_in_row(2 * lane_id(), 2), is_raw ? 16 : 0, streams * 16, readable);
-  }
-  __device__ __forceinline__ void load(u32 row, u32& low, u32& high) const {
-    low = __ldg(first + static_cast<u64>(row) * row_words);
-    high = __ldg(second + static_cast<u64>(row) * row_words);
-  }
-  __device__ __forceinline__ void prefetch_row(u32 row) const { prefetch(address(first + static_cast<u64>(row) * row_words)); }
-  __device__ __forceinline__ void advance(u32 rows) {
-    first += static_cast<u64>(rows) * row_words;
-    second += static_cast<u64>(rows) * row_words;
-  }
-};
-
-// How a row's elements are written: next to each other, or apart, or as numbers of four bytes with both tails.
-enum class Store { packed, apart, merged };
-
-template <u32 kWidth, Store kStore>
-NETWEIGHT_DEVICE void put_pair(u64 at, u32 stride, u32 pair, u32 tails) {
-  if (kStore == Store::merged) {
-    *global_memory<uint2>(at) = make_uint2(__byte_perm(tails, pair, 0x5410), __byte_perm(tails, pair, 0x7632));
-  } else if (kStore == Store::packed && kWidth == 2) {
-    *global_memory<u32>(at) = pair;
-  } else if (kStore == Store::packed) {
-    *global_memory<u16>(at) = static_cast<u16>(__byte_perm(pair, 0, 0x4420));
-  } else if (kWidth == 2) {
-    *global_memory<u16>(at) = static_cast<u16>(pair);
-    *global_memory<u16>(at + stride) = static_cast<u16>(pair >> 16);
-  } else {
-    *global_memory<u8>(at) = static_cast<u8>(pair);
-    *global_memory<u8>(at + stride) = static_cast<u8>(pair >> 16);
-  }
-}
-
-template <bool kRest, Store kStore>
-constexpr u32 kWindows = 1 + (kRest ? 1 : 0) + (kStore == Store::merged ? 2 : 0);
-
-// Rows that are loaded at once, as registers allow.
-template <bool kRest, Store kStore>
-constexpr u32 kBatch = kWindows<kRest, kStore> == 1 ? 8 : kWindows<kRest, kStore> == 2 ? 4 : 2;
-
-// Rows that decode_batches decodes: all but the last three, if there are enough for a batch.
-template <bool kRest, Store kStore>
-NETWEIGHT_DEVICE u32 rows_in_batches(u32 rows) {
-  return rows >= 3 + kBatch<kRest, kStore> ? rows - 3 : 0;
-}
-
-// Decodes the rows of a stream but the last three, which are left out so that whole words of raw bits can be read.
-template <u32 kWidth, bool kRest, Store kStore>
-NETWEIGHT_CALLED void decode_batches(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream,
-                                     const Bounds& blob_bounds, const u8* readable, Lanes& lanes_kept, ByteRing& bytes_kept) {
-  constexpr u32 kInputs = kWindows<kRest, kStore>, kRows = kBatch<kRest, kStore>;
-  const u32 rows = rows_in_batches<kRest, kStore>(layout.rows), batches = rows / kRows, streams = layout.streams;
-  if (batches == 0) return;
-  const Bounds blob = blob_bounds;
-  Lanes lanes = lanes_kept;  // in registers
-  ByteRing bytes = bytes_kept;
-  const RawPlacer placer = layout.placer;
-  const u32 below = lanes_below(), stride = plane.stride, row_bytes = streams * 64 * stride;
-  u32 tail_mask[2] = {0, 0}, tail_value[2] = {0, 0};
-  Window windows[kInputs];
-  windows[0].start_fields(layout.low, layout.low_bits, stream, streams, address(readable));
-  if constexpr (kRest) {
-    windows[1].start_fields(layout.rest, layout.rest_bits, stream, streams, address(readable));
-  }
-  if constexpr (kStore == Store::merged) {
-#pragma unroll
-    for (u32 i = 0; i < 2; i++) {
-      windows[kInputs - 2 + i].start_bytes(tails.at[i], tails.mask[i] != 0, stream, streams, address(readable));
-      tail_mask[i] = tails.mask[i];
-      tail_value[i] = tails.value[i];
-    }
-  }
-  u64 out = address(plane.out) - (kStore == Store::merged ? 2 : 0) + static_cast<u64>(stride) * (stream * 64 + place_in_row(2 * lane_id(), kWidth));
-
-  u32 first[kInputs][kRows], second[kInputs][kRows];
-  const auto load = [&](u32 row) {
-#pragma unroll
-    for (u32 i = 0; i < kInputs; i++) windows[i].load(row, first[i][row], second[i][row]);
-  };
-  const auto bits = [&](u32 input, u32 row) { return __funnelshift_r(first[input][row], second[input][row], windows[input].shift); };
-  const auto put = [&](u64 at, u32 symbols, u32 row) {
-    const u32 pair = symbols | placer.place<kRest>(bits(0, row), bits(kRest ? 1 : 0, row));
-    u32 lower = 0;
-    if constexpr (kStore == Store::merged) {
-      const u32 upper_tail = (bits(kInputs - 2, row) & tail_mask[0]) | tail_value[0];
-      const u32 lower_tail = (bits(kInputs - 1, row) & tail_mask[1]) | tail_value[1];
-      lower = __byte_perm(lower_tail, upper_tail, 0x5140);
-    }
-    put_pair<kWidth, kStore>(at, stride, pair, lower);
-  };
-
-  // Brings a row behind the window to the L2 cache. Each thread asks for its own bits of one row, and those of all threads
-  // lie near enough to each other to bring nearly everything.
-  const auto bring = [&](u32 standing, u32 row) {
-    if (standing + row >= rows) return;
-#pragma unroll
-    for (u32 i = 0; i < kInputs; i++) windows[i].prefetch_row(row);
-  };
-
-  bring(0, kRows + lane_id() % 8);
-#pragma unroll
-  for (u32 k = 0; k < kRows; k++) load(k);
-  for (u32 batch = 1; batch <= batches; batch++) {
-    if (batch < batches) {  // after the last batch nothing comes: its rows are loaded again
-#pragma unroll
-      for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);
-      bring(batch * kRows, 8 + lane_id() % kRows);
-    }
-    bytes.refill(blob);
-    u32 from = bytes.place();
-    const u32 started = from;
-#pragma unroll
-    for (u32 k = 0; k < kRows; k++) {
-      put(out + static_cast<u64>(k) * row_bytes, step(lanes, from, below), k);
-      load(k);
-    }
-    out += static_cast<u64>(kRows) * row_bytes;
-    bytes.at += from - started;
-  }
-#pragma unroll
-  for (u32 i = 0; i < kInputs; i++) windows[i].advance(kRows);  // behind the last batch
-  for (u32 row = batches * kRows; row < rows; row++) {
-    load(0);
-    bytes.refill(blob);
-    u32 from = bytes.place();
-    const u32 started = from;
-    put(out, step(lanes, from, below), 0);
-    out += row_bytes;
-    bytes.at += from - started;
-#pragma unroll
-    for (u32 i = 0; i < kInputs; i++) windows[i].advance(1);
-  }
-  lanes_kept = lanes;
-  bytes_kept = bytes;
-}
 
 // One row, its raw bits read byte by byte: `low` and `rest` are its field blocks. Elements beyond the plane are dropped.
 NETWEIGHT_CALLED void put_row(const RansLayout& layout, const Plane& plane, u32 stream, u32 row, u32 symbols, const u8* low,
@@ -304,7 +11,8 @@ NETWEIGHT_CALLED void put_row(const RansLayout& layout, const Plane& plane, u32 
   const RawPlacer& placer = layout.placer;
   const u32 lane = lane_id();
   const u32 low_fields = field_pair(low, layout.low_bits, lane), rest_fields = field_pair(rest, layout.rest_bits, lane);
-  const u32 pair = symbols | (layout.rest_bits ? placer.place<true>(low_fields, rest_fields) : placer.place<false>(low_fields, 0));
+  const u32 raw = layout.rest_bits ? placer.place<true>(low_fields, rest_fields) : placer.place<false>(low_fields, 0);
+  const u32 pair = symbols | raw;
   const u32 element = (row * layout.streams + stream) * 64 + place_in_row(2 * lane, plane.width);
   if (element < plane.count) plane.put(element, pair & 0xffff);
   if (element + 1 < plane.count) plane.put(element + 1, pair >> 16);
@@ -332,8 +40,8 @@ NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& pla
     kept[1] = symbols;
   }
   const u32 used = low_row + layout.folded;
-  const bool bad = lanes.a >> 8 != 1 || lanes.b >> 8 != 1 || (2 * lane >= used && (lanes.a & 255)) || (2 * lane + 1 >= used && (lanes.b & 255));
-  if (__any_sync(kAllLanes, bad || bytes.at != end)) return kBadStream;
+  const u32 final_a = 2 * lane < used ? lanes.a >> 8 : lanes.a - 255, final_b = 2 * lane + 1 < used ? lanes.b >> 8 : lanes.b - 255;
+  if (__any_sync(kAllLanes, final_a != 1 || final_b != 1 || bytes.at != end)) return kBadStream;
 
   u8* last = ring_memory() + bytes.ring;  // two field blocks, put together where the stream was
   u8* before = last + 64;
@@ -343,7 +51,8 @@ NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& pla
   last[2 * lane + 1] = static_cast<u8>(lanes.b);
   __syncwarp();
   if (rows > 1) {
-    for (u32 i = lane; i < low_row; i += kWarp) before[i] = i < stored ? last_two[stream * stored + i] : last[low_row + i - stored];
+    for (u32 i = lane; i < low_row; i += kWarp)
+      before[i] = i < stored ? last_two[stream * stored + i] : last[low_row + i - stored];
     __syncwarp();
     const u64 block = static_cast<u64>(rows - 2) * streams + stream;
     put_row(layout, plane, stream, rows - 2, kept[0], before, layout.rest + block * rest_row);
@@ -352,25 +61,6 @@ NETWEIGHT_CALLED u32 decode_last_rows(const RansLayout& layout, const Plane& pla
   put_row(layout, plane, stream, rows - 1, kept[1], last, layout.rest + block * rest_row);
   __syncwarp();
   return 0;
-}
-
-template <u32 kWidth, bool kRest, Store kStore>
-NETWEIGHT_DEVICE u32 decode_rows_as(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream, const Bounds& blob,
-                                    const u8* readable, Lanes& lanes, ByteRing& bytes) {
-  decode_batches<kWidth, kRest, kStore>(layout, tails, plane, stream, blob, readable, lanes, bytes);
-  return rows_in_batches<kRest, kStore>(layout.rows);
-}
-
-// Decodes the rows of a stream that can be decoded fast, and returns their number.
-NETWEIGHT_DEVICE u32 decode_rows(const RansLayout& layout, const Tails& tails, const Plane& plane, u32 stream, const Bounds& blob,
-                                 const u8* readable, Lanes& lanes, ByteRing& bytes) {
-  const bool packed = plane.contiguous() && (address(plane.out) & (2 * plane.width - 1)) == 0;
-#define NETWEIGHT_ROWS(width, rest, store) decode_rows_as<width, rest, store>(layout, tails, plane, stream, blob, readable, lanes, bytes)
-  if (plane.width == 1) return packed ? NETWEIGHT_ROWS(1, false, Store::packed) : NETWEIGHT_ROWS(1, false, Store::apart);
-  if (layout.rest_bits) return packed ? NETWEIGHT_ROWS(2, true, Store::packed) : NETWEIGHT_ROWS(2, true, Store::apart);
-  if (tails.merged) return NETWEIGHT_ROWS(2, false, Store::merged);
-  return packed ? NETWEIGHT_ROWS(2, false, Store::packed) : NETWEIGHT_ROWS(2, false, Store::apart);
-#undef NETWEIGHT_ROWS
 }
 
 // Decodes a plane whose header is staged: `header` holds `staged` bytes from its mode on, or as many as it has. Gives the
