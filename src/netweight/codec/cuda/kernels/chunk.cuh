@@ -8,6 +8,8 @@
 constexpr u32 kBadIndex = 1, kTruncated = 2, kBadMode = 4, kBadSplit = 8, kBadStreams = 16, kBadTable = 32, kBadStates = 64,
               kBadStream = 128, kBadPacked = 256, kBadPatch = 512, kLeftOver = 1024;
 
+enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
+
 constexpr u32 kMostWarps = 4;
 constexpr u32 kStagedBytes = 1056;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
 constexpr u32 kSlice = 512;         // bytes of a stream that a warp loads at once
@@ -55,9 +57,12 @@ NETWEIGHT_DEVICE void prefetch(u64 at) {
 
 NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, const Bounds& bounds) {
   u64 halves[2] = {0, 0};
-  for (u32 i = 0; i < 16; i++)
-    if (at + i >= bounds.begin && at + i < bounds.end) halves[i / 8] |= static_cast<u64>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 8);
-  return make_uint4(static_cast<u32>(halves[0]), static_cast<u32>(halves[0] >> 32), static_cast<u32>(halves[1]), static_cast<u32>(halves[1] >> 32));
+  for (u32 i = 0; i < 16; i++) {
+    if (at + i < bounds.begin || at + i >= bounds.end) continue;
+    halves[i / 8] |= static_cast<u64>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 8);
+  }
+  return make_uint4(static_cast<u32>(halves[0]), static_cast<u32>(halves[0] >> 32), static_cast<u32>(halves[1]),
+                    static_cast<u32>(halves[1] >> 32));
 }
 
 // 16 bytes at a multiple of 16; what lies outside the bounds is 0.
