@@ -53,8 +53,7 @@ NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, SplitRange range, u32 samp
     choose_split(plane, range, stride, m.search, m.table);
     __syncthreads();
     const u64 cost = m.table.cost;
-    if (packed_cost < worthwhile && packed_cost <= cost) 
-      return with_loads(plane, [&](auto load) { return write_packed(load, plane, out, m.parts); });
+    if (packed_cost < worthwhile && packed_cost <= cost) return write_packed(plane, out, m.parts);
     if (cost >= worthwhile) return (1 + bytes) | kRawBit;
     const u32 size = encode_rans(plane, out, work, m);
     if (size != 0) return size;

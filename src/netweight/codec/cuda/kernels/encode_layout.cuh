@@ -15,6 +15,7 @@ constexpr u32 kPackedAhead = 4;      // groups that a thread loads before it pac
 struct Layout {
   u32 streams, rows;
   u32 raw_bits, low_bits, rest_bits, shift, symbol_mask;
+  u32 raw_mask, sign_mask, sign_shift;  // raw bits are v & raw_mask | v >> sign_shift & sign_mask
   u32 row_low, row_rest;  // bytes of a row of a stream in the two regions of raw bits
   u32 folded;             // bytes of the last row but one that stand in states
   u32 table_bytes, lengths, states, low, rest, bodies;  // offsets in the plane
@@ -62,6 +63,9 @@ NETWEIGHT_DEVICE Layout layout_of(const Plane& plane, const Table& table) {
   a.rest_bits = a.raw_bits - a.low_bits;
   a.shift = a.signed_raw ? a.raw_bits - 1 : a.raw_bits;
   a.symbol_mask = (1u << symbol_bits_of(plane, a.raw_bits)) - 1;
+  a.sign_mask = a.signed_raw ? 1u << (a.raw_bits - 1) : 0;
+  a.raw_mask = (a.signed_raw ? a.sign_mask : 1u << a.raw_bits) - 1;
+  a.sign_shift = 8 * plane.unit - a.raw_bits;
   a.row_low = 8 * a.low_bits;
   a.row_rest = 8 * a.rest_bits;
   a.folded = a.rows == 1 ? 0 : a.row_low < 32 ? a.row_low : 64 - a.row_low;
@@ -76,62 +80,65 @@ NETWEIGHT_DEVICE Layout layout_of(const Plane& plane, const Table& table) {
   return a;
 }
 
-NETWEIGHT_DEVICE u32 raw_of(const Layout& a, u32 unit, u32 v) {
-  if (!a.signed_raw) return v & ((1u << a.raw_bits) - 1);
-  const u32 low = a.raw_bits - 1;
-  return v >> (8 * unit - 1) << low | (v & ((1u << low) - 1));
-}
-
 // The first element of a group of eight lanes, counted from its row's.
 NETWEIGHT_DEVICE u32 group_place(u32 unit, u32 group) { return unit == 1 ? 8 * group : (group & 1) * 32 + group / 2 * 8; }
 
 // ---- raw bits --------------------------------------------------------------------------------------------------------
 
-struct Fields {
-  u64 low, rest;  // eight fields each
-};
-
-NETWEIGHT_DEVICE Fields fields_of(const Layout& a, u32 unit, const u32* v) {
-  Fields fields = {0, 0};
+// Eight fields of so many bits, one behind the other; larger ones are cut off.
+NETWEIGHT_DEVICE u64 gathered(const u32* fields, u32 shift, u32 bits) {
+  const u32 mask = (1u << bits) - 1;
+  u32 quads[2];
 #pragma unroll
-  for (u32 k = 0; k < kGroup; k++) {
-    const u32 raw = raw_of(a, unit, v[k]);
-    fields.low |= static_cast<u64>(raw & 0xff) << a.low_bits * k;
-    fields.rest |= static_cast<u64>(raw >> 8) << a.rest_bits * k;
+  for (u32 k = 0; k < 2; k++) {
+    const u32* f = fields + 4 * k;
+    const u32 first = (f[0] >> shift & mask) | (f[1] >> shift & mask) << bits, second = (f[2] >> shift & mask) | (f[3] >> shift & mask) << bits;
+    quads[k] = first | second << 2 * bits;
   }
-  return fields;
+  return quads[0] | static_cast<u64>(quads[1]) << 4 * bits;
 }
 
-// The raw bits of a group of a block of 64 elements, zero beyond the plane's end.
-template <typename Load>
-static __device__ __forceinline__ Fields fields_at(Load, const Plane& plane, const Layout& a, u32 block, u32 group) {
-  u32 v[kGroup];
-  Load::group_or(plane, block * kRow + group_place(plane.unit, group), 0, v);
-  return fields_of(a, plane.unit, v);
+NETWEIGHT_DEVICE void write_fields(u8* to, u64 fields, u32 bytes) {
+#pragma unroll 1
+  for (u32 i = 0; i < bytes; i++) to[i] = static_cast<u8>(fields >> 8 * i);
 }
 
-NETWEIGHT_DEVICE void write_low_bytes(u8* to, u64 value, u32 bytes) {
-  for (u32 i = 0; i < bytes; i++) to[i] = static_cast<u8>(value >> 8 * i);
+// Elements become their raw bits.
+NETWEIGHT_DEVICE void keep_raw_bits(const Layout& a, u32* v) {
+#pragma unroll
+  for (u32 k = 0; k < kGroup; k++) v[k] = (v[k] & a.raw_mask) | (v[k] >> a.sign_shift & a.sign_mask);
+}
+
+// A group's raw bits: to `low`, at most `room` bytes of them, and those above the lower eight to `rest`.
+NETWEIGHT_DEVICE void write_raw_bits(const Layout& a, u32* v, u8* low, u32 room, u8* rest) {
+  keep_raw_bits(a, v);
+  write_fields(low, gathered(v, 0, a.low_bits), room);
+  if (a.rest_bits != 0) write_fields(rest, gathered(v, 8, a.rest_bits), a.rest_bits);
+}
+
+// The elements of a group of a block of 64, zero beyond the plane's end.
+NETWEIGHT_DEVICE void group_at(const Plane& plane, u32 block, u32 group, u32* v) {
+  const u32 first = block * kRow + group_place(plane.unit, group);
+#pragma unroll
+  for (u32 k = 0; k < kGroup; k++) v[k] = first + k < plane.count ? element_of(plane, first + k) : 0;
 }
 
 // Packs the raw bits of the last two rows, but for those that states hold.
-template <typename Load>
-static __device__ __forceinline__ void pack_last_rows(Load load, const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
+NETWEIGHT_DEVICE void pack_last_rows(const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
   const u32 blocks = a.rows * a.streams, last = blocks - a.streams, first = a.rows > 2 ? last - a.streams : 0;
   for (u32 i = first * 8 + worker; i < blocks * 8; i += workers) {
     const u32 block = i / 8, group = i % 8;
-    const Fields fields = fields_at(load, plane, a, block, group);
-    write_low_bytes(out + a.rest + block * a.row_rest + group * a.rest_bits, fields.rest, a.rest_bits);
-    if (block >= last) continue;  // the last row but one ends sooner, the last is not there
-    const u32 kept = a.row_low - a.folded, place = group * a.low_bits;
+    const u32 kept = block < last ? a.row_low - a.folded : 0, place = group * a.low_bits;  // the last row but one ends sooner
     const u32 room = place >= kept ? 0 : kept - place < a.low_bits ? kept - place : a.low_bits;
-    write_low_bytes(out + a.low + first * a.row_low + (block - first) * kept + place, fields.low, room);
+    u32 v[kGroup];
+    group_at(plane, block, group, v);
+    write_raw_bits(a, v, out + a.low + first * a.row_low + (block - first) * kept + place, room, out + a.rest + block * a.row_rest + group * a.rest_bits);
   }
 }
 
 // Packs the raw bits of all rows; `worker` of `workers` threads does its share.
 template <typename Load>
-static __device__ __forceinline__ void pack_raw_bits(Load load, const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
+static __device__ __forceinline__ void pack_raw_bits(Load, const Plane& plane, const Layout& a, u8* out, u32 worker, u32 workers) {
   const u32 groups = a.rows > 2 ? (a.rows - 2) * a.streams * 8 : 0;
   for (u32 base = worker; base < groups; base += workers * kPackedAhead) {
     u32 v[kPackedAhead][kGroup];
@@ -143,11 +150,8 @@ static __device__ __forceinline__ void pack_raw_bits(Load load, const Plane& pla
 #pragma unroll
     for (u32 k = 0; k < kPackedAhead; k++) {
       const u32 i = base + k * workers;
-      if (i >= groups) continue;
-      const Fields fields = fields_of(a, plane.unit, v[k]);
-      write_low_bytes(out + a.low + i * a.low_bits, fields.low, a.low_bits);
-      write_low_bytes(out + a.rest + i * a.rest_bits, fields.rest, a.rest_bits);
+      if (i < groups) write_raw_bits(a, v[k], out + a.low + i * a.low_bits, a.low_bits, out + a.rest + i * a.rest_bits);
     }
   }
-  pack_last_rows(load, plane, a, out, worker, workers);
+  pack_last_rows(plane, a, out, worker, workers);
 }

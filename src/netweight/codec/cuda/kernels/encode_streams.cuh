@@ -21,6 +21,17 @@ NETWEIGHT_DEVICE void fill_entries(const Table& table, u32 bins, u64* entries) {
   __syncthreads();
 }
 
+// Notes a row's patches above `patches` others that `top` is behind, the last lane's first, and returns how many there are then.
+// Rows seldom need any, and the loops over rows stay short without this.
+static __device__ __noinline__ u32 note_patches(u32* top, u32 patches, u32 position, bool even_rare, bool odd_rare, u32 even_symbol, u32 odd_symbol) {
+  const u32 evens = __ballot_sync(kAllLanes, even_rare), odds = __ballot_sync(kAllLanes, odd_rare);
+  const u32 above = 0xfffffffeu << lane_id();
+  u32 at = patches + __popc(evens & above) + __popc(odds & above);
+  if (odd_rare) *(top - ++at) = (position + 1) << 12 | odd_symbol;
+  if (even_rare) *(top - ++at) = position << 12 | even_symbol;
+  return patches + __popc(evens) + __popc(odds);
+}
+
 // Codes rows of one stream; thread t of the warp has lanes 2t and 2t + 1.
 struct Coder {
   const u64* entries;
@@ -40,23 +51,14 @@ struct Coder {
     return x + (entry & 0xff) + __umulhi(2 * x, reciprocal) * (entry >> 16 & 0x1ff);
   }
 
-  // False if there were too many patches before this row and it needs one.
-  __device__ __forceinline__ bool note_patches(u32 pair, bool even_rare, bool odd_rare, u32 row) {
-    if (patches > patch_limit) return false;
-    const u32 evens = __ballot_sync(kAllLanes, even_rare), odds = __ballot_sync(kAllLanes, odd_rare);
-    const u32 above = 0xfffffffeu << lane_id();
-    u32 at = patches + __popc(evens & above) + __popc(odds & above);
-    const u32 position = row * kRow + 2 * lane_id();
-    if (odd_rare) *(patch_top - ++at) = (position + 1) << 12 | symbol(pair >> 16);
-    if (even_rare) *(patch_top - ++at) = position << 12 | symbol(pair & 0xffff);
-    patches += __popc(evens) + __popc(odds);
-    return true;
-  }
-
-  // Codes a row; `rare` is false if it is known to need no patch. False as note_patches.
+  // Codes a row; `rare` is false if it is known to need no patch. False if there were too many before it and it needs one.
   __device__ __forceinline__ bool put_row(u32 pair, u64 even_entry, u64 odd_entry, bool rare, u32 row) {
     const u32 e = static_cast<u32>(even_entry), o = static_cast<u32>(odd_entry);
-    if (rare && __any_sync(kAllLanes, ((e | o) & kRareBit) != 0) && !note_patches(pair, (e & kRareBit) != 0, (o & kRareBit) != 0, row)) return false;
+    if (rare && __any_sync(kAllLanes, ((e | o) & kRareBit) != 0)) {
+      if (patches > patch_limit) return false;
+      const u32 position = row * kRow + 2 * lane_id();
+      patches = note_patches(patch_top, patches, position, (e & kRareBit) != 0, (o & kRareBit) != 0, symbol(pair & 0xffff), symbol(pair >> 16));
+    }
     const u32 even_full = even >= (e & 0xff00), odd_full = odd >= (o & 0xff00);
     const u32 evens = __ballot_sync(kAllLanes, even_full), odds = __ballot_sync(kAllLanes, odd_full);
     const u32 above = 0xfffffffeu << lane_id();  // the last lane gives its byte first
@@ -105,9 +107,8 @@ static __device__ __forceinline__ bool put_rows(Load, const Plane& plane, const 
     for (u32 k = 0; k < kRowsAhead; k++)
       if (!coder.put_row(now[k], evens[k], odds[k], rare, row - 1 - k)) return false;
   }
-#pragma unroll
-  for (u32 k = 0; k + 1 < kRowsAhead; k++)
-    if (k < row && !coder.put_row(Load::unpacked(plane, next[k]), row - 1 - k)) return false;
+  while (row-- > 0)
+    if (!coder.put_row(Load::unpacked(plane, Load::pair(plane, at + row * step)), row)) return false;
   return true;
 }
 
@@ -119,12 +120,13 @@ NETWEIGHT_DEVICE bool put_last_row(const Plane& plane, const Layout& a, u32 stre
 }
 
 // The states that a stream starts from: 256, and the raw bits that are folded in. `fields` is shared memory of this warp's.
-template <typename Load>
-static __device__ __forceinline__ void first_states(Load load, const Plane& plane, const Layout& a, u32 stream, u8 fields[2][kRow], Coder& coder) {
+NETWEIGHT_DEVICE void first_states(const Plane& plane, const Layout& a, u32 stream, u8 fields[2][kRow], Coder& coder) {
   const u32 lane = lane_id(), row = lane / 8, group = lane % 8;
   if (row < 2 && row < a.rows) {
-    const Fields raw = fields_at(load, plane, a, (a.rows - 1 - row) * a.streams + stream, group);
-    write_low_bytes(fields[row] + group * a.low_bits, raw.low, a.low_bits);
+    u32 v[kGroup];
+    group_at(plane, (a.rows - 1 - row) * a.streams + stream, group, v);
+    keep_raw_bits(a, v);
+    write_fields(fields[row] + group * a.low_bits, gathered(v, 0, a.low_bits), a.low_bits);
   }
   __syncwarp();
   u32 states[2];
@@ -150,7 +152,7 @@ static __device__ __forceinline__ bool code_stream(Load load, const Plane& plane
   coder.stream = work + 4 * patch_room(a.rows) * a.streams + a.rows * kRow * stream;
   coder.left = a.rows * kRow;
   coder.patches = 0;
-  first_states(load, plane, a, stream, m.fields[stream], coder);
+  first_states(plane, a, stream, m.fields[stream], coder);
   const bool sound = put_last_row(plane, a, stream, m.table.host << a.shift, coder) && put_rows(load, plane, a, stream, a.rows - 1, coder);
   u8* const states = out + a.states + 128 * stream + 2 * lane_id();
   states[0] = static_cast<u8>(coder.even);
