@@ -1,4 +1,4 @@
-"""Puts the emulator in the place of the GPU for `netweight.codec.cuda.encoding`, with forbidden pages around its memory."""
+"""Puts the emulator in the place of the GPU for the CUDA encoder, with forbidden pages around all memory."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ def emulate(monkeypatch, *, backwards=False):
     emulated_kernels.require_compiler()
     monkeypatch.setattr(launching, "launch", partial(emulated_kernels.launch, backwards=backwards))
     monkeypatch.setattr(encoding, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(encoding, "_memory", lambda size, beside, what: guarded_bytes(size))
+    monkeypatch.setattr(encoding, "_memory", lambda size, device: guarded_bytes(size))
 
 
 def guarded_bytes(size):

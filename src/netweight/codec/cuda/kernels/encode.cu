@@ -53,8 +53,7 @@ NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, SplitRange range, u32 samp
     choose_split(plane, range, stride, m.search, m.table);
     __syncthreads();
     const u64 cost = m.table.cost;
-    if (packed_cost < worthwhile && packed_cost <= cost) 
-      return with_loads(plane, [&](auto load) { return write_packed(load, plane, out, m.parts); });
+    if (packed_cost < worthwhile && packed_cost <= cost) return write_packed(plane, out, m.parts);
     if (cost >= worthwhile) return (1 + bytes) | kRawBit;
     const u32 size = encode_rans(plane, out, work, m);
     if (size != 0) return size;
@@ -69,13 +68,13 @@ NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, SplitRange range, u32 samp
 extern "C" __global__ void __launch_bounds__(kThreads)
     encode_planes(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 least, i64 most, i64 signed_raw, i64 sampling, i64 first_chunk,
                   u8* slots, i64 slot_bytes, u8* work, i64 work_bytes, u32* sizes, i64 digest, const u64* sums, i64 sum_blocks, u64* state,
-                  i64 last_wave, u8* digest_out) {
+                  i64 first_wave, i64 last_wave, u8* digest_out) {
   __shared__ Memory m;
   u32 item = blockIdx.x;
   if (digest != 0) {
     if (item-- == 0) {
       const Text text = Text::of(data, static_cast<u64>(numbers) * static_cast<u64>(number_bytes));
-      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_chunk == 0, last_wave != 0, digest_out);
+      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_wave != 0, last_wave != 0, digest_out);
       return;
     }
   }

@@ -57,27 +57,23 @@ static __device__ __forceinline__ u32 packed_size(Load load, const Plane& plane,
 }
 
 // Writes a plane of one-byte elements, a thread for each block of 64; returns its size.
-template <typename Load>
-static __device__ __forceinline__ u32 write_packed(Load load, const Plane& plane, u8* out, u32* parts) {
+NETWEIGHT_DEVICE u32 write_packed(const Plane& plane, u8* out, u32* parts) {
   const u32 blocks = packed_blocks(plane);
   u8* fields = out + 1 + (blocks + 1) / 2;
   if (threadIdx.x == 0) out[0] = kPacked;
   for (u32 base = 0; base < blocks; base += kThreads) {
     const u32 block = base + threadIdx.x;
+    const u32 first = block * 64, last = first + 64 < plane.count ? first + 64 : plane.count;
     u32 used = 0;
-    if (block < blocks)
-      for (u32 group = 0; group < 8; group++)
-        if (block * 64 + group * kGroup < plane.count) used |= bits_used(load, plane, block * 64 + group * kGroup);
+    for (u32 i = first; i < last; i++) used |= element_of(plane, i);
     const u32 width = packed_width(used), neighbor = __shfl_down_sync(kAllLanes, width, 1);
     if (block < blocks && block % 2 == 0) out[1 + block / 2] = static_cast<u8>(width | neighbor << 4);
     u32 total = 0;
     u8* to = fields + 8 * block_running_sum(width, parts, total);
     for (u32 group = 0; group < 8 && width > 0; group++, to += width) {
-      u32 v[kGroup];
-      Load::group_or(plane, block * 64 + group * kGroup, 0, v);
       u64 packed = 0;
-#pragma unroll
-      for (u32 k = 0; k < kGroup; k++) packed |= static_cast<u64>(v[k] >> (8 - width)) << width * k;
+      for (u32 k = 0; k < kGroup && first + group * kGroup + k < last; k++)
+        packed |= static_cast<u64>(element_of(plane, first + group * kGroup + k) >> (8 - width)) << width * k;
       for (u32 k = 0; k < width; k++) to[k] = static_cast<u8>(packed >> 8 * k);
     }
     fields += 8 * total;
