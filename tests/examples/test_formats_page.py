@@ -61,3 +61,12 @@ def test_arithmetic_is_that_of_the_kernels():
     bits = [results()["measured"]["N(0, 0.02)"][f"bits per weight, {form}"] / 8 for form in ("fixed", "codec")]
     again = {str(b): benchmark["relative"](b, memory, arithmetic, *bits, decoders) for b in benchmark["BATCHES"]}
     assert again == results()["computed"]["H200"]["rows of inputs"]
+
+
+def test_the_benchmark_of_products_runs_to_its_end(tmp_path):
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "fixed_products.py"))
+    small = ["--device", "cpu", "--shapes", "32x64,20x70", "--batches", "1,70", "--rounds", "2", "--bytes", "20000"]
+    benchmark["main"]([*small, "--output", str(tmp_path / "products.json")])
+    found = json.loads((tmp_path / "products.json").read_text())["products"]
+    assert len(found) == 4
+    assert all(case[name]["us"] > 0 for case in found.values() for name in ("dense", "fixed", "decoded"))

@@ -128,6 +128,22 @@ def test_still_larger_and_empty_batches_are_torchs_own(launched, shape):  # noqa
     assert same(y, F.linear(x, weight))
 
 
+def test_inputs_that_do_not_fit_are_refused_as_torch_does(launched):  # noqa: F811
+    payload = encode_fixed(finite_weights(24, 64))
+    good = inputs(2, 64)
+    for x, bias in (
+        (inputs(4, 32), None),
+        (good.float(), None),
+        (good, torch.zeros(23).bfloat16()),
+        (good[0, 0], None),
+    ):
+        with pytest.raises(RuntimeError):
+            fixed_products.linear(x, payload, 24, 64, bias)
+    assert set(launched) == {"decode_fixed"}
+    column = torch.ones(1).bfloat16()  # torch broadcasts it
+    assert same(fixed_products.linear(good, payload, 24, 64, column), F.linear(good, finite_weights(24, 64), column))
+
+
 def test_inputs_of_any_address_and_shape(launched):  # noqa: F811
     weight, room = finite_weights(24, 64), torch.randn(6 * 64 + 1).bfloat16()
     payload = encode_fixed(weight)

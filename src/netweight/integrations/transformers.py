@@ -8,7 +8,8 @@ tensor after another. Either way the model computes what the dense one does, bit
 to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
 `netweight.compress_` compresses; others, such as norms, are decoded while loading. Experts that transformers merges
 into one weight while it loads them are decoded for that, one layer at a time, and compressed again: if they had been
-rounded they keep these values, and the place that others take. Needs transformers 5.
+rounded they keep these values, and the place that others take. `NetweightConfig(prefer="speed")` keeps the bf16 weights
+of linear layers in the fixed-length form that GPU kernels multiply with. Needs transformers 5.
 """
 
 from __future__ import annotations

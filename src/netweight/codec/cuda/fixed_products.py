@@ -131,8 +131,7 @@ def linear(
         bf16 tensor of shape (..., rows).
     """
     batch = x.numel() // columns
-    plain = all(tensor is None or tensor.dtype == torch.bfloat16 for tensor in (x, bias))
-    if not (plain and 0 < batch <= MOST_FUSED and runs_on(payload.device)):
+    if not (0 < batch <= MOST_FUSED and runs_on(payload.device) and _fit(x, bias, rows, columns, payload.device)):
         return F.linear(x, decode(payload, rows, columns), bias)
     inputs = _aligned(x.reshape(batch, columns).contiguous())
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
@@ -140,6 +139,13 @@ def linear(
     for at in range(0, batch, _MOST_AT_ONCE):
         _multiply(inputs[at : at + _MOST_AT_ONCE], payload, added, y[at : at + _MOST_AT_ONCE])
     return y.view(*x.shape[:-1], rows)
+
+
+def _fit(x: torch.Tensor, bias: torch.Tensor | None, rows: int, columns: int, device: torch.device) -> bool:
+    """Whether a kernel can take input and bias; where it cannot, torch says what is wrong with them, if anything is."""
+    others = [x] if bias is None else [x, bias]
+    alike = all(tensor.dtype == torch.bfloat16 and tensor.device == device for tensor in others)
+    return alike and x.shape[-1] == columns and (bias is None or bias.shape == (rows,))
 
 
 def _multiply(x: torch.Tensor, payload: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
