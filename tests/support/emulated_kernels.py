@@ -26,7 +26,7 @@ EMULATOR = Path(__file__).parent / "cuda_emulator"
 # Compiler checks that trap; shifts by the width of a type, for instance, differ between the CPU and the GPU.
 CHECKS = "alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow"
 OPTIONS = (
-    "-std=c++17", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror",
+    "-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror",
     "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unknown-pragmas", f"-fsanitize={CHECKS}",
     "-fsanitize-undefined-trap-on-error",
 )  # fmt: skip

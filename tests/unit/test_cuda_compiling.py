@@ -104,7 +104,7 @@ def test_what_does_not_compile_is_told(nvrtc, small):
     (small / "small.cu").write_text("__global__ void f() { oops }")
     with pytest.raises(CudaFailed, match=r"small\.cu does not compile for sm_90.*\n?.*oops"):
         compiling.compile_all("sm_90")
-    with pytest.raises(UsageError, match="no kernel file 'large.cu'"):
+    with pytest.raises(UsageError, match=r"no kernel file 'large\.cu'"):
         compiling.cubin("large.cu", "sm_90")
 
 
@@ -132,7 +132,7 @@ def test_a_machine_without_cuda_is_told_why(asked_again, monkeypatch):
     unavailable_because.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert "built for AMD's GPUs" in unavailable_because()
-    with pytest.raises(CudaUnavailable, match="CUDA kernels cannot run here: torch .* is built for AMD"):
+    with pytest.raises(CudaUnavailable, match=r"CUDA kernels cannot run here: torch .* is built for AMD"):
         launching.launch("decode.cu", "decode_blob", 1, 32, [], device=torch.device("cuda", 0))
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from blobs_on_devices import assert_decoded_alike, decoded
-from blobs_under_test import BY_NAME, KINDS, LEVELS, encoded, handmade, mutated, skewed, tensor_data
+from blobs_under_test import KINDS, LEVELS, handmade, skewed, tensor_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.cuda import launching
-from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
+from netweight.errors import OutOfMemory, Unsupported, UsageError
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -73,25 +73,8 @@ def test_rare_symbols_are_patched(width, count, level, seed):
 
 def test_what_is_damaged_is_refused_as_the_codec_does_it():
     rng = np.random.default_rng(11)
-    blobs = [blob for _, blob, _ in encoded(rng) if BY_NAME_OF[blob[4]] in on_devices.IN_TORCH]
-    blobs += [blob for _, blob, _ in handmade(rng)]
-    for _ in range(600):
-        blob, other = (blobs[i] for i in rng.integers(0, len(blobs), 2))
-        damaged = mutated(blob, other, rng)
-        element = BY_NAME_OF.get(damaged[4]) if len(damaged) > 28 else None
-        if element in on_devices.IN_TORCH and not _huge(damaged):
-            assert_decoded_alike(damaged, "cpu", "start" if rng.integers(2) else "end")
-
-
-BY_NAME_OF = {element.code: name for name, element in BY_NAME.items() if name != "C32"}
-
-
-def _huge(blob):
-    """Whether a damaged shape asks for more memory than a test should take."""
-    try:
-        return codec.info(blob).nbytes > 1 << 24
-    except (CorruptBlob, Unsupported):
-        return False
+    for damaged in on_devices.damaged_blobs(rng, 1500):
+        assert_decoded_alike(damaged, "cpu", "start" if rng.integers(2) else "end")
 
 
 def test_the_order_of_threads_does_not_matter(emulator):

@@ -63,7 +63,9 @@ def test_small_tensors(count):
             same(made(name, count, kind, rng), chunk_log2=10)
 
 
-@pytest.mark.parametrize("count", [(1 << 14) - 1, 1 << 14, (1 << 16) - 1, 1 << 16, (1 << 16) + 9, (1 << 18) - 1, 1 << 18])
+@pytest.mark.parametrize(
+    "count", [(1 << 14) - 1, 1 << 14, (1 << 16) - 1, 1 << 16, (1 << 16) + 9, (1 << 18) - 1, 1 << 18]
+)
 def test_sizes_at_which_streams_and_samples_change(count):
     tensor = made("BF16", count, "weights", np.random.default_rng(count))
     for level in ("fast", "default"):
@@ -216,6 +218,17 @@ def test_a_blob_without_digest():
     assert not blob[8:24].any()
     assert blob[28:].tobytes() == whole[28:]
     assert torch.equal(codec.decode(blob), tensor)  # its header check fits
+
+
+@pytest.mark.parametrize("count", [3, 200, 5000])
+def test_a_digest_that_comes_later(count, monkeypatch):
+    monkeypatch.setattr(encoding, "SCRATCH_BYTES", 1)
+    tensor = made("F32", count, "weights", np.random.default_rng(count))
+    blob, whole = encoding.encode(tensor, digest=False, chunk_log2=10), codec.encode(tensor, chunk_log2=10)
+    assert encoding.with_digest(blob).numpy().tobytes() == whole
+    assert encoding.with_digest(blob, tensor).numpy().tobytes() == whole
+    monkeypatch.undo()
+    assert encoding.with_digest(blob).numpy().tobytes() == whole
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------

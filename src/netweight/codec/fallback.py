@@ -142,7 +142,7 @@ def head_splits(element: ElementType, level: int) -> list[Split]:
 
 
 def sampling(level: int) -> int:
-    """Of so many groups of eight elements one is looked at first, in planes of 2^16 elements and more; level by number."""
+    """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first; level by number."""
     return {FAST: 16, DEFAULT: 8, MAX: 1}[level]
 
 

@@ -7,7 +7,8 @@
 // is touched: guard pages around the arguments (see emulated_kernels.py) and the checks that the compiler adds raise a
 // signal, which is caught. Shared memory is filled with rubbish before each block. Blocks run one after the other.
 //
-// Limits: blocks of whole warps, full masks only, static shared memory declared in the kernel function itself.
+// Limits: blocks of whole warps, full masks only, static shared memory declared in the kernel function or
+// for the whole file.
 #pragma once
 
 #define NETWEIGHT_EMULATED 1
@@ -343,6 +344,8 @@ template <typename T>
 static inline T __ldcs(const T* p) { return *p; }
 template <typename T>
 static inline void __stcs(T* p, T value) { *p = value; }
+template <typename T>
+static inline void __stwb(T* p, T value) { *p = value; }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 

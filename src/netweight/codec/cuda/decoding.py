@@ -14,7 +14,7 @@ from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 
 __all__ = ["DecodePlan", "decode", "raise_if_corrupt"]
 
-_FILE = "decode.cu"
+_FILE, _ENTRY = "decode.cu", "decode_chunks"
 # In the order of the bits that kernels/chunk.cuh gives them.
 _REASONS = (
     "its index does not fit its size",
@@ -57,8 +57,9 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
     if layout.chunks:
         number_bytes = layout.nbytes // layout.numbers
         starts = layout.starts.to(blob.device)
-        arguments = (blob, layout.size, starts, out, layout.numbers, number_bytes, layout.chunk_log2, own_status)
-        launching.launch(_FILE, "decode_blob", layout.chunks, _threads(layout), arguments, device=blob.device)
+        job = (blob, layout.size, starts, out, layout.numbers, number_bytes, layout.chunk_log2)
+        arguments = (0, 0, *job, own_status)  # no table of jobs
+        launching.launch(_FILE, _ENTRY, layout.chunks, _threads(layout), arguments, device=blob.device)
     if status is None:
         raise_if_corrupt(own_status)
     return out
@@ -136,8 +137,8 @@ class DecodePlan:
         """
         own_status = torch.zeros(1, dtype=torch.int32, device=self._device) if status is None else status
         if self._blocks:
-            arguments = (self._jobs, len(self._jobs), own_status)
-            launching.launch(_FILE, "decode_blobs", self._blocks, self._threads, arguments, device=self._device)
+            arguments = (self._jobs, len(self._jobs), *(0,) * 7, own_status)
+            launching.launch(_FILE, _ENTRY, self._blocks, self._threads, arguments, device=self._device)
         if status is None:
             raise_if_corrupt(own_status)
         return self.outs

@@ -29,6 +29,7 @@ struct Shared {
   u32 failure;      // reasons, ORed
   u64 plane_bytes;  // of a plane that one warp decodes
 };
+__shared__ Shared shared;  // no argument, so that the compiler knows which kind of memory it is
 
 // A piece of memory, as addresses: pointers beyond an array must not even be computed, and streams that are damaged would.
 struct Bounds {
@@ -37,14 +38,17 @@ struct Bounds {
 
 NETWEIGHT_DEVICE u64 address(const void* p) { return reinterpret_cast<u64>(p); }
 
+NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, const Bounds& bounds) {
+  u64 halves[2] = {0, 0};
+  for (u32 i = 0; i < 16; i++)
+    if (at + i >= bounds.begin && at + i < bounds.end) halves[i / 8] |= static_cast<u64>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 8);
+  return make_uint4(static_cast<u32>(halves[0]), static_cast<u32>(halves[0] >> 32), static_cast<u32>(halves[1]), static_cast<u32>(halves[1] >> 32));
+}
+
 // 16 bytes at a multiple of 16; what lies outside the bounds is 0.
 NETWEIGHT_DEVICE uint4 load16(u64 at, const Bounds& bounds) {
   if (at >= bounds.begin && at + 16 <= bounds.end) return __ldg(reinterpret_cast<const uint4*>(at));
-  u32 words[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (u32 i = 0; i < 16; i++)
-    if (at + i >= bounds.begin && at + i < bounds.end) words[i / 4] |= static_cast<u32>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 4);
-  return make_uint4(words[0], words[1], words[2], words[3]);
+  return load16_by_bytes(at, bounds);
 }
 
 // Where the elements of a plane go.
@@ -97,6 +101,9 @@ NETWEIGHT_DEVICE u32 field_pair(const u8* block, u32 bits, u32 i) {
   return value >> from % 8 & ((1u << 2 * bits) - 1);
 }
 
+// Place of lane i's element in its row, i even; lane i + 1's is the next.
+NETWEIGHT_DEVICE u32 place_in_row(u32 i, u32 width) { return width == 1 ? i : (i >> 3 & 1) * 32 + (i >> 4) * 8 + (i & 7); }
+
 // Sums over the lanes up to and including this one.
 NETWEIGHT_DEVICE u32 inclusive_sum(u32 value) {
   u32 lane = lane_id();
@@ -123,4 +130,4 @@ NETWEIGHT_DEVICE u32 claimed_items(u32 claims, bool& carry) {
   return claimed;
 }
 
-NETWEIGHT_DEVICE void fail(Shared& shared, u32 reason) { atomicOr(&shared.failure, reason); }
+NETWEIGHT_DEVICE void fail(u32 reason) { atomicOr(&shared.failure, reason); }

@@ -22,7 +22,7 @@ struct Job {
 };
 
 // Stages the header of a plane in shared memory, all of it or what the blob has.
-NETWEIGHT_DEVICE const u8* stage(const u8* at, const Bounds& blob, Shared& shared) {
+NETWEIGHT_DEVICE const u8* stage(const u8* at, const Bounds& blob) {
   const u64 from = address(at) & ~15ull;
   for (u32 unit = threadIdx.x; unit < kStagedBytes / 16; unit += blockDim.x) shared.staged[unit] = load16(from + 16 * unit, blob);
   __syncthreads();
@@ -30,9 +30,9 @@ NETWEIGHT_DEVICE const u8* stage(const u8* at, const Bounds& blob, Shared& share
 }
 
 // Decodes a plane that `left` bytes begin with and gives its size. Returns a reason for refusal, the same in all threads.
-NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, const Bounds& blob, Shared& shared, u64& size) {
+NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, const Bounds& blob, u64& size) {
   if (left == 0) return kTruncated;
-  const u8* header = stage(at, blob, shared);
+  const u8* header = stage(at, blob);
   const u64 raw_bytes = static_cast<u64>(plane.count) * plane.width;
   u32 reason = 0;
   switch (header[0]) {
@@ -49,13 +49,13 @@ NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, co
       size++;
       return reason;
     case kRans:
-      return decode_rans(at, left, header, plane, blob, shared, size);
+      return decode_rans(at, left, header, plane, blob, size);
     case kWideRans:
       if (warp_id() == 0) {
         reason = decode_wide(at, left, plane, *reinterpret_cast<WideTable*>(shared.rings), size);
         if (lane_id() == 0) {
           shared.plane_bytes = size;
-          if (reason) fail(shared, reason);
+          if (reason) fail(reason);
         }
       }
       __syncthreads();
@@ -66,7 +66,7 @@ NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, co
   }
 }
 
-NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status, Shared& shared) {
+NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
   const Bounds blob{address(job.blob), address(job.blob) + static_cast<u64>(job.size)};
   const i64 start = job.starts[chunk], end = job.starts[chunk + 1], first = chunk << job.chunk_log2;
   if (threadIdx.x == 0) shared.failure = 0;
@@ -83,7 +83,7 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status, Share
     reason = shared.failure;
     if (reason) break;
     u64 size = 0;
-    reason = decode_plane(job.blob + at, static_cast<u64>(end - at), plane, blob, shared, size);
+    reason = decode_plane(job.blob + at, static_cast<u64>(end - at), plane, blob, size);
     at += static_cast<i64>(size);
     plane.width = 1;
     plane.out--;
@@ -93,22 +93,20 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status, Share
   if (threadIdx.x == 0 && (reason | shared.failure)) atomicOr(status, reason | shared.failure);
 }
 
-// One blob; a block for each chunk.
+// Decodes blobs; a block of the grid for each chunk. `jobs` ascend by their first block, the first of which is 0. Without
+// any (a null pointer) the other arguments are the only job.
 extern "C" __global__ void __launch_bounds__(128, 8)
-    decode_blob(const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes, i64 chunk_log2, u32* status) {
-  __shared__ Shared shared;
-  decode_chunk(Job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0}, blockIdx.x, status, shared);
-}
-
-// Many blobs; `jobs` ascend by their first block, the first of which is 0.
-extern "C" __global__ void __launch_bounds__(128, 8) decode_blobs(const Job* jobs, i64 count, u32* status) {
-  __shared__ Shared shared;
-  i64 job = 0, beyond = count;  // the last job whose first block is not behind this one
-  while (beyond - job > 1) {
-    const i64 middle = (job + beyond) / 2;
-    if (jobs[middle].first_block <= static_cast<i64>(blockIdx.x)) job = middle;
-    else beyond = middle;
+    decode_chunks(const Job* jobs, i64 count, const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes,
+                  i64 chunk_log2, u32* status) {
+  Job job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0};
+  if (jobs != nullptr) {
+    i64 found = 0, beyond = count;  // the last job whose first block is not behind this one
+    while (beyond - found > 1) {
+      const i64 middle = (found + beyond) / 2;
+      if (jobs[middle].first_block <= static_cast<i64>(blockIdx.x)) found = middle;
+      else beyond = middle;
+    }
+    job = jobs[found];
   }
-  const Job mine = jobs[job];
-  decode_chunk(mine, blockIdx.x - mine.first_block, status, shared);
+  decode_chunk(job, blockIdx.x - job.first_block, status);
 }

@@ -10,7 +10,7 @@ constexpr u64 kFixedHeader = 28;
 constexpr u32 kCopiers = 8;  // blocks of copy_planes for each plane
 constexpr i64 kOverflow = 1;
 
-// How a tensor falls into planes.
+// How a tensor, whose address 16 divides, falls into planes.
 struct Tensor {
   const u8* data;
   u64 numbers;
@@ -21,12 +21,12 @@ struct Tensor {
     const u64 first = chunk << chunk_log2, left = numbers - first;
     const u32 unit = number == 0 && number_bytes > 1 ? 2 : 1;
     Plane p;
-    p.numbers = data + first * number_bytes;
+    const u32 shift = 8 * (number_bytes - (number == 0 ? unit : number + 2));
+    p.at = data + first * number_bytes + shift / 32 * 4;
     p.number_bytes = number_bytes;
+    p.shift = shift % 32;
     p.unit = unit;
-    p.shift = 8 * (number_bytes - (number == 0 ? unit : number + 2));
     p.count = static_cast<u32>(left < (u64{1} << chunk_log2) ? left : u64{1} << chunk_log2);
-    p.aligned = bytes_to_alignment(p.numbers, 16) == 0;
     return p;
   }
 };
@@ -38,16 +38,17 @@ NETWEIGHT_DEVICE Tensor tensor_of(const u8* data, i64 numbers, i64 number_bytes,
 }
 
 // Encodes a plane to `out`, by a whole block. Returns its size, with kRawBit if it is raw, which is copied later.
-NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, const SplitRange& range, u32 sampling, u8* out, u8* work, Memory& m) {
+NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, SplitRange range, u32 sampling, u8* out, u8* work, Memory& m) {
   const u32 bytes = plane.bytes();
-  if (is_constant(plane, &m.flag)) {
+  if (with_loads(plane, [&](auto load) { return is_constant(load, plane, &m.flag); })) {
     if (threadIdx.x == 0) out[0] = kConstant;
-    if (threadIdx.x < plane.unit) out[1 + threadIdx.x] = plane.byte(threadIdx.x);
+    if (threadIdx.x < plane.unit) out[1 + threadIdx.x] = byte_of(plane, threadIdx.x);
     return 1 + plane.unit;
   }
   if (bytes < kSmallest) return (1 + bytes) | kRawBit;
   const u64 worthwhile = (static_cast<u64>(bytes) << 19) / 200 * 199;  // half a percent at least
-  const u64 packed_cost = static_cast<u64>(plane.unit == 1 ? packed_size(plane, m.parts) : bytes) << 19;
+  const u32 packed = plane.unit == 2 ? bytes : with_loads(plane, [&](auto load) { return packed_size(load, plane, m.parts); });
+  const u64 packed_cost = static_cast<u64>(packed) << 19;
   for (u32 stride = plane.count < kManyElements ? 1 : sampling;; stride = 1) {
     choose_split(plane, range, stride, m.search, m.table);
     __syncthreads();
@@ -67,13 +68,13 @@ NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, const SplitRange& range, u
 extern "C" __global__ void __launch_bounds__(kThreads)
     encode_planes(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 least, i64 most, i64 signed_raw, i64 sampling, i64 first_chunk,
                   u8* slots, i64 slot_bytes, u8* work, i64 work_bytes, u32* sizes, i64 digest, const u64* sums, i64 sum_blocks, u64* state,
-                  i64 last_wave, u8* digest_out) {
+                  i64 first_wave, i64 last_wave, u8* digest_out) {
   __shared__ Memory m;
   u32 item = blockIdx.x;
   if (digest != 0) {
     if (item-- == 0) {
       const Text text = Text::of(data, static_cast<u64>(numbers) * static_cast<u64>(number_bytes));
-      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_chunk == 0, last_wave != 0, digest_out);
+      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_wave != 0, last_wave != 0, digest_out);
       return;
     }
   }
@@ -129,17 +130,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Tensor tensor = tensor_of(data, numbers, number_bytes, chunk_log2, 0, 0, 0);
   const Plane plane = tensor.plane(static_cast<u64>(first_chunk) + item / tensor.planes, item % tensor.planes);
   if (worker == 0) out[0] = kRaw;
-  if (plane.dense()) return copy_bytes(out + 1, plane.numbers, plane.bytes(), worker, workers);
+  if (plane.dense()) return copy_bytes(out + 1, plane.at, plane.bytes(), worker, workers);
   const u32 head = bytes_to_alignment(out + 1, 4), words = plane.bytes() < head ? 0 : (plane.bytes() - head) / 4, done = head + 4 * words;
   u8* const to = out + 1;
   for (u32 i = worker; i < words; i += workers) {
     u32 word = 0;
 #pragma unroll
-    for (u32 k = 0; k < 4; k++) word |= static_cast<u32>(plane.byte(head + 4 * i + k)) << 8 * k;
+    for (u32 k = 0; k < 4; k++) word |= static_cast<u32>(byte_of(plane, head + 4 * i + k)) << 8 * k;
     *reinterpret_cast<u32*>(to + head + 4 * i) = word;
   }
-  if (worker < head && worker < plane.bytes()) to[worker] = plane.byte(worker);
-  if (done + worker < plane.bytes()) to[done + worker] = plane.byte(done + worker);
+  if (worker < head && worker < plane.bytes()) to[worker] = byte_of(plane, worker);
+  if (done + worker < plane.bytes()) to[done + worker] = byte_of(plane, done + worker);
 }
 
 // Writes the header check over the bytes of a header that are there. By a warp that is the only one at work.

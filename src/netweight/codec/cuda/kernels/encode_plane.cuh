@@ -19,73 +19,92 @@ struct SplitRange {
   bool tail;        // lower bytes of wider numbers: usually noise
 };
 
-// Element i is `8 * unit` bits of number i, from bit `shift` on.
+// Element i is `8 * unit` bits, from bit `shift` on, of the word of min(number_bytes, 4) bytes at `at + i * number_bytes`.
 struct Plane {
-  const u8* numbers;
-  u32 number_bytes;  // 1, 2, 4 or 8, which divide the address
+  const u8* at;
+  u32 number_bytes;  // 1, 2, 4 or 8; 16 divides the address of number 0
   u32 shift;
   u32 unit;   // bytes of an element, 1 or 2
   u32 count;  // elements
-  bool aligned;  // 16 divides the address
 
   __device__ __forceinline__ u32 bytes() const { return count * unit; }
   __device__ __forceinline__ bool dense() const { return number_bytes == unit; }
-  __device__ __forceinline__ u32 mask() const { return unit == 1 ? 0xffu : 0xffffu; }
+  __device__ __forceinline__ u32 part(u32 word) const { return word >> shift & (unit == 1 ? 0xffu : 0xffffu); }
+};
 
-  template <u32 kBytes>
-  __device__ __forceinline__ u32 element_of(u32 i) const {
-    if (kBytes == 1) return numbers[i];
-    if (kBytes == 2) return reinterpret_cast<const u16*>(numbers)[i];
-    if (kBytes == 4) return reinterpret_cast<const u32*>(numbers)[i] >> shift & mask();
-    return static_cast<u32>(reinterpret_cast<const u64*>(numbers)[i] >> shift) & mask();
-  }
-  __device__ __forceinline__ u32 element(u32 i) const {
-    if (number_bytes == 1) return element_of<1>(i);
-    if (number_bytes == 2) return element_of<2>(i);
-    return number_bytes == 4 ? element_of<4>(i) : element_of<8>(i);
-  }
+// A thread's two elements as they were loaded: a value that is not looked at need not have arrived.
+struct LoadedPair {
+  u32 first, second;
+};
 
-  // Elements i and i + 1, in the lower and the upper half; i is even.
-  template <u32 kBytes>
-  __device__ __forceinline__ u32 pair_of(u32 i) const {
-    if (aligned && kBytes == 1) {
-      const u32 both = reinterpret_cast<const u16*>(numbers)[i / 2];
-      return (both & 0xff) | (both & 0xff00) << 8;
-    }
-    if (aligned && kBytes == 2) return reinterpret_cast<const u32*>(numbers)[i / 2];
-    return element_of<kBytes>(i) | element_of<kBytes>(i + 1) << 16;
+// Elements of planes whose numbers have kBytes bytes.
+template <u32 kBytes>
+struct Loads {
+  static __device__ __forceinline__ u32 element(const Plane& plane, u32 i) {
+    if constexpr (kBytes == 1) return plane.at[i];
+    else if constexpr (kBytes == 2) return reinterpret_cast<const u16*>(plane.at)[i];
+    else return plane.part(*reinterpret_cast<const u32*>(plane.at + kBytes * i));
   }
 
-  // Elements i to i + 7; 8 divides i.
-  __device__ __forceinline__ void group(u32 i, u32* v) const {
-    if (aligned && number_bytes == 1) {
-      const uint2 all = reinterpret_cast<const uint2*>(numbers)[i / 8];
+  // Elements i and i + 1, where i is even; `unpacked` gives the first one in the lower half of a word.
+  static __device__ __forceinline__ LoadedPair pair(const Plane& plane, u32 i) {
+    if constexpr (kBytes == 1) return {reinterpret_cast<const u16*>(plane.at)[i / 2], 0};
+    else if constexpr (kBytes == 2) return {reinterpret_cast<const u32*>(plane.at)[i / 2], 0};
+    else return {*reinterpret_cast<const u32*>(plane.at + kBytes * i), *reinterpret_cast<const u32*>(plane.at + kBytes * (i + 1))};
+  }
+  static __device__ __forceinline__ u32 unpacked(const Plane& plane, LoadedPair pair) {
+    if constexpr (kBytes == 1) return (pair.first & 0xff) | (pair.first & 0xff00) << 8;
+    else if constexpr (kBytes == 2) return pair.first;
+    else return plane.part(pair.first) | plane.part(pair.second) << 16;
+  }
+
+  // Elements i to i + 7, where 8 divides i.
+  static __device__ __forceinline__ void group(const Plane& plane, u32 i, u32* v) {
+    if constexpr (kBytes == 1) {
+      const uint2 all = reinterpret_cast<const uint2*>(plane.at)[i / 8];
 #pragma unroll
       for (u32 k = 0; k < kGroup; k++) v[k] = (k < 4 ? all.x : all.y) >> 8 * (k % 4) & 0xff;
-      return;
-    }
-    if (aligned && number_bytes == 2) {
-      const uint4 all = reinterpret_cast<const uint4*>(numbers)[i / 8];
+    } else if constexpr (kBytes == 2) {
+      const uint4 all = reinterpret_cast<const uint4*>(plane.at)[i / 8];
       const u32 words[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
       for (u32 k = 0; k < kGroup; k++) v[k] = words[k / 2] >> 16 * (k % 2) & 0xffff;
-      return;
-    }
+    } else if constexpr (kBytes == 4) {
+      const uint4 lower = reinterpret_cast<const uint4*>(plane.at)[i / 4], upper = reinterpret_cast<const uint4*>(plane.at)[i / 4 + 1];
+      const u32 words[8] = {lower.x, lower.y, lower.z, lower.w, upper.x, upper.y, upper.z, upper.w};
 #pragma unroll
-    for (u32 k = 0; k < kGroup; k++) v[k] = element(i + k);
+      for (u32 k = 0; k < kGroup; k++) v[k] = plane.part(words[k]);
+    } else {
+#pragma unroll
+      for (u32 k = 0; k < kGroup; k++) v[k] = element(plane, i + k);
+    }
   }
 
   // The same, where elements beyond the end are `beyond`.
-  __device__ __forceinline__ void group_or(u32 i, u32 beyond, u32* v) const {
-    if (i + kGroup <= count) return group(i, v);
+  static __device__ __forceinline__ void group_or(const Plane& plane, u32 i, u32 beyond, u32* v) {
+    if (i + kGroup <= plane.count) return group(plane, i, v);
 #pragma unroll
-    for (u32 k = 0; k < kGroup; k++) v[k] = i + k < count ? element(i + k) : beyond;
-  }
-
-  __device__ __forceinline__ u8 byte(u32 i) const {
-    return static_cast<u8>(unit == 1 ? element(i) : element(i / 2) >> 8 * (i % 2));
+    for (u32 k = 0; k < kGroup; k++) v[k] = i + k < plane.count ? element(plane, i + k) : beyond;
   }
 };
+
+// Calls work(Loads<...>{}) for what fits a plane, so that loops are compiled for each kind and need not ask.
+template <typename Work>
+static __device__ __forceinline__ auto with_loads(const Plane& plane, Work work) {
+  if (plane.number_bytes == 1) return work(Loads<1>{});
+  if (plane.number_bytes == 2) return work(Loads<2>{});
+  return plane.number_bytes == 4 ? work(Loads<4>{}) : work(Loads<8>{});
+}
+
+// One element, where speed is no matter.
+NETWEIGHT_DEVICE u32 element_of(const Plane& plane, u32 i) {
+  const u8* p = plane.at + static_cast<u64>(i) * plane.number_bytes;
+  return plane.part(plane.number_bytes == 1 ? *p : plane.number_bytes == 2 ? *reinterpret_cast<const u16*>(p) : *reinterpret_cast<const u32*>(p));
+}
+
+NETWEIGHT_DEVICE u8 byte_of(const Plane& plane, u32 i) {
+  return static_cast<u8>(plane.unit == 1 ? element_of(plane, i) : element_of(plane, i / 2) >> 8 * (i % 2));
+}
 
 // ---- copying ---------------------------------------------------------------------------------------------------------
 
@@ -98,10 +117,11 @@ NETWEIGHT_DEVICE uint4 read_16(const u8* p) {
 }
 
 // Copies bytes between addresses of any alignment; `worker` of `workers` threads does its share.
-NETWEIGHT_DEVICE void copy_bytes(u8* to, const u8* from, u32 size, u32 worker, u32 workers) {
+NETWEIGHT_DEVICE void copy_bytes(u8* __restrict__ to, const u8* __restrict__ from, u32 size, u32 worker, u32 workers) {
   const u32 whole = bytes_to_alignment(to, 16), head = whole < size ? whole : size;
   const u32 quads = (size - head) / 16, done = head + 16 * quads;
   for (u32 i = worker; i < head; i += workers) to[i] = from[i];
+#pragma unroll 4
   for (u32 i = worker; i < quads; i += workers) *reinterpret_cast<uint4*>(to + head + 16 * i) = read_16(from + head + 16 * i);
   for (u32 i = done + worker; i < size; i += workers) to[i] = from[i];
 }

@@ -72,27 +72,32 @@ NETWEIGHT_DEVICE u32 symbol_bits_of(const Plane& plane, u32 raw_bits) { return 8
 
 // ---- histograms ------------------------------------------------------------------------------------------------------
 
-// Counts the symbols of groups of eight elements: of all, or of one in each `stride` groups, which moves on from run to run.
-// Returns how many elements were counted.
-NETWEIGHT_DEVICE u32 histogram(const Plane& plane, u32 shift, u32 bins, u32 stride, Search& s) {
-  const u32 copies = kMaxBins / bins < kWarps ? kMaxBins / bins : kWarps;  // so that warps seldom wait for each other
-  u32* mine = s.counts + warp_id() % copies * bins;
-  for (u32 i = threadIdx.x; i < copies * bins; i += kThreads) s.counts[i] = 0;
-  __syncthreads();
+// Counts the symbols of groups of eight elements: of all, or of one in each `stride`, which moves on from run to run.
+template <typename Load>
+static __device__ __forceinline__ void count_symbols(Load, const Plane& plane, u32 shift, u32 mask, u32 stride, u32* counts) {
   const u32 runs = plane.count / kGroup / stride;
+#pragma unroll 2
   for (u32 run = threadIdx.x; run < runs; run += kThreads) {
     u32 v[kGroup];
-    plane.group((run * stride + run % stride) * kGroup, v);
+    Load::group(plane, (run * stride + run % stride) * kGroup, v);
 #pragma unroll
-    for (u32 k = 0; k < kGroup; k++) atomicAdd(&mine[v[k] >> shift & (bins - 1)], 1u);
+    for (u32 k = 0; k < kGroup; k++) atomicAdd(&counts[v[k] >> shift & mask], 1u);
   }
   if (stride == 1)
-    for (u32 i = runs * kGroup + threadIdx.x; i < plane.count; i += kThreads) atomicAdd(&mine[plane.element(i) >> shift & (bins - 1)], 1u);
+    for (u32 i = runs * kGroup + threadIdx.x; i < plane.count; i += kThreads) atomicAdd(&counts[Load::element(plane, i) >> shift & mask], 1u);
+}
+
+// Symbols to `s.counts`; returns how many elements were counted.
+NETWEIGHT_DEVICE u32 histogram(const Plane& plane, u32 shift, u32 bins, u32 stride, Search& s) {
+  const u32 copies = kMaxBins / bins < kWarps ? kMaxBins / bins : kWarps;  // so that warps seldom wait for each other
+  for (u32 i = threadIdx.x; i < copies * bins; i += kThreads) s.counts[i] = 0;
+  __syncthreads();
+  with_loads(plane, [&](auto load) { count_symbols(load, plane, shift, bins - 1, stride, s.counts + warp_id() % copies * bins); });
   __syncthreads();
   for (u32 i = threadIdx.x; i < bins; i += kThreads)
     for (u32 copy = 1; copy < copies; copy++) s.counts[i] += s.counts[copy * bins + i];
   __syncthreads();
-  return stride == 1 ? plane.count : runs * kGroup;
+  return stride == 1 ? plane.count : plane.count / kGroup / stride * kGroup;
 }
 
 // Would coding save less than about a twentieth of a bit?
@@ -258,7 +263,7 @@ NETWEIGHT_DEVICE void try_table(const Plane& plane, u32 raw_bits, bool signed_ra
 }
 
 // The cheapest table of all splits, to `best`; its cost is kNever if none is worth trying.
-NETWEIGHT_DEVICE void choose_split(const Plane& plane, const SplitRange& range, u32 stride, Search& s, Table& best) {
+NETWEIGHT_DEVICE void choose_split(const Plane& plane, SplitRange range, u32 stride, Search& s, Table& best) {
   if (threadIdx.x == 0) best.cost = kNever;
   u32 bins = 1u << symbol_bits_of(plane, range.least);
   const u32 total = histogram(plane, range.signed_raw ? range.least - 1 : range.least, bins, stride, s);

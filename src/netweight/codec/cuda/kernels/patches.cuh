@@ -21,11 +21,19 @@ NETWEIGHT_DEVICE u32 read_rare(const u8* at, u64 left, u32 symbol_bits, RareSymb
   return __any_sync(kAllLanes, rare.symbol >> symbol_bits != 0) ? kBadPatch : 0;
 }
 
-// Applies `count` patch words. `element_at` gives the index of an element from a position in the stream. Returns a reason
-// for refusal, the same in all lanes.
-template <typename ElementAt>
-NETWEIGHT_DEVICE u32 apply_patches(const u8* words, u32 count, const RareSymbols& rare, const Split& split, const Plane& plane,
-                                   ElementAt element_at) {
+// The order of a stream's elements in its plane.
+struct StreamOrder {
+  u32 streams, stream, width;
+
+  __device__ __forceinline__ u32 element_at(u32 position) const {
+    const u32 lane = position % 64, pair = place_in_row(lane & ~1u, width) + (lane & 1);
+    return (position / 64 * streams + stream) * 64 + pair;
+  }
+};
+
+// Applies `count` patch words of a stream. Returns a reason for refusal, the same in all lanes.
+NETWEIGHT_CALLED u32 apply_patches(const u8* words, u32 count, const RareSymbols& rare, const Split& split, const Plane& plane,
+                                   const StreamOrder& order) {
   const u32 mask = split.symbol_mask();
   constexpr u32 kBeyond = 1u << 24;  // more than any chunk has
   u32 next = 0;                      // position that a gap of one would reach
@@ -48,7 +56,7 @@ NETWEIGHT_DEVICE u32 apply_patches(const u8* words, u32 count, const RareSymbols
     } else if (changes) {
       bad = code >= rare.count;
     }
-    const u32 element = changes ? element_at(position) : 0;
+    const u32 element = changes ? order.element_at(position) : 0;
     bad = bad || element >= plane.count;
     if (changes && !bad) plane.put(element, (plane.get(element) & ~mask) | symbol << split.symbol_shift);
     if (__any_sync(kAllLanes, bad)) return kBadPatch;

@@ -11,7 +11,7 @@ NETWEIGHT_DEVICE u32 slot_entry(u32 placed, u32 frequency, u32 rank) {
 
 // Reads the runs of symbols at `table`, of which `left` bytes are there, into shared memory. Gives their number and that of
 // the table's bytes so far; returns a reason for refusal, the same in all threads.
-NETWEIGHT_DEVICE u32 read_symbols(const u8* table, u32 left, u32 symbol_bits, Shared& shared, u32& count, u32& bytes) {
+NETWEIGHT_DEVICE u32 read_symbols(const u8* table, u32 left, u32 symbol_bits, u32& count, u32& bytes) {
   const u32 runs = table[0];
   count = 0;
   bytes = 1 + 3 * runs;
@@ -36,7 +36,7 @@ NETWEIGHT_DEVICE u32 read_symbols(const u8* table, u32 left, u32 symbol_bits, Sh
 }
 
 // Orders the symbols by class and gives each its first slot; entries[i] holds symbol i's frequency and class. Reasons as above.
-NETWEIGHT_DEVICE u32 order_symbols(const u8* entries, u32 count, Shared& shared) {
+NETWEIGHT_DEVICE u32 order_symbols(const u8* entries, u32 count) {
   const u32 lane = lane_id(), below = lanes_below();
   u32 frequency[2], sum[2], rank[2];
   bool second_class[2], here[2];
@@ -73,7 +73,7 @@ NETWEIGHT_DEVICE u32 order_symbols(const u8* entries, u32 count, Shared& shared)
 }
 
 // Fills the slots, by all threads of the block.
-NETWEIGHT_DEVICE void fill_slots(u32 count, const Split& split, Shared& shared) {
+NETWEIGHT_DEVICE void fill_slots(u32 count, const Split& split) {
   for (u32 slot = threadIdx.x; slot < kSlots; slot += blockDim.x) {
     u32 row = 0, beyond = count;  // start[row] <= slot < start[beyond]
     while (beyond - row > 1) {

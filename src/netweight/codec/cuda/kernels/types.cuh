@@ -15,6 +15,7 @@ typedef int i32;
 typedef long long i64;
 
 #define NETWEIGHT_DEVICE static __device__ __forceinline__
+#define NETWEIGHT_CALLED static __device__ __noinline__  // large and rarely entered: keeps code small and compiling fast
 
 constexpr u32 kWarp = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
