@@ -45,7 +45,7 @@ SHAPES = re.compile(
     r"\bshapes?\b|\bshaped\b|\bdtypes?\b|\bscalars?\b|\bvectors?\b|\bmatri(x|ces)\b|\bimages?\b|\bone number\b|"
     r"\b(float|int|uint|bfloat|bf|fp)\d+\b|\bnumbers?\b|\bintegers?\b|\bbool(ean)?s?\b|\([^)]*,[^)]*\)|"
     r"\bany (tensor|dtype|shape)s?\b|\btoken ids\b|\bby name\b|\bstate dict\b|\bparameters?\b|\bbuffers?\b|"
-    r"\bweights\b|\bgradients?\b",
+    r"\bweights\b|\bgradients?\b|\bU\d+\b|\bbytes\b",
     re.IGNORECASE,
 )
 
