@@ -17,7 +17,7 @@ export NO_MKDOCS_2_WARNING := 1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
-.PHONY: tour test check docs study bench clean
+.PHONY: tour test check study bench clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -33,6 +33,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/python scripts/public_docstrings.py
 	$(BIN)/python -m mkdocs build --quiet
 
+.PHONY: docs
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m mkdocs build
 
@@ -66,8 +67,9 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/performance_page.py
 
 clean:
-	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf site
 
 # torch goes first and alone: an exact version finds the small CPU build, a range would fetch gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt
@@ -85,5 +87,5 @@ $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,federated,ray,dp,bench]"
+	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]"
 	touch $@
