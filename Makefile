@@ -34,6 +34,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/python scripts/public_docstrings.py
 	$(BIN)/python -m mkdocs build --quiet
 
+.PHONY: docs
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m mkdocs build
 
@@ -71,8 +72,9 @@ bench-gpu:
 	$(PYTHON) -m netweight benchmark gpu
 
 clean:
-	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf site
 
 # torch goes first and alone: an exact version finds the small CPU build, a range would fetch gigabytes of CUDA.
 $(VENV)/torch.stamp: constraints.txt
@@ -90,5 +92,5 @@ $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,evidence,llm,diffusion,federated,ray,dp,bench]"
+	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]"
 	touch $@

@@ -45,7 +45,7 @@ SHAPES = re.compile(
     r"\bshapes?\b|\bshaped\b|\bdtypes?\b|\bscalars?\b|\bvectors?\b|\bmatri(x|ces)\b|\bimages?\b|\bone number\b|"
     r"\b(float|int|uint|bfloat|bf|fp)\d+\b|\bnumbers?\b|\bintegers?\b|\bbool(ean)?s?\b|\([^)]*,[^)]*\)|"
     r"\bany (tensor|dtype|shape)s?\b|\btoken ids\b|\bby name\b|\bstate dict\b|\bparameters?\b|\bbuffers?\b|"
-    r"\bweights\b|\bgradients?\b",
+    r"\bweights\b|\bgradients?\b|\bU\d+\b|\bbytes\b",
     re.IGNORECASE,
 )
 
@@ -68,8 +68,9 @@ class Module:
 
 
 def modules(root: Path) -> Iterator[Module]:
-    """Read all source files."""
-    for path in sorted(root.rglob("*.py")):
+    """Read the source files that public names can be in or be made of; layers above are none of them."""
+    below = [file for part in ("core", *PACKAGES) for file in (root / part).rglob("*.py")]
+    for path in sorted([*root.glob("*.py"), *below]):
         tree = ast.parse(path.read_text())
         public: list[str] = []
         for node in tree.body:
@@ -127,7 +128,7 @@ class Checker:
         self.classes: dict[str, list[Class]] = {}
         self.protocols: set[tuple[str, tuple[str, ...]]] = set()
         for module in self.modules:
-            for node in ast.walk(module.tree):
+            for node in module.tree.body:
                 if isinstance(node, ast.ClassDef):
                     self._remember(node)
         self.complaints: list[str] = []

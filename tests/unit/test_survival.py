@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.evidence import survival_ratio
 from netweight.evidence.survival import Times, kaplan_meier, log_rank
 from netweight.evidence.survival_ratio import median_times, ratio_of_times, resampled_weights, restricted_means
 
@@ -203,3 +204,26 @@ def test_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(MissingExtra, match="netweight\\[evidence\\]"):
         kaplan_meier(five)
+
+
+@pytest.mark.parametrize("of", ["median", "restricted mean"])
+def test_many_runs_are_resampled_in_parts_with_the_same_outcome(monkeypatch, of):
+    rng = numpy.random.default_rng(0)
+    groups = [
+        Times(tuple((scale * rng.exponential(size=30)).tolist()), tuple((rng.random(30) < 0.8).tolist()))
+        for scale in (3.0, 1.0)
+    ]
+    whole = ratio_of_times(*groups, seed=0, of=of, resamples=2000)
+    sizes = []
+    draw = survival_ratio.resampled_weights
+    monkeypatch.setattr(survival_ratio, "_AT_ONCE", 30 * 300)
+    monkeypatch.setattr(
+        survival_ratio,
+        "resampled_weights",
+        lambda times, *, resamples, rng: (sizes.append(resamples), draw(times, resamples=resamples, rng=rng))[1],
+    )
+    parts = ratio_of_times(*groups, seed=0, of=of, resamples=2000)
+    assert sizes == [*[300] * 6, 200] * 2
+    assert (parts.estimate, parts.method, parts.n) == (whole.estimate, whole.method, whole.n)
+    assert parts.low == pytest.approx(whole.low, rel=0.15)  # other draws of the same distribution
+    assert parts.high == pytest.approx(whole.high, rel=0.15)

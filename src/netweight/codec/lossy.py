@@ -49,8 +49,8 @@ class LossyHeader:
         shape: Its shape.
         digest: xxh3-128 of the rounded tensor's bytes, most significant byte first.
         worst: The largest relative change of a weight that rounding made.
-        words_start: Where that blob starts, in bytes from the beginning.
-        words: The blob of words, and where it starts.
+        words_start: Where the blob of words starts, in bytes from the beginning.
+        words: The blob of words.
         normalizers: The blob of normalizers; None without.
         gaps: The blob that says where weights are kept exactly; None if none are.
         kept: The blob of these weights; None if there are none.

@@ -60,6 +60,9 @@ def page_template(package: str, file: str) -> jinja2.Template:
     Args:
         package: Where it lies.
         file: Its name.
+
+    Returns:
+        The template of jinja2.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -6,7 +6,9 @@ that censoring widens an interval and never narrows it.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
 __all__ = [
     "TimesRatio",
     "divide",
+    "in_parts",
     "median_times",
     "ratio_of_times",
     "resampled_weights",
     "restricted_means",
     "summarize_ratio",
 ]
+
+_AT_ONCE = 1 << 22
+"""Numbers of resamples that are drawn together; what is made of them on the way takes some five times as much."""
 
 
 def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -55,6 +61,22 @@ def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator)
         counts = drawn[:, number] * len(rows)
         weights[:, rows] = rng.multinomial(counts, [1 / len(rows)] * len(rows))
     return weights[:, order]
+
+
+def in_parts(times: Times, *, resamples: int, rng: np.random.Generator) -> Iterator[NDArray[np.float64]]:
+    """Draw bootstrap resamples as `resampled_weights` does, in parts where all together would fill the memory.
+
+    Args:
+        times: What is resampled.
+        resamples: Number of resamples, over all parts.
+        rng: Where the draws come from.
+
+    Yields:
+        Weights, shape `(part, n)`.
+    """
+    most = max(1, _AT_ONCE // times.n)
+    for start in range(0, resamples, most):
+        yield resampled_weights(times, resamples=min(most, resamples - start), rng=rng)
 
 
 def _shares(times: Times, weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -179,11 +201,11 @@ def ratio_of_times(
     reach = min(max(top.values), max(bottom.values)) if horizon is None else horizon
     ends = []
     for group in (top, bottom):
-        weights = np.concatenate(
-            [np.ones((1, group.n)), resampled_weights(group, resamples=resamples, rng=rng)]  # the sample itself first
-        )
-        means = restricted_means(group, weights, reach) if of == "restricted mean" else None
-        ends.append(median_times(group, weights) if means is None else (means, means))
+        found = []
+        for weights in itertools.chain([np.ones((1, group.n))], in_parts(group, resamples=resamples, rng=rng)):
+            means = restricted_means(group, weights, reach) if of == "restricted mean" else None
+            found.append(median_times(group, weights) if means is None else (means, means))
+        ends.append([np.concatenate(side) for side in zip(*found, strict=True)])  # the sample itself first
     (top_low, top_high), (bottom_low, bottom_high) = ends
     return summarize_ratio(
         divide(top_low, bottom_high), divide(top_high, bottom_low), n=(top.n, bottom.n), level=level, of=of

@@ -81,7 +81,7 @@ def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tenso
     Args:
         denoiser: The network.
         units: The neurons that were scaled.
-        removed: What `scale_rows_` returned. Shape `(rows, columns)` for each layer.
+        removed: What `scale_rows_` returned: weights of shape `(neurons, inputs)`, biases of shape `(neurons,)`.
 
     Raises:
         UsageError: The rows do not fit the model.

@@ -45,7 +45,8 @@ class EditRecord:
         thresholds: What they were found with, in words or numbers; empty if unknown.
         prompts: That they were found for; empty if unknown.
         environment: Versions and machine.
-        rows: The rows as they were, from `scale_rows_`. Shape `(rows, columns)` for each layer.
+        rows: The rows as they were, from `scale_rows_`: weights of shape `(neurons, inputs)`, biases of shape
+            `(neurons,)`.
     """
 
     units: Units

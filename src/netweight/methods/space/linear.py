@@ -68,7 +68,7 @@ class Design:
         """Return weights of these axes as weights of components.
 
         Args:
-            weights: Of the axes, shape `(k,)`.
+            weights: Of the axes, shape `(r,)`.
             intercept: Of the read-out.
             penalty: What was chosen.
             loss: What it came to on left-out models.
