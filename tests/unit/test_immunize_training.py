@@ -314,7 +314,9 @@ def test_activation_checkpointing_changes_nothing(defense):
     plain, checkpointed = decoder("gpt2"), decoder("gpt2")  # with dropout
     checkpointed.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     records = [immunize(model, pairs, defense=defense, settings=settings) for model in (plain, checkpointed)]
-    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+    for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        if name.endswith("attn.c_attn.bias"):  # softmax does not feel keys' biases: Adam steps them by rounding alone
+            one, other = (torch.cat(parameter.chunk(3)[::2]) for parameter in (one, other))
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     norms = [[step.norm for step in record.steps] for record in records]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
