@@ -26,20 +26,26 @@ torch.cuda.current_device = lambda: 1
 torch.cuda.current_stream = lambda index: types.SimpleNamespace(cuda_stream=0x70 + index)
 compiling.cubin = lambda file, architecture: f"{dict(a='8 8 1 4 8', b='')[file[0]]} ".encode() + b"\\0"
 
+class OnGpu(torch.Tensor):
+    device = torch.device("cuda", 0)
+
 device = torch.device("cuda", 0)
-tensor = torch.zeros(4)
+tensor = torch.zeros(4).as_subclass(OnGpu)
 arguments = (tensor, -2, np.uint8(7), np.float32(1.0), 0.5)
 print("address", tensor.data_ptr().to_bytes(8, "little").hex())
 print("unavailable because", launching.unavailable_because())
 launching.launch("a.cu", "first", 5, 64, arguments, device=device)
 launching.launch("a.cu", "first", 6, 96, arguments, device=device)
+OnGpu.device = torch.device("cuda", 1)
 launching.launch("a.cu", "second", 7, 32, arguments, device=torch.device("cuda"))
+OnGpu.device = device
 thread = threading.Thread(target=lambda: launching.launch("b.cu", "third", 8, 32, (), device=device))
 thread.start()
 thread.join()
 for file, entry, grid, given in [
     ("a.cu", "first", 1, arguments[:-1]), ("a.cu", "missing", 1, arguments),
     ("b.cu", "third", 13, ()), ("b.cu", "third", 14, ()),
+    ("a.cu", "first", 1, (torch.zeros(4), *arguments[1:])),
 ]:
     try:
         launching.launch(file, entry, grid, 32, given, device=device)
@@ -89,15 +95,22 @@ def test_everything_is_loaded_once_for_each_device(said):
 
 def test_the_context_is_current_for_each_call_and_given_back(said):
     contexts = [line for line in said if line.startswith(("push", "pop"))]
-    assert contexts[::2] == [f"push 0x100{device}" for device in (0, 0, 1, 0, 0, 0, 0, 0)]
-    assert contexts[1::2] == ["pop"] * 8
+    assert contexts[::2] == [f"push 0x100{device}" for device in (0, 0, 1, 0, 0, 0, 0, 0, 0)]
+    assert contexts[1::2] == ["pop"] * 9
 
 
 def test_what_the_driver_refuses_is_told(said):
     failures = [line for line in said if line.startswith(("UsageError", "CudaFailed", "OutOfMemory"))]
-    assert [line.split()[0] for line in failures] == ["UsageError", "CudaFailed", "CudaFailed", "OutOfMemory"]
+    assert [line.split()[0] for line in failures] == [
+        "UsageError",
+        "CudaFailed",
+        "CudaFailed",
+        "OutOfMemory",
+        "UsageError",
+    ]
     assert "first takes parameters of [8, 8, 1, 4, 8] bytes and was given [8, 8, 1, 4]" in failures[0]
     assert "refused cuModuleGetFunction for missing: CUDA_ERROR_NOT_FOUND" in failures[1]
     assert "CUDA_ERROR_ILLEGAL_ADDRESS, an illegal memory access was encountered" in failures[2]
     assert "CUDA_LAUNCH_BLOCKING" in failures[2]
     assert "no memory left for third" in failures[3]
+    assert "A kernel on cuda:0 was given a tensor on cpu" in failures[4]

@@ -11,7 +11,7 @@ constexpr u32 kBadIndex = 1, kTruncated = 2, kBadMode = 4, kBadSplit = 8, kBadSt
 enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
 
 constexpr u32 kMostWarps = 4;
-constexpr u32 kStagedBytes = 1056;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
+constexpr u32 kStagedBytes = 816;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
 constexpr u32 kSlice = 512;         // bytes of a stream that a warp loads at once
 constexpr u32 kRing = 2 * kSlice, kRingBytes = kRing + kSlice + 16;
 constexpr u32 kSlots = 256, kMostSymbols = 63;
