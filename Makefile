@@ -32,7 +32,7 @@ check: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
 	$(BIN)/python scripts/public_docstrings.py
-	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m mkdocs build
 
 .PHONY: docs
 docs: $(VENV)/dev.stamp

@@ -1,6 +1,10 @@
 """The documentation's site: no page is lost, no link leads nowhere, and every public name has its place."""
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,3 +50,27 @@ def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "reference.md").read_text()
     missing = [home for home in netweight._HOMES.values() if f"::: {home.replace(':', '.')}\n" not in page]
     assert not missing
+
+
+@pytest.mark.parametrize(("page", "ends_with"), [("[a](index.md)", 0), ("[a](gone.md)", 1), ("[a](../gone)", 1)])
+def test_make_check_builds_so_that_a_warning_is_an_error(tmp_path, page, ends_with):
+    pytest.importorskip("mkdocs", reason="mkdocs is in the docs extra")
+    pytest.importorskip("material", reason="mkdocs-material is in the docs extra")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n{page}\n")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "hooks: [scripts/site_links.py]\n" in settings
+    settings = re.sub(r"^(plugins|nav):\n(?: .*\n)+", "", settings, flags=re.M)
+    assert "validation:" in settings
+    settings = settings.replace("hooks: [scripts/site_links.py]", f"nav: [index.md]\nhooks: ['{SCRIPT}']")
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    recipe = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
+    (build,) = re.findall(r"-m (mkdocs build.*)$", recipe, re.M)
+    done = subprocess.run(
+        [sys.executable, "-m", *build.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == ends_with, done.stderr
