@@ -140,12 +140,24 @@ def _head(element: ElementType) -> _Plane:
 
 
 def head_splits(element: ElementType, level: int) -> list[Split]:
-    """The splits that the encoder tries for the heads of an element type, the widest symbol first; level by number."""
+    """The splits that the encoder tries for the heads of an element type, the widest symbol first; level by number.
+
+    Args:
+        element: The element type.
+        level: 0, 1 or 2.
+    """
     return list(_head(element).splits(level))
 
 
 def sampling(level: int) -> int:
-    """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first; level by number."""
+    """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first; level by number.
+
+    Args:
+        level: 0, 1 or 2.
+
+    Returns:
+        The number of groups.
+    """
     return {FAST: 16, DEFAULT: 8, MAX: 1}[level]
 
 

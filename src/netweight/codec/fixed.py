@@ -209,7 +209,11 @@ def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -
 
 
 def is_fixed(payload: torch.Tensor) -> bool:
-    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device."""
+    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device.
+
+    Args:
+        payload: U8, shape `(bytes,)`.
+    """
     return bytes(payload[8:11].tolist()) == MAGIC
 
 
@@ -282,7 +286,7 @@ def check_fixed(payload: torch.Tensor) -> FixedLayout:
     """Check all of a payload that can contradict itself; kernels then touch no memory but its own.
 
     Args:
-        payload: What somebody else made.
+        payload: What somebody else made. U8, shape `(bytes,)`.
 
     Returns:
         Its layout.

@@ -35,7 +35,11 @@ class Section:
     layout: BlobLayout
 
     def of(self, blob: torch.Tensor) -> torch.Tensor:
-        """Its bytes."""
+        """Its bytes.
+
+        Args:
+            blob: U8 tensor of one dimension: the whole blob.
+        """
         return blob[self.start : self.start + self.layout.size]
 
 
@@ -104,7 +108,7 @@ def decode(
     Args:
         blob: U8 tensor of one dimension: a whole lossy blob.
         layout: Its layout.
-        section: Decodes a lossless blob with its layout.
+        section: Decodes a lossless blob, a U8 tensor of one dimension, with its layout.
 
     Returns:
         The rounded tensor, and whether the blob is damaged, as a tensor of one bool: the first one is undefined then.

@@ -38,6 +38,9 @@ class Entry:
 def entries_of(folder: Path) -> list[Entry]:
     """Return what was done to a model, in no order of time: records do not know of each other.
 
+    Args:
+        folder: The model's folder.
+
     Raises:
         CorruptBlob: A record is damaged.
     """

@@ -46,6 +46,9 @@ def _nvrtc() -> Any:
 def compiler_version() -> tuple[int, int]:
     """NVRTC's version, such as (13, 0).
 
+    Returns:
+        Major and minor version.
+
     Raises:
         CudaUnavailable: NVRTC or its bindings are not installed.
     """
@@ -55,6 +58,9 @@ def compiler_version() -> tuple[int, int]:
 
 def supported_architectures() -> list[int]:
     """Architectures that NVRTC compiles for, ascending, by number: 90 for "sm_90".
+
+    Returns:
+        Numbers such as 90, ascending.
 
     Raises:
         CudaUnavailable: NVRTC or its bindings are not installed.

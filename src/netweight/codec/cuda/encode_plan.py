@@ -70,6 +70,11 @@ class EncodePlan:
     def of(cls, tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePlan:
         """The plan for a tensor on any device.
 
+        Args:
+            tensor: Any shape.
+            level: "fast", "default" or "max".
+            chunk_log2: 10 to 22; None for the default.
+
         Raises:
             UsageError: There is no such level, or chunk_log2 is not 10 to 22.
             Unsupported: The codec has no such element type.
@@ -148,7 +153,11 @@ class EncodePlan:
         return min(self.numbers, 1 << self.chunk_log2)
 
     def waves(self, scratch_bytes: int) -> Iterator[Wave]:
-        """All chunks, as many at a time as find room in so many bytes of working memory, but one at least."""
+        """All chunks, as many at a time as find room in so many bytes of working memory, but one at least.
+
+        Args:
+            scratch_bytes: Most bytes of working memory.
+        """
         chunk_bytes = self.element.number_bytes << self.chunk_log2
         each = self.planes * (self.slot_bytes + self.work_bytes) + chunk_bytes // 16
         at_once = max(1, scratch_bytes // each)

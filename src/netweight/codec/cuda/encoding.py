@@ -118,6 +118,10 @@ def encode_into(
 def largest_blob(tensor: torch.Tensor, *, chunk_log2: int | None = None) -> int:
     """The most bytes that a blob of any tensor of this dtype and shape has, by `encode` at any level.
 
+    Args:
+        tensor: Any shape, on any device; only dtype and shape count.
+        chunk_log2: Binary logarithm of the numbers in a chunk; None for the default.
+
     Raises:
         Unsupported: The codec has no such element type.
     """
@@ -129,7 +133,7 @@ def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch
 
     Args:
         blob: U8 of shape (size,), contiguous. On a GPU whose kernels can run it stays there.
-        tensor: What it holds, if that is at hand; the blob is decoded otherwise.
+        tensor: What it holds, if that is at hand; the blob is decoded otherwise. Any shape and dtype.
 
     Returns:
         A copy with digest and header check, on the same device.

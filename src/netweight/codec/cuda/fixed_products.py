@@ -85,7 +85,11 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order."""
+    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order.
+
+    Args:
+        device: The device.
+    """
     if device.type != "cuda" or launching.unavailable_because() is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY

@@ -26,7 +26,11 @@ Argument = torch.Tensor | int | float | np.generic
 
 @cache
 def unavailable_because() -> str | None:
-    """Why CUDA kernels cannot run in this process, with the cure; None where they can."""
+    """Why CUDA kernels cannot run in this process, with the cure; None where they can.
+
+    Returns:
+        The reason with its cure, or None.
+    """
     if torch.version.cuda is None:
         built = "for AMD's GPUs" if torch.version.hip else "without CUDA"
         return f"torch {torch.__version__} is built {built}. Install a build of torch for CUDA."
@@ -94,7 +98,14 @@ def launch(
 
 @cache
 def multiprocessors(index: int) -> int:
-    """Multiprocessors of a device, by which grids are sized."""
+    """Multiprocessors of a device, by which grids are sized.
+
+    Args:
+        index: Number of the device.
+
+    Returns:
+        How many there are.
+    """
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 

@@ -43,6 +43,9 @@ class ExportRecord:
     def write(self, folder: str | Path) -> None:
         """Write the record into the adapter's folder, over one that is there.
 
+        Args:
+            folder: The adapter's folder.
+
         Raises:
             OutputFailed: The place cannot be written.
         """
@@ -51,6 +54,9 @@ class ExportRecord:
     @classmethod
     def read(cls, folder: str | Path) -> Self:
         """Read the record of an adapter's folder.
+
+        Args:
+            folder: The adapter's folder.
 
         Raises:
             CorruptBlob: The file holds none of this version.

@@ -81,7 +81,7 @@ def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, p
     """Return whether drawn points lie where models lie without being copies of them.
 
     Args:
-        subject: Scores of the points and of the models, each with a row per point.
+        subject: Scores of the points and of the models, each with a row per point. Shapes `(b, k)` and `(n, k)`.
         config: Not looked at.
         seed: Not used.
         progress: Not used.

@@ -104,7 +104,16 @@ def settled(payload: torch.Tensor) -> torch.Tensor:
 
 
 def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
+    """Copy a payload, to another device or the same one; what comes to the CPU has its digest.
+
+    Args:
+        payload: U8, shape `(bytes,)`.
+        to: Where to.
+        non_blocking: As for `torch.Tensor.to`.
+
+    Returns:
+        The copy, U8.
+    """
     leaves = device.handles(payload) and to.type == "cpu"
     copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
     if type(payload) is not torch.Tensor:

@@ -147,6 +147,10 @@ def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parame
 def refuse_shards(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
     """Refuse parameters whose gradients FSDP reduces and cuts, after the backward pass of a whole group of layers.
 
+    Args:
+        names: Of the parameters.
+        parameters: Those to be trained, any shape.
+
     Raises:
         LayerwiseConflict: Some are; the first is named.
     """

@@ -49,7 +49,11 @@ Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | No
 
 
 def handles(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back."""
+    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back.
+
+    Args:
+        payload: U8, shape `(bytes,)`, on any device.
+    """
     return payload.is_cuda
 
 
@@ -81,6 +85,10 @@ def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
     """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both.
 
     So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
+
+    Args:
+        payload: The copy, U8.
+        source: What it was copied from, U8.
     """
     known = _found(source)
     if known is None:
@@ -107,7 +115,7 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
     """Note that a payload holds a blob now that was encoded on its device from a tensor.
 
     Args:
-        payload: The payload.
+        payload: The payload, U8 of shape `(bytes,)`.
         size: Bytes of the blob.
         like: Tensor of the dtype and shape that was encoded.
         chunk_log2: As given to the encoder.
@@ -180,7 +188,11 @@ class Status:
         return self._words[:1]
 
     def count(self, damaged: torch.Tensor) -> None:
-        """Count a tensor of one bool that says whether something is damaged."""
+        """Count a tensor of one bool that says whether something is damaged.
+
+        Args:
+            damaged: A bool, on the device.
+        """
         self._words[1:].index_add_(0, self._first, damaged.to(torch.int32).view(1))
 
     def look(self) -> None:
@@ -241,7 +253,7 @@ class Decoder:
         """Decode a payload on the device's current stream.
 
         Args:
-            payload: The payload.
+            payload: The payload, U8 of shape `(bytes,)`.
             room: U8 memory to decode into, at least as large as the weight; None for new memory.
 
         Returns:
@@ -393,7 +405,11 @@ _decoders: dict[torch.device, Decoder] = {}
 
 
 def decoder_of(device: torch.device) -> Decoder:
-    """The decoder of a device: kernels where they can run, else plain torch operations, which say so."""
+    """The decoder of a device: kernels where they can run, else plain torch operations, which say so.
+
+    Args:
+        device: Where payloads are.
+    """
     decoder = _decoders.get(device)
     if decoder is None:
         if cuda.unavailable_because() is not None:
@@ -430,19 +446,31 @@ class Reader(Protocol):
     """Something that reads payloads at times of its own."""
 
     def let_go(self, payload: torch.Tensor) -> None:
-        """Have the current stream wait until a payload is not read any more."""
+        """Have the current stream wait until a payload is not read any more.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+        """
 
 
 _readers: WeakSet[Reader] = WeakSet()
 
 
 def reads(reader: Reader) -> None:
-    """Have a reader told before payloads are written."""
+    """Have a reader told before payloads are written.
+
+    Args:
+        reader: Told as long as it lives.
+    """
     _readers.add(reader)
 
 
 def about_to_write(payload: torch.Tensor) -> None:
-    """Say that the current stream will write a payload."""
+    """Say that the current stream will write a payload.
+
+    Args:
+        payload: U8, shape `(bytes,)`.
+    """
     for reader in list(_readers):
         reader.let_go(payload)
 

@@ -179,7 +179,11 @@ def borrow(payload: torch.Tensor, direction: str) -> Loan | None:
 
 
 def give_back(loan: Loan | None) -> None:
-    """Give back what `borrow` gave, once everything that reads it was asked of the current stream."""
+    """Give back what `borrow` gave, once everything that reads it was asked of the current stream.
+
+    Args:
+        loan: What `borrow` gave; None is nothing to give back.
+    """
     if loan is not None:
         loan.give_back()
 

@@ -28,7 +28,7 @@ class Order:
         """Note that a payload is asked for now.
 
         Args:
-            payload: The payload.
+            payload: The payload, U8 of shape `(bytes,)`.
             direction: "forward" or "backward".
         """
         if self._last is not None:
@@ -38,7 +38,12 @@ class Order:
         self._last = (direction, WeakIdRef(payload))
 
     def after(self, payload: torch.Tensor, direction: str) -> tuple[torch.Tensor, str] | None:
-        """The payload that came after this one the last time, and its direction; None if nobody knows."""
+        """The payload that came after this one the last time, and its direction; None if nobody knows.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+            direction: "forward" or "backward".
+        """
         following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
         successor = following[1]() if following is not None else None
         return None if successor is None else (successor, following[0])

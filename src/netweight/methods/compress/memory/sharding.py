@@ -74,7 +74,11 @@ _wires: WeakKeyDictionary[Box, _Wire] = WeakKeyDictionary()
 
 
 def is_fsdp(caller: FrameType) -> bool:
-    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks."""
+    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks.
+
+    Args:
+        caller: The calling frame.
+    """
     return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
 
 
@@ -140,12 +144,20 @@ def inherit(converted: Any, source: Box) -> Any:
 
 
 def local_part(value: Any) -> Any:
-    """This process's part of a tensor that is spread over processes; any other tensor itself."""
+    """This process's part of a tensor that is spread over processes; any other tensor itself.
+
+    Args:
+        value: Anything.
+    """
     return getattr(value, "_local_tensor", value)
 
 
 def is_preparation(caller: FrameType) -> bool:
-    """Whether accelerate is preparing a model: it asks for the addresses of weights, and only to tell them apart."""
+    """Whether accelerate is preparing a model: it asks for the addresses of weights, and only to tell them apart.
+
+    Args:
+        caller: The calling frame.
+    """
     return caller.f_globals.get("__name__") == "accelerate.accelerator"
 
 
@@ -205,7 +217,8 @@ def after_gather(
         gathered: U8 of shape (processes * capacity,): the buffers of all processes, in order. It is freed.
         sent: What `before_gather` left.
         dtype: To calculate in.
-        out: The dense weight of an earlier gather, its memory to be filled again; None makes one.
+        out: The dense weight of an earlier gather, its memory to be filled again; None makes one. Of the weight's
+            shape.
 
     Returns:
         Nothing if `out` was given, else the dense weight and the memory that FSDP2 is to free after use.
@@ -370,6 +383,9 @@ def _refuse_settings(tensor: Any, caller: FrameType) -> None:
 
 def refuse_pinning(tensor: Any) -> None:
     """Refuse FSDP2's request for pinned memory, which it would fill with decoded shards.
+
+    Args:
+        tensor: What was to be pinned.
 
     Raises:
         Unsupported: Always.

@@ -47,19 +47,49 @@ class Machine(Protocol):
         """The same of the side stream."""
 
     def wait(self, event: Any) -> None:
-        """Have what the computing stream is asked from now on wait for an event."""
+        """Have what the computing stream is asked from now on wait for an event.
+
+        Args:
+            event: Of the side stream.
+        """
 
     def wait_aside(self, event: Any) -> None:
-        """Have what the side stream is asked from now on wait for an event."""
+        """Have what the side stream is asked from now on wait for an event.
+
+        Args:
+            event: Of the computing stream.
+        """
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """U8 memory of the side stream's: once freed, it may be used for what that stream is asked afterwards."""
+        """U8 memory of the side stream's: once freed, it may be used for what that stream is asked afterwards.
+
+        Args:
+            nbytes: How many.
+
+        Returns:
+            U8, shape `(nbytes,)`.
+        """
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
-        """Bytes of a payload's weight, if it can be decoded without waiting."""
+        """Bytes of a payload's weight, if it can be decoded without waiting.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+
+        Returns:
+            Bytes, or None.
+        """
 
     def decode_aside(self, payload: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Decode a payload into a room on the side stream."""
+        """Decode a payload into a room on the side stream.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+            room: U8, at least as large as the weight.
+
+        Returns:
+            The dense weight, in the room's memory.
+        """
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +113,13 @@ class _Pending:
 
 @final
 class Loan:
-    """A decoded weight that must not be used any more once it is given back, on the stream that was current then."""
+    """A decoded weight that must not be used any more once it is given back, on the stream that was current then.
+
+    Args:
+        side: The stream that decoded it.
+        room: U8 memory that it lies in.
+        weight: The dense weight, of its shape and dtype.
+    """
 
     def __init__(self, side: SideStream, room: _Room, weight: torch.Tensor) -> None:
         self._side, self._room = side, room
@@ -261,6 +297,10 @@ class _Cuda:
 
 
 def side_stream_of(of: torch.device) -> SideStream | None:
-    """A side stream for a CUDA device; None where decoding waits for the device anyway (no kernels)."""
+    """A side stream for a CUDA device; None where decoding waits for the device anyway (no kernels).
+
+    Args:
+        of: The device.
+    """
     decoder = device.decoder_of(of)
     return SideStream(_Cuda(of, decoder)) if decoder.status is not None else None

@@ -66,6 +66,7 @@ class CompressedTensor(torch.Tensor):
         box: The compressed bytes.
         views: How this tensor is cut out of the weight in the box; empty for the weight itself.
         stand_in: A tensor on the meta device with this tensor's shape and strides; needed with `views`.
+        requires_grad: As for any tensor.
 
     Raises:
         DenseOnly: On use, when code asks for memory that is not there (`numpy()`, `data_ptr()`), or would change shape
@@ -187,7 +188,14 @@ class CompressedTensor(torch.Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """What FSDP2 makes of the gathered shards."""
+        """What FSDP2 makes of the gathered shards.
+
+        Args:
+            gathered: U8 of shape `(processes * capacity,)`: what all processes sent.
+            sent: What was kept when the shard was sent.
+            param_dtype: To calculate in.
+            out: The dense weight of an earlier gather, of its shape and dtype, to be filled again; None makes one.
+        """
         return sharding.after_gather(self.box, gathered[0], sent, param_dtype, out)
 
     @classmethod
