@@ -18,6 +18,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 
 QUIET = 0.5
+GPUS = """
+## GPUs
+
+Nothing here was run on a GPU. What netweight's kernels should reach there by arithmetic, and which form of weights belongs to which
+batch size on which memory: [models-on-gpus.md](models-on-gpus.md), [formats-on-gpus.md](formats-on-gpus.md). `make bench-gpu` measures it.
+"""
 BUSY = """
 **Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain
 than on a quiet machine, those with two threads most of all. Sizes are exact.
@@ -137,7 +143,7 @@ def foot(result: Result) -> str:
         lines.append(
             "- The C library could not be told to keep freed memory: peers that allocate are slower than they need."
         )
-    return "\n## Conditions\n\n" + "\n".join(lines) + "\n"
+    return GPUS + "\n## Conditions\n\n" + "\n".join(lines) + "\n"
 
 
 def table(headers: tuple[str, ...], rows: list[tuple[str, ...]] | tuple[tuple[str, ...], ...]) -> str:
