@@ -8,7 +8,7 @@ import torch
 from blobs_under_test import BY_NAME, KINDS, LEVELS, assemble, tensor_data, with_check
 
 from netweight import codec
-from netweight.codec import reference
+from netweight.codec import cuda, reference
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 
 PATHS = [*dict.fromkeys([*codec.available_paths(), "python"])]
@@ -299,6 +299,15 @@ for dtype in BY_NAME:
                         refused += 1
 print(refused)
 """
+
+
+def test_an_empty_tensor_that_torch_cannot_have_is_told():
+    blob = assemble("F32", (0, 1 << 40, 1 << 40), [], b"")
+    assert codec.info(blob).nbytes == 0
+    with pytest.raises(Unsupported, match="torch has no tensor of shape"):
+        codec.decode(blob)
+    with pytest.raises(Unsupported, match="torch has no tensor of shape"):
+        cuda.layout_of(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
 
 
 def test_hostile_headers_allocate_nothing():

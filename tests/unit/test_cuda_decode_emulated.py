@@ -77,6 +77,14 @@ def test_what_is_damaged_is_refused_as_the_codec_does_it():
         assert_decoded_alike(damaged, "cpu", "start" if rng.integers(2) else "end")
 
 
+@pytest.mark.study
+@pytest.mark.parametrize("seed", range(20))
+def test_much_that_is_damaged_is_refused_as_the_codec_does_it(seed):
+    rng = np.random.default_rng(seed)
+    for damaged in on_devices.damaged_blobs(rng, 3000):
+        assert_decoded_alike(damaged, "cpu", "start" if rng.integers(2) else "end")
+
+
 def test_the_order_of_threads_does_not_matter(emulator):
     def backwards(*arguments, **options):
         emulated_kernels.launch(*arguments, **options, backwards=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from netweight.codec.cuda import compiling
 from netweight.reproduce import published
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def requirements(project):
 def test_every_requirement_has_a_lower_bound_and_a_pin_within_its_bounds(project, pins):
     for requirement in requirements(project):
         name, bounds = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?(>=[\d.]+(?:,<[\d.]+)?)", requirement).groups()
-        if name == "cuda-bindings":  # its version is chosen by the CUDA build of torch
+        if name in ("cuda-bindings", "nvidia-cuda-nvrtc"):  # their versions are chosen by the CUDA build of torch
             continue
         assert canonical(name) in pins, f"{name} is not pinned in constraints.txt"
         pin = version(pins[canonical(name)])
@@ -66,6 +67,14 @@ def test_the_wheel_carries_the_package_and_the_published_numbers():
     packages = build["wheel"]["packages"]
     assert packages == {"netweight": "src/netweight", "netweight/published": "recipes/published"}
     assert all((ROOT / folder).is_dir() for folder in packages.values())
+
+
+def test_kernels_lie_where_the_package_looks_for_them():
+    """The .cu files and headers, which are data of the package, in the source tree or in an installed wheel."""
+    source = ROOT / "src" / "netweight" / "codec" / "cuda" / "kernels"
+    here = {path.name: path.read_bytes() for path in source.iterdir()}
+    assert {Path(name).suffix for name in here} == {".cu", ".cuh"}
+    assert {path.name: path.read_bytes() for path in compiling.KERNELS.iterdir()} == here
 
 
 def test_an_installed_netweight_has_the_published_numbers_of_the_source_tree():

@@ -281,7 +281,7 @@ def decode_raw(
 def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> torch.Tensor:
     """Decodes a blob to a CPU tensor with the dtype and shape that were encoded.
 
-    Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type.
+    Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type, or an empty tensor's shape.
     """
     source = _bytes_of(blob)
     with _in_our_words("a blob"):
@@ -427,7 +427,24 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else empty_tensor(dtype, shape)
+
+
+def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A CPU tensor without elements.
+
+    Raises:
+        Unsupported: torch cannot count so far: a damaged shape may have a dimension of 0 next to enormous ones.
+    """
+    import torch
+
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        raise Unsupported(
+            f"torch has no tensor of shape {shape}, though it has no elements ({error}).",
+            cure="Fetch or compress the file again if this shape is not meant.",
+        ) from error
 
 
 def _bytes_of(blob: Any) -> Any:

@@ -344,8 +344,8 @@ template <typename T>
 static inline T __ldcs(const T* p) { return *p; }
 template <typename T>
 static inline void __stcs(T* p, T value) { *p = value; }
-template <typename T>
-static inline void __stwb(T* p, T value) { *p = value; }
+static inline void* __cvta_global_to_generic(size_t at) { return reinterpret_cast<void*>(at); }
+static inline size_t __cvta_generic_to_global(const void* p) { return reinterpret_cast<size_t>(p); }
 static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 

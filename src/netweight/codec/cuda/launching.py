@@ -77,13 +77,13 @@ def launch(
     Raises:
         CudaUnavailable: CUDA kernels cannot run here.
         CudaFailed: The driver refuses the launch; the message holds its words.
-        UsageError: The arguments do not fit the kernel's parameters.
+        UsageError: The arguments do not fit the kernel's parameters, or a tensor lies elsewhere.
     """
     require()
     index = torch.cuda.current_device() if device.index is None else device.index
     with _context(index):
         function, sizes = _function(file, entry, index)
-        values = [_parameter(argument) for argument in arguments]
+        values = [_parameter(argument, torch.device("cuda", index)) for argument in arguments]
         if tuple(ctypes.sizeof(value) for value in values) != sizes:
             given = [ctypes.sizeof(value) for value in values]
             raise UsageError(f"{entry} takes parameters of {list(sizes)} bytes and was given {given}.")
@@ -98,9 +98,11 @@ def multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def _parameter(argument: Argument) -> Any:
+def _parameter(argument: Argument, device: torch.device) -> Any:
     """An argument in memory of C's."""
     if isinstance(argument, torch.Tensor):
+        if argument.device != device:  # its address would crash the kernel and spoil the context for everybody
+            raise UsageError(f"A kernel on {device} was given a tensor on {argument.device}.")
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, np.generic):
         return (ctypes.c_char * argument.nbytes).from_buffer_copy(argument.tobytes())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from netweight.codec import reference
-from netweight.codec.api import LEVELS, is_lossy
+from netweight.codec.api import LEVELS, empty_tensor, is_lossy
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
@@ -60,7 +60,8 @@ def layout_of(blob: Tensor) -> BlobLayout:
 
     Raises:
         CorruptBlob: The bytes are damaged or not a blob.
-        Unsupported: It is of a newer format or lossy (its sections have layouts), or torch lacks the element type.
+        Unsupported: It is of a newer format or lossy (its sections have layouts), or torch lacks the element type or
+            cannot have an empty tensor of its shape.
         UsageError: `blob` is not a contiguous tensor of bytes.
     """
     if blob.dtype != torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
@@ -78,10 +79,13 @@ def layout_of(blob: Tensor) -> BlobLayout:
         header = reference.read_header(beginning, size=size)
     except (CorruptBlob, Unsupported) as error:
         raise type(error)(f"Cannot decode a blob: {error.reason}.", cure=error.cure) from error
+    dtype = torch_dtype(header.element.name)
+    if header.nbytes == 0:
+        empty_tensor(dtype, header.shape)
     chunks = len(header.chunk_starts) - 1
     starts = torch.from_numpy(np.array(header.chunk_starts, np.int64)).to(blob.device)
     return BlobLayout(
-        dtype=torch_dtype(header.element.name),
+        dtype=dtype,
         shape=header.shape,
         nbytes=header.nbytes,
         numbers=header.numbers,

@@ -8,8 +8,10 @@
 constexpr u32 kBadIndex = 1, kTruncated = 2, kBadMode = 4, kBadSplit = 8, kBadStreams = 16, kBadTable = 32, kBadStates = 64,
               kBadStream = 128, kBadPacked = 256, kBadPatch = 512, kLeftOver = 1024;
 
+enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
+
 constexpr u32 kMostWarps = 4;
-constexpr u32 kStagedBytes = 1056;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
+constexpr u32 kStagedBytes = 816;  // holds any header of a rans plane: 3 + 1 + 63 * 3 + 63 + 4 * (6 + 128), and 15 before it
 constexpr u32 kSlice = 512;         // bytes of a stream that a warp loads at once
 constexpr u32 kRing = 2 * kSlice, kRingBytes = kRing + kSlice + 16;
 constexpr u32 kSlots = 256, kMostSymbols = 63;
@@ -38,17 +40,41 @@ struct Bounds {
 
 NETWEIGHT_DEVICE u64 address(const void* p) { return reinterpret_cast<u64>(p); }
 
+// Memory outside the multiprocessor at an address, said so that the compiler knows which kind of memory it is.
+template <typename T>
+NETWEIGHT_DEVICE T* global_memory(u64 at) {
+  return static_cast<T*>(__cvta_global_to_generic(at));
+}
+
+// Asks for the 32 bytes around an address to be brought to the L2 cache.
+NETWEIGHT_DEVICE void prefetch(u64 at) {
+#ifndef NETWEIGHT_EMULATED
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#else
+  static_cast<void>(*reinterpret_cast<const volatile u8*>(at));  // so that a place outside is found
+#endif
+}
+
 NETWEIGHT_CALLED uint4 load16_by_bytes(u64 at, const Bounds& bounds) {
   u64 halves[2] = {0, 0};
-  for (u32 i = 0; i < 16; i++)
-    if (at + i >= bounds.begin && at + i < bounds.end) halves[i / 8] |= static_cast<u64>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 8);
-  return make_uint4(static_cast<u32>(halves[0]), static_cast<u32>(halves[0] >> 32), static_cast<u32>(halves[1]), static_cast<u32>(halves[1] >> 32));
+  for (u32 i = 0; i < 16; i++) {
+    if (at + i < bounds.begin || at + i >= bounds.end) continue;
+    halves[i / 8] |= static_cast<u64>(*reinterpret_cast<const u8*>(at + i)) << 8 * (i % 8);
+  }
+  return make_uint4(static_cast<u32>(halves[0]), static_cast<u32>(halves[0] >> 32), static_cast<u32>(halves[1]),
+                    static_cast<u32>(halves[1] >> 32));
 }
 
 // 16 bytes at a multiple of 16; what lies outside the bounds is 0.
 NETWEIGHT_DEVICE uint4 load16(u64 at, const Bounds& bounds) {
   if (at >= bounds.begin && at + 16 <= bounds.end) return __ldg(reinterpret_cast<const uint4*>(at));
   return load16_by_bytes(at, bounds);
+}
+
+// Has a warp ask for bytes that lie within the blob, as far as they do.
+NETWEIGHT_DEVICE void prefetch_span(u64 at, u32 bytes, const Bounds& blob) {
+  for (u32 i = 32 * lane_id(); i < bytes; i += 32 * kWarp)
+    if (at + i < blob.end) prefetch(at + i);
 }
 
 // Where the elements of a plane go.

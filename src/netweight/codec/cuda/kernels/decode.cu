@@ -7,8 +7,6 @@
 #include "simple_planes.cuh"
 #include "wide.cuh"
 
-enum Mode : u32 { kRaw, kConstant, kPacked, kRans, kWideRans };
-
 // A blob to decode. Python writes this as an array of eight 64-bit integers.
 struct Job {
   const u8* blob;
@@ -29,8 +27,9 @@ NETWEIGHT_DEVICE const u8* stage(const u8* at, const Bounds& blob) {
   return reinterpret_cast<const u8*>(shared.staged) + (address(at) & 15);
 }
 
-// Decodes a plane that `left` bytes begin with and gives its size. Returns a reason for refusal, the same in all threads.
-NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, const Bounds& blob, u64& size) {
+// Decodes a plane that `left` bytes begin with and gives its size. The first `merged` elements of a tail are there already;
+// a head may set this number for the tails after it. Returns a reason for refusal, the same in all threads.
+NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, const Bounds& blob, u64& size, u32& merged) {
   if (left == 0) return kTruncated;
   const u8* header = stage(at, blob);
   const u64 raw_bytes = static_cast<u64>(plane.count) * plane.width;
@@ -38,18 +37,18 @@ NETWEIGHT_DEVICE u32 decode_plane(const u8* at, u64 left, const Plane& plane, co
   switch (header[0]) {
     case kRaw:
       if (raw_bytes > left - 1) return kTruncated;
-      size = 1 + decode_raw(at + 1, plane, blob);
+      size = 1 + decode_raw(at + 1, plane, merged, blob);
       return 0;
     case kConstant:
       if (plane.width > left - 1) return kTruncated;
-      size = 1 + decode_constant(header + 1, plane);
+      size = 1 + decode_constant(header + 1, plane, merged);
       return 0;
     case kPacked:
       reason = decode_packed(at + 1, left - 1, plane, size);
       size++;
       return reason;
     case kRans:
-      return decode_rans(at, left, header, plane, blob, size);
+      return decode_rans(at, left, header, plane, blob, size, merged);
     case kWideRans:
       if (warp_id() == 0) {
         reason = decode_wide(at, left, plane, *reinterpret_cast<WideTable*>(shared.rings), size);
@@ -78,12 +77,13 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
   plane.width = head;
   plane.out = job.out + first * bytes + (bytes - head);
   i64 at = start;
+  u32 merged = 0;
   for (u32 planes = bytes - head + 1; planes > 0 && !reason; planes--) {
     __syncthreads();  // the plane before is done
     reason = shared.failure;
     if (reason) break;
     u64 size = 0;
-    reason = decode_plane(job.blob + at, static_cast<u64>(end - at), plane, blob, size);
+    reason = decode_plane(job.blob + at, static_cast<u64>(end - at), plane, blob, size, merged);
     at += static_cast<i64>(size);
     plane.width = 1;
     plane.out--;
@@ -95,7 +95,7 @@ NETWEIGHT_DEVICE void decode_chunk(const Job& job, i64 chunk, u32* status) {
 
 // Decodes blobs; a block of the grid for each chunk. `jobs` ascend by their first block, the first of which is 0. Without
 // any (a null pointer) the other arguments are the only job.
-extern "C" __global__ void __launch_bounds__(128, 8)
+extern "C" __global__ void __launch_bounds__(128, 6)
     decode_chunks(const Job* jobs, i64 count, const u8* blob, i64 size, const i64* starts, u8* out, i64 numbers, i64 number_bytes,
                   i64 chunk_log2, u32* status) {
   Job job{blob, size, starts, out, numbers, number_bytes, chunk_log2, 0};

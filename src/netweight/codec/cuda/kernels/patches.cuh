@@ -13,11 +13,15 @@ struct RareSymbols {
 
 // Reads a list that lies within the chunk as far as its first byte. Returns a reason for refusal, the same in all lanes.
 NETWEIGHT_DEVICE u32 read_rare(const u8* at, u64 left, u32 symbol_bits, RareSymbols& rare) {
-  rare.count = at[0];
+  static_assert(1 + 2 * kMostRare <= kWarp, "the list is read at once, a byte by each lane");
+  const u32 byte = lane_id() < left ? at[lane_id()] : 0;
+  rare.count = __shfl_sync(kAllLanes, byte, 0);
+  const u32 low = __shfl_sync(kAllLanes, byte, static_cast<int>(1 + 2 * lane_id()) & 31);
+  const u32 high = __shfl_sync(kAllLanes, byte, static_cast<int>(2 + 2 * lane_id()) & 31);
   rare.symbol = 0;
   if (rare.count > kMostRare) return kBadPatch;
   if (1 + 2 * rare.count > left) return kTruncated;
-  if (lane_id() < rare.count) rare.symbol = read_u16(at + 1 + 2 * lane_id());
+  if (lane_id() < rare.count) rare.symbol = low | high << 8;
   return __any_sync(kAllLanes, rare.symbol >> symbol_bits != 0) ? kBadPatch : 0;
 }
 

@@ -28,18 +28,19 @@ NETWEIGHT_DEVICE void copy_bytes(const u8* from, u64 count, u8* to, const Bounds
   for (u64 i = head + 16 * units + threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 
-// Raw and constant planes, whose bytes are there. Both give the plane's bytes after the mode.
-NETWEIGHT_CALLED u64 decode_raw(const u8* from, const Plane& plane, const Bounds& blob) {
+// Raw and constant planes, whose bytes are there, of which the first `done` elements need not be written (0 if they lie next
+// to each other). Both give the plane's bytes after the mode.
+NETWEIGHT_CALLED u64 decode_raw(const u8* from, const Plane& plane, u32 done, const Bounds& blob) {
   const u64 bytes = static_cast<u64>(plane.count) * plane.width;
   if (plane.contiguous()) {
     copy_bytes(from, bytes, plane.out, blob);
   } else {
-    for (u32 i = threadIdx.x; i < plane.count; i += blockDim.x) plane.put(i, plane.width == 1 ? from[i] : read_u16(from + 2 * i));
+    for (u32 i = done + threadIdx.x; i < plane.count; i += blockDim.x) plane.put(i, plane.width == 1 ? from[i] : read_u16(from + 2 * i));
   }
   return bytes;
 }
 
-NETWEIGHT_CALLED u64 decode_constant(const u8* from, const Plane& plane) {
+NETWEIGHT_CALLED u64 decode_constant(const u8* from, const Plane& plane, u32 done) {
   const u32 value = plane.width == 1 ? from[0] : read_u16(from);
   const u32 word = plane.width == 1 ? value * 0x01010101u : value * 0x00010001u;
   u32 first = 0, units = 0;  // elements before the aligned ones, and the number of 16 bytes of these
@@ -50,7 +51,7 @@ NETWEIGHT_CALLED u64 decode_constant(const u8* from, const Plane& plane) {
     for (u32 unit = threadIdx.x; unit < units; unit += blockDim.x) target[unit] = make_uint4(word, word, word, word);
   }
   for (u32 i = threadIdx.x; i < first; i += blockDim.x) plane.put(i, value);
-  for (u32 i = first + units * (16 / plane.width) + threadIdx.x; i < plane.count; i += blockDim.x) plane.put(i, value);
+  for (u32 i = done + first + units * (16 / plane.width) + threadIdx.x; i < plane.count; i += blockDim.x) plane.put(i, value);
   return plane.width;
 }
 
