@@ -249,8 +249,9 @@ def _run(
     if status is None:
         status = torch.zeros(1, dtype=torch.int32, device=source.device)
     grid = 1 + (min(256, -(-capacity // (1 << 16))) if fill else 0)
-    header = [int(digest), small.digest, plan.start, len(plan.varints), 4 * plan.chunks, *plan.shape_words]
-    _launch("finish_blob", grid, [payload, blob, capacity, small.progress, status, *header])
+    header = (plan.start, len(plan.varints), 4 * plan.chunks, *plan.shape_words)
+    what = (payload, blob, capacity, small.progress, status, int(digest), small.digest)
+    _launch("finish_blob", grid, [*what, *header])
     return small
 
 
@@ -264,7 +265,7 @@ def _run_wave(
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
     splits = fallback.head_splits(plan.element, plan.level)
     how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), fallback.sampling(plan.level))
-    chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]
+    chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]  # is not looked at
     if digest:
         chain = _digest_arguments(source, wave, small)
     room = (slots, plan.slot_bytes, work, plan.work_bytes, sizes)

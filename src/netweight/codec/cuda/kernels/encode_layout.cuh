@@ -9,7 +9,7 @@ constexpr u32 kMaxRare = 14;           // symbols with codes of their own; code 
 constexpr u32 kLiteral = 14, kSkip = 15;
 constexpr u32 kPatchSpread = 4096;  // gaps that a patch can state
 constexpr u32 kRowsAhead = 4;        // rows whose elements are on their way while others are coded
-constexpr u32 kPackedAhead = 4;      // groups that a thread loads before it packs them
+constexpr u32 kPackedAhead = 2;      // groups that a thread loads before it packs them
 
 // Where the parts of a plane in this mode lie, and what follows from its split.
 struct Layout {

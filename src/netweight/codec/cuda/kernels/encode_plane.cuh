@@ -5,8 +5,9 @@
 
 constexpr u32 kThreads = 256;  // of a block of every kernel that encodes
 constexpr u32 kWarps = kThreads / kWarp;
-constexpr u32 kGroup = 8;    // elements that are loaded together
-constexpr u32 kRow = 64;     // lanes of a stream
+constexpr u32 kGroup = 8;  // elements that are loaded together
+constexpr u32 kCopiedAhead = 4;  // times 16 bytes that a thread reads before it writes them
+constexpr u32 kRow = 64;  // lanes of a stream
 constexpr u32 kMaxBins = 4096;  // of a histogram: symbols have at most 12 bits
 constexpr u32 kRawBit = 0x80000000u;  // in a plane's size: it is raw and was not written
 
@@ -116,12 +117,19 @@ NETWEIGHT_DEVICE uint4 read_16(const u8* p) {
   return make_uint4(__byte_perm(a, b, pick), __byte_perm(b, c, pick), __byte_perm(c, d, pick), __byte_perm(d, e, pick));
 }
 
-// Copies bytes between addresses of any alignment; `worker` of `workers` threads does its share.
-NETWEIGHT_DEVICE void copy_bytes(u8* __restrict__ to, const u8* __restrict__ from, u32 size, u32 worker, u32 workers) {
+// Copies bytes between addresses of any alignment; `worker` of `workers` threads does its share. The pointers are not
+// __restrict__: what the block itself has written must not be read through the cache for constant data.
+NETWEIGHT_DEVICE void copy_bytes(u8* to, const u8* from, u32 size, u32 worker, u32 workers) {
   const u32 whole = bytes_to_alignment(to, 16), head = whole < size ? whole : size;
   const u32 quads = (size - head) / 16, done = head + 16 * quads;
   for (u32 i = worker; i < head; i += workers) to[i] = from[i];
-#pragma unroll 4
-  for (u32 i = worker; i < quads; i += workers) *reinterpret_cast<uint4*>(to + head + 16 * i) = read_16(from + head + 16 * i);
+  for (u32 base = worker; base < quads; base += kCopiedAhead * workers) {
+    uint4 ahead[kCopiedAhead];
+#pragma unroll
+    for (u32 k = 0; k < kCopiedAhead; k++) ahead[k] = read_16(from + head + 16 * (base + k * workers < quads ? base + k * workers : base));
+#pragma unroll
+    for (u32 k = 0; k < kCopiedAhead; k++)
+      if (base + k * workers < quads) *reinterpret_cast<uint4*>(to + head + 16 * (base + k * workers)) = ahead[k];
+  }
   for (u32 i = done + worker; i < size; i += workers) to[i] = from[i];
 }
