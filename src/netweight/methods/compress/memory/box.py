@@ -284,7 +284,8 @@ class Box:
         Raises:
             UsageError: Other processes share the payload.
         """
-        if fixed == self.fixed or (fixed and (self.lossy or self.stride is not None)):
+        has_form = self.dtype == torch.bfloat16 and self.stride is None and not self.lossy
+        if fixed == self.fixed or (fixed and not has_form):
             return
         dense = self.dense()
         payload = _fixed(dense) if fixed else Box.of(dense, level=self.level, chunk_log2=self.chunk_log2).payload
