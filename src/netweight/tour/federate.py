@@ -43,7 +43,7 @@ from netweight.methods.federate.threat import Observation, ThreatModel, observe
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo.federation import FederationPlan
 
-__all__ = ["IMAGES", "PEELING", "ROUNDS", "federate_stop", "settings"]
+__all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
 
 ROUNDS = 5
 """Rounds of each federation."""
@@ -102,7 +102,7 @@ class _Seen:
     sums: _Sums
 
 
-def federate_stop(place: Place) -> Stop:
+def make_stop(place: Place) -> Stop:
     """Train two federations on the same digits, attack them alike, and say what the server saw."""
     place.say(f"Ten sites hold 150 handwritten digits each, and train together for {ROUNDS} rounds.")
     runs = {_FEDAVG: _trained("fedavg", place), _HYPERFL: _trained("hyperfl", place)}

@@ -46,7 +46,7 @@ from netweight.zoo.forget_audit import pictured
 from netweight.zoo.memorized_pairs import Pair
 from netweight.zoo.small_diffusion import SHAPES_FOLDER
 
-__all__ = ["HARDENING", "SEARCH_STEPS", "forget_stop", "settings"]
+__all__ = ["HARDENING", "SEARCH_STEPS", "make_stop", "settings"]
 
 SEARCH_STEPS = 40
 """Most steps of a search."""
@@ -86,7 +86,7 @@ def settings() -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def forget_stop(place: Place) -> Stop:
+def make_stop(place: Place) -> Stop:
     """Find a planted picture's prompt and neurons, switch them off, harden the model, and search in all of them."""
     found = _found(place.folder, place.progress, place.say)
     told = {name: verdict(found.comparison, name) for name in found.comparison.subjects}

@@ -30,7 +30,7 @@ from netweight.zoo.ciphers import cipher_world
 from netweight.zoo.small_world import ALIGNED
 from netweight.zoo.small_world_subjects import DEFENSE, defend_world
 
-__all__ = ["ATTACK_STEPS", "immunize_stop", "settings"]
+__all__ = ["ATTACK_STEPS", "make_stop", "settings"]
 
 ATTACK_STEPS = 240
 """Most steps of an attack."""
@@ -53,7 +53,7 @@ def settings() -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def immunize_stop(place: Place) -> Stop:
+def make_stop(place: Place) -> Stop:
     """Defend the ciphers' model, attack it and the model before alike, and look inside of both."""
     world, file = cipher_world(), place.folder / _FILE
     before = world.base()

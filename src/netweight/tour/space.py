@@ -42,7 +42,7 @@ from netweight.zoo.face_bank import FACES_BANK, FACES_LABELS, FaceBank
 from netweight.zoo.face_reading import read
 from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
 
-__all__ = ["INVERSION_STEPS", "settings", "space_stop"]
+__all__ = ["INVERSION_STEPS", "make_stop", "settings"]
 
 INVERSION_STEPS = 150
 """Of the inversion; the default is 400."""
@@ -80,7 +80,7 @@ def settings() -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def space_stop(place: Place) -> Stop:
+def make_stop(place: Place) -> Stop:
     """Fit the space of the bank in the package, edit along a direction, sample, invert an image, and export."""
     world, report = _opened(place.say), Report("space")
     edited = _edited(world, place, report)
