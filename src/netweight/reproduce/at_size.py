@@ -17,7 +17,7 @@ from netweight.zoo.shapes import MINIATURE, made
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from torch import nn
 
 __all__ = ["PAPER", "SEED", "TRIAL", "Extent", "chosen_device", "in_turns", "random_model", "synchronize"]
 
@@ -145,7 +145,7 @@ def in_turns(
     return {name: tuple(wall / inner for wall in samples[name].wall) for name in runs}
 
 
-def random_model(shape: str, extent: Extent, device: torch.device) -> PreTrainedModel:
+def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:
     """Make a model of a shape with random bf16 weights on a device, as transformers initializes it.
 
     Args:
