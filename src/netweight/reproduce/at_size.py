@@ -6,7 +6,7 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["PAPER", "SEED", "TRIAL", "Extent", "chosen_device", "in_turns", "random_model", "synchronize"]
+__all__ = [
+    "PAPER",
+    "SEED",
+    "TRIAL",
+    "Extent",
+    "Run",
+    "chosen_device",
+    "in_turns",
+    "random_model",
+    "runs_of",
+    "synchronize",
+]
 
 SEED = 20241031
 
@@ -87,6 +98,40 @@ TRIAL = Extent(
     rounds=5,
 )
 """Shows that everything runs, in seconds on a CPU."""
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One way of training one model, or of holding its weights.
+
+    Attributes:
+        shape: A key of `zoo.shapes.SHAPES`.
+        way: The way, by its row's name.
+        device: "cuda" or "cpu".
+        trial: Whether it is the tiny one.
+    """
+
+    shape: str
+    way: str
+    device: str
+    trial: bool
+
+    @property
+    def extent(self) -> Extent:
+        """How large the measurement is."""
+        return TRIAL if self.trial else PAPER
+
+
+def runs_of(ways: Sequence[str], device: str, *, trial: bool) -> list[Run]:
+    """Return the runs of every way on every shape, shape by shape.
+
+    Args:
+        ways: Names of rows, the most important ones first.
+        device: "cuda" or "cpu".
+        trial: Whether to take tiny models.
+    """
+    return [Run(shape, way, device, trial) for shape in (TRIAL if trial else PAPER).shapes for way in ways]
 
 
 def chosen_device(name: str | None) -> torch.device:

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Table
 from netweight.integrations.quantizers import held_bytes, linear_layers, quantize_, quantizers
-from netweight.reproduce.at_size import PAPER, SEED, TRIAL, chosen_device, in_turns, random_model
+from netweight.reproduce.at_size import PAPER, SEED, TRIAL, Run, chosen_device, in_turns, random_model
 from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["WAYS", "InferenceRun", "infer", "inference_runs", "measured_inference"]
+__all__ = ["WAYS", "infer", "measured_inference"]
 
 _GIB = 1 << 30
 VANILLA, LOSSLESS, FIXED = "Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"
@@ -35,36 +34,7 @@ WAYS = (VANILLA, LOSSLESS, FIXED, RELOADED, "Quant NF4", "Quant INT8", THREE_BIT
 _TARGET = 0.9  # of bf16's speed
 
 
-@final
-@dataclass(frozen=True)
-class InferenceRun:
-    """One way of holding one model's weights.
-
-    Attributes:
-        shape: A key of `zoo.shapes.SHAPES`.
-        way: One of `WAYS`.
-        device: "cuda" or "cpu".
-        trial: Whether it is the tiny one.
-    """
-
-    shape: str
-    way: str
-    device: str
-    trial: bool
-
-
-def inference_runs(device: str, *, trial: bool) -> list[InferenceRun]:
-    """Return the runs, shape by shape, the most important ones first.
-
-    Args:
-        device: "cuda" or "cpu".
-        trial: Whether to run tiny models.
-    """
-    shapes = (TRIAL if trial else PAPER).shapes
-    return [InferenceRun(shape, way, device, trial) for shape in shapes for way in WAYS]
-
-
-def infer(run: InferenceRun) -> dict[str, Any]:
+def infer(run: Run) -> dict[str, Any]:
     """Measure one way beside the dense model, in the same rounds.
 
     Args:
@@ -78,7 +48,7 @@ def infer(run: InferenceRun) -> dict[str, Any]:
     """
     import torch
 
-    extent, device = TRIAL if run.trial else PAPER, chosen_device(run.device)
+    extent, device = run.extent, chosen_device(run.device)
     dense: Any = _dense_model(run.shape, run.device, run.trial)
     layers = linear_layers(dense)
     try:
@@ -208,7 +178,7 @@ def _peak(window: Callable[[Any], Any], model: Any, device: torch.device) -> dic
     return {"peak": torch.cuda.max_memory_allocated(device) - before + held_bytes(model)}
 
 
-def measured_inference(found: Mapping[InferenceRun, Mapping[str, Any]]) -> Measured:
+def measured_inference(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
     """Lay runs out as table 3(a) without its perplexities, and further speeds in a table of their own.
 
     Args:

@@ -18,13 +18,14 @@ from netweight.core.runs import in_process, map_runs
 from netweight.errors import NetweightError
 from netweight.evidence.finding import encode_json
 from netweight.evidence.report import Report, Table
-from netweight.reproduce.at_size import PAPER, TRIAL, Extent, chosen_device
-from netweight.reproduce.at_size_inference import infer, inference_runs, measured_inference
+from netweight.reproduce.at_size import PAPER, TRIAL, Extent, chosen_device, runs_of
+from netweight.reproduce.at_size_inference import WAYS, infer, measured_inference
 from netweight.reproduce.at_size_throughput import measured_throughput, throughput
-from netweight.reproduce.at_size_training import measured_training, train, training_runs
+from netweight.reproduce.at_size_training import measured_training, train
 from netweight.reproduce.published import published
 from netweight.reproduce.registry import Measured
 from netweight.reproduce.run import Comparison, compare
+from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA
 
 __all__ = ["AtSize", "measure_at_size"]
 
@@ -106,8 +107,8 @@ def measure_at_size(
         return found
 
     rates = all_of("throughput", _throughput, [_Throughput(place.type, trial)])
-    inference = all_of("inference", infer, inference_runs(place.type, trial=trial))
-    training = all_of("training", train, training_runs(place.type, trial=trial))
+    inference = all_of("inference", infer, runs_of(WAYS, place.type, trial=trial))
+    training = all_of("training", train, runs_of((COMPRESSED, LOMO, VANILLA), place.type, trial=trial))
     tables: dict[str, Measured] = {}
     if rates:
         tables["neuzip-fig4"] = measured_throughput(next(iter(rates.values())), place)

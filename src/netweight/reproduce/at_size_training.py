@@ -6,55 +6,25 @@ Losses are compared between the ways, never with the paper's: the text is random
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import torch_generator
 from netweight.evidence.finding import Finding
-from netweight.reproduce.at_size import PAPER, SEED, TRIAL, chosen_device, random_model, synchronize
+from netweight.reproduce.at_size import PAPER, SEED, Run, chosen_device, random_model, synchronize
 from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, WAYS, arrange, differing_steps
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TrainingRun", "measured_training", "train", "training_runs"]
+__all__ = ["measured_training", "train"]
 
 _GIB = 1 << 30
 _TARGET_PEAK, _TARGET_SPEED = 15.2, 0.85  # of Llama-3 8B on an H200
 
 
-@final
-@dataclass(frozen=True)
-class TrainingRun:
-    """One way of training one model.
-
-    Attributes:
-        shape: A key of `zoo.shapes.SHAPES`.
-        way: One of `training_ways.WAYS`.
-        device: "cuda" or "cpu".
-        trial: Whether it is the tiny one.
-    """
-
-    shape: str
-    way: str
-    device: str
-    trial: bool
-
-
-def training_runs(device: str, *, trial: bool) -> list[TrainingRun]:
-    """Return the runs, the most important ones first: compressed and layer by layer, then plain.
-
-    Args:
-        device: "cuda" or "cpu".
-        trial: Whether to train tiny models.
-    """
-    shapes = (TRIAL if trial else PAPER).shapes
-    return [TrainingRun(shape, way, device, trial) for shape in shapes for way in reversed(WAYS)]
-
-
-def train(run: TrainingRun) -> dict[str, Any]:
+def train(run: Run) -> dict[str, Any]:
     """Train a few updates by plain SGD with non-reentrant activation checkpointing, as the reference code does.
 
     Args:
@@ -66,7 +36,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     """
     import torch
 
-    extent, device = TRIAL if run.trial else PAPER, chosen_device(run.device)
+    extent, device = run.extent, chosen_device(run.device)
     try:
         model: Any = random_model(run.shape, extent, device)
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -134,7 +104,7 @@ def _step(model: Any, optimizer: Any, batch: int, window: int, number: int) -> t
     return float(loss.detach()), time.perf_counter() - started
 
 
-def measured_training(found: Mapping[TrainingRun, Mapping[str, Any]]) -> Measured:
+def measured_training(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
     """Lay runs out as table 1 without its losses.
 
     Args:
