@@ -309,6 +309,7 @@ class Box:
             self._refuse_to_move()
             self.payload = payload.to(self.payload.device)
             return
+        device.about_to_write(self.payload)
         with torch.no_grad():
             self.payload[:used].copy_(payload)
             self.payload[used:].zero_()

@@ -35,16 +35,14 @@ __all__ = [
     "dense_shard",
     "inherit",
     "is_fsdp",
-    "is_preparation",
     "local_part",
     "refuse",
     "refuse_pinning",
 ]
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
-_FRONT = (
-    64  # bytes before a piece's payload: its rows, and nothing, so that the payload is aligned as in memory of its own
-)
+# Bytes before a piece's payload: its rows, and nothing, so that the payload is aligned as in memory of its own.
+_FRONT = 64
 _ALIGN = 64
 
 
@@ -150,15 +148,6 @@ def local_part(value: Any) -> Any:
         value: Anything.
     """
     return getattr(value, "_local_tensor", value)
-
-
-def is_preparation(caller: FrameType) -> bool:
-    """Whether accelerate is preparing a model: it asks for the addresses of weights, and only to tell them apart.
-
-    Args:
-        caller: The calling frame.
-    """
-    return caller.f_globals.get("__name__") == "accelerate.accelerator"
 
 
 def dense_shard(value: Any) -> Any:

@@ -222,8 +222,6 @@ class CompressedTensor(torch.Tensor):
                 sharding.refuse(args[0], sys._getframe(1))
             if func in _CUTTING and sharding.is_fsdp(sys._getframe(1)):
                 return _CUTTING[func](*args, **kwargs)
-            if func is torch.Tensor.data_ptr and sharding.is_preparation(sys._getframe(1)):
-                return args[0].payload.data_ptr()
             if func is torch.Tensor.share_memory_:
                 args[0].box.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
