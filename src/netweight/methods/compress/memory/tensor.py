@@ -39,6 +39,8 @@ _LIKE = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     )
 )  # fmt: skip
+# In inference mode these come as they are, elsewhere as the operators they are made of.
+_TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
@@ -219,6 +221,8 @@ class CompressedTensor(torch.Tensor):
             if func in _LIKE:
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
+            if func in _TO:
+                return func.decompose(*args, **kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
             if not first.views:
