@@ -21,17 +21,19 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def decode_now(payload: torch.Tensor) -> torch.Tensor:
-    """Decode a payload on the spot, by the CPU.
+    """Decode a payload on the spot.
 
     Args:
-        payload: U8 payload; if it is not on the CPU its bytes are copied there and the weight back.
+        payload: U8 payload. On a CUDA device it is decoded there; elsewhere its bytes go to the CPU, the weight back.
 
     Returns:
-        The dense weight on the payload's device, in memory from the codec's pool.
+        The dense weight on the payload's device; on the CPU in memory from the codec's pool.
 
     Raises:
         CorruptBlob: The payload is damaged.
     """
+    if device.handles(payload):
+        return device.decoder_of(payload.device).weight(payload)
     local = payload.cpu()
     # A weight is about half again as large as its blob.
     weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
@@ -39,10 +41,10 @@ def decode_now(payload: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_to(payload: torch.Tensor, direction: str) -> torch.Tensor:
-    if device.handles(payload):
-        return device.decoder_of(payload.device).weight(payload)
     pending = ahead.current()
-    return decode_now(payload) if pending is None or not payload.is_cpu else pending.take(payload, direction)
+    if pending is None or device.handles(payload) or not payload.is_cpu:
+        return decode_now(payload)
+    return pending.take(payload, direction)
 
 
 def _decode(payload: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -61,8 +63,7 @@ def _gather_rows(payload: torch.Tensor, shape: list[int], dtype: torch.dtype, id
     if device.handles(payload):  # the whole table: to know which chunks are touched is to wait for the device
         loan = borrow(payload, "forward")
         try:
-            table = _decode_to(payload, "forward") if loan is None else loan.weight
-            return torch.nn.functional.embedding(ids, table)
+            return torch.nn.functional.embedding(ids, decode_now(payload) if loan is None else loan.weight)
         finally:
             give_back(loan)
     local, wanted = payload.cpu(), ids.reshape(-1).cpu()
