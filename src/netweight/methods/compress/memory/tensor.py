@@ -39,8 +39,6 @@ _LIKE = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     )
 )  # fmt: skip
-# In inference mode these come as they are, elsewhere as the operators they are made of.
-_TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
     torch.Tensor.numpy: "numpy()",
@@ -49,6 +47,8 @@ _NO_MEMORY = {
     torch.Tensor.storage: "storage(), which safetensors asks for, too",
     torch.Tensor.__dlpack__: "__dlpack__()",
 }
+# In inference mode these come as they are, elsewhere as the operators they are made of.
+_TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 
 
 @final
