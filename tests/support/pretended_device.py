@@ -53,7 +53,8 @@ class Machine:
         pass
 
     def room(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def nbytes(self, payload):
         return self.decoder.nbytes(payload)

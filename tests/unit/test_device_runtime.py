@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_under_test import Picture, Tied, differing, pair, same, stack
-from pretended_device import CPU, pretend
+from pretended_device import CPU, Event, pretend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight import codec
-from netweight.codec import cuda, torch_path
+from netweight.codec import cuda, torch_lossy, torch_path
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.memory import ahead as ahead_of_time
@@ -134,6 +134,30 @@ def test_autocast_and_other_orders_of_layers(counts):
             assert same(*results)
 
 
+def test_inference_mode_and_others_in_turn(counts):
+    dense, model = pair(stack)
+    with torch.inference_mode():
+        status = device.Status(CPU, Event)
+        tensor = model[0].weight.to("cpu", copy=True)
+        assert same(tensor, dense[0].weight)
+    status.count(torch.tensor(True))
+    with pytest.raises(CorruptBlob):
+        status.check()
+    assert device.decoder_of(CPU).nbytes(tensor.payload) == 64 * 64 * 4
+    with netweight.decode_ahead():
+        for mode in (torch.inference_mode(), torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert same(model(ROWS), dense(ROWS))
+
+
+def test_a_compiled_layer(counts):
+    dense, model = pair(lambda: nn.Sequential(nn.Linear(64, 64)))
+    layer = torch.compile(model[0], backend="aot_eager", fullgraph=True)
+    with netweight.decode_ahead():
+        for _ in range(2):
+            assert_steps_alike(dense, nn.Sequential(layer), ROWS)
+
+
 def test_a_failed_product_gives_its_room_back(counts):
     dense, model = pair(stack)
     with torch.no_grad(), netweight.decode_ahead() as ahead:
@@ -242,6 +266,18 @@ def test_layouts_of_what_was_encoded_here_are_those_that_one_would_read(dtype, s
     made, read = device._layout_for(blob, tensor, chunk_log2, "default"), cuda.layout_of(blob)
     assert made == read
     assert made.starts.equal(read.starts)
+
+
+def test_layouts_go_to_other_devices_with_their_payloads():
+    elsewhere = torch.device("meta")
+    for weight, mantissa_bits in ((torch.randn(100, 64), 7), (torch.randn(100, 64), 3)):
+        blob = codec.encode_lossy(weight, mantissa_bits=mantissa_bits)
+        blob = torch.from_numpy(np.frombuffer(blob, np.uint8).copy())
+        layout = (cuda.layout_of if mantissa_bits == 7 else torch_lossy.layout_of)(blob)
+        there = device._layout_on(layout, elsewhere)
+        parts = [there] if mantissa_bits == 7 else [there.words.layout, there.normalizers.layout]
+        assert all(part.starts.device == elsewhere for part in parts)
+        assert there == layout
 
 
 # ---- parts of weights ------------------------------------------------------------------------------------------------

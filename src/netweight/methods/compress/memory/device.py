@@ -175,9 +175,10 @@ class Status:
     """
 
     def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
-        self._words = torch.zeros(2, dtype=torch.int32, device=device)
-        self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._first = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # they are written in other modes, too
+            self._words = torch.zeros(2, dtype=torch.int32, device=device)
+            self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._first = torch.zeros(1, dtype=torch.int64, device=device)
         self._device, self._mark = device, mark
         self._coming: Event | None = None
         self._since = 0

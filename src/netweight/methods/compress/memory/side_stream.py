@@ -285,7 +285,7 @@ class _Cuda:
         self._side.wait_event(event)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side), torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def nbytes(self, payload: torch.Tensor) -> int | None:

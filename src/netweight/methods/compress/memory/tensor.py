@@ -53,6 +53,8 @@ _NO_MEMORY = {
     torch.Tensor.storage: "storage(), which safetensors asks for, too",
     torch.Tensor.__dlpack__: "__dlpack__()",
 }
+# In inference mode these come as they are, elsewhere as the operators they are made of.
+_TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
 
 
 @final
@@ -251,6 +253,8 @@ class CompressedTensor(torch.Tensor):
             if func in _LIKE:
                 plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(plain, *args[1:], **kwargs)
+            if func in _TO:
+                return func.decompose(*args, **kwargs)
             if func.is_view:
                 return _view(func, first, args[1:], kwargs)
             if not first.views:
