@@ -207,7 +207,7 @@ def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
             m[0].weight.add_(1)
     weight = model[0].weight
     assert not blob_of(weight.payload)[8:24].any()
-    expected = codec.encode(dense[0].weight)
+    expected = codec.encode(dense[0].weight, chunk_log2=weight.box.chunk_log2)
     assert bytes(weight.box.blob) == expected
     assert bytes(blob_of(weight.to("cpu", copy=True).payload)) == expected
     assert bytes(blob_of(pickle.loads(pickle.dumps(weight)).payload)) == expected
@@ -238,9 +238,9 @@ def test_level_max_and_settings_go_to_the_encoder(counts):
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for level, chunk_log2 in (("fast", 10), ("max", None), ("default", 12)):
         box = Box.of(weight, level=level, chunk_log2=chunk_log2)
-        assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=chunk_log2)
+        assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=box.chunk_log2)
         box.write(weight * 2)
-        assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=chunk_log2)
+        assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=box.chunk_log2)
     assert counts.looked == 0
 
 

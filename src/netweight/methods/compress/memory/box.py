@@ -197,7 +197,7 @@ class Box:
         Args:
             weight: Tensor of any dtype and shape.
             level: The codec's level.
-            chunk_log2: See `netweight.codec.encode`.
+            chunk_log2: See `netweight.codec.encode`; None on a GPU is 15, which keeps it busy.
             precision: How much of it to keep; None keeps its values bit for bit.
             fixed: Choose the fixed-length form if the weight has one and gets smaller by it.
 
@@ -208,6 +208,8 @@ class Box:
         payload = _fixed(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
             return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
+        if chunk_log2 is None and device.handles(weight):
+            chunk_log2 = device.CHUNK_LOG2
         there = device.encode(weight, level, chunk_log2) if precision.lossless else None
         if there is None:
             payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
