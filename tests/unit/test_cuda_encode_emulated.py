@@ -17,7 +17,7 @@ from netweight import codec
 from netweight.codec import fallback
 from netweight.codec.cuda import encoding
 from netweight.codec.dtypes import TORCH_NAMES, torch_dtype
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import OutOfMemory, Unsupported, UsageError
 
 DTYPES = [name for name, torch_name in TORCH_NAMES.items() if torch_name is not None and hasattr(torch, torch_name)]
 RAW, CONSTANT, PACKED, RANS = range(4)
@@ -284,6 +284,15 @@ def test_what_the_hosts_encoder_does():
 def test_a_tensor_that_is_not_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     same(torch.randn(300))
+
+
+def test_a_full_gpu(monkeypatch):
+    def full(size, device):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(encoding, "_memory", full)
+    with pytest.raises(OutOfMemory, match=r"F32 and shape \(300,\)"):
+        encoding.encode(torch.randn(300))
 
 
 def test_what_cannot_be():
