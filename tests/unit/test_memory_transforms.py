@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import netweight
 from netweight import CompressedTensor
+from netweight.errors import Unsupported
 
 LAYERS = {
     "linear": (lambda: nn.Linear(64, 48), (5, 4, 64)),
@@ -132,3 +133,37 @@ def test_other_layouts_of_linear_weights_are_kept():
     assert model.weight.stride() == (1, 64)
     for x in (torch.randn(5, 96), torch.randn(1, 96)):
         assert all(same(one, other) for one, other in zip(run(dense, x), run(model, x), strict=True))
+
+
+def test_second_derivatives_of_inputs_are_the_dense_models_and_those_of_weights_are_refused():
+    dense, model = pair(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+
+    def penalty(m, point):
+        (slope,) = torch.autograd.grad(m(point).sum(), point, create_graph=True)
+        return slope.square().sum()
+
+    points = [x.clone().requires_grad_() for _ in range(2)]
+    ours, theirs = (torch.autograd.grad(penalty(m, p), p)[0] for m, p in zip((model, dense), points, strict=True))
+    assert same(ours, theirs)
+    with pytest.raises(Unsupported, match=r"Second derivatives.*decompress_"):
+        penalty(model, points[0]).backward()
+    model.requires_grad_(False)
+    dense.requires_grad_(False)
+    for m, point in zip((model, dense), points, strict=True):
+        penalty(m, point).backward()
+    assert same(points[0].grad, points[1].grad)
+
+
+def test_nested_gradients_of_weights_are_the_dense_models():
+    dense, model = pair(lambda: nn.Linear(64, 48))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(6))
+
+    def of(m):
+        def slope(weights):
+            return grad(lambda x: functional_call(m, weights, (x,)).square().sum())(x).square().sum()
+
+        return grad(slope)(dict(m.named_parameters()))
+
+    ours, theirs = of(model), of(dense)
+    assert all(same(ours[name], theirs[name]) for name in theirs)

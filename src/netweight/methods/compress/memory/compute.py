@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from netweight.errors import Unsupported
 from netweight.methods.compress.memory.fixed_ops import decode_fixed, decode_fixed_backward, multiply
 from netweight.methods.compress.memory.ops import Loan, borrow, decode_backward, gather_rows, give_back, read
 
@@ -61,7 +62,7 @@ class _Product(Function):
         ctx.keeper = inputs[-1]
         if not ctx.keeper:
             ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
-        ctx.shape, ctx.dtype, ctx.fixed = weight.shape, weight.dtype, False
+        ctx.shape, ctx.dtype, ctx.fixed, ctx.trains = weight.shape, weight.dtype, False, needs_weight
 
 
 def _kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +78,40 @@ def _dense(payload: torch.Tensor, weight: torch.Tensor, compute: torch.dtype, lo
 def _dense_again(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor, loan: Loan | None) -> torch.Tensor:
     again = decode_fixed_backward if ctx.fixed else decode_backward
     dense: torch.Tensor = again(payload, ctx.shape, ctx.dtype) if loan is None else loan.weight
-    return dense.to(gradient.dtype)
+    dense = dense.to(gradient.dtype)
+    # Only a graph of the gradients themselves (create_graph) is recorded here, and the decoded weight is no part of it.
+    return _not_again(dense) if torch.is_grad_enabled() and ctx.trains else dense
+
+
+class _Last(Function):
+    """Passes a decoded weight on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return dense.view_as(dense)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise Unsupported(
+            "Second derivatives with respect to a compressed weight are not to be had: it is a constant in the graph of "
+            "its layer's gradients.",
+            cure="Call netweight.decompress_(model) before; or, for second derivatives of inputs, torch.autograd.grad "
+            "with these inputs, or requires_grad_(False) for the weights.",
+        )
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd record `_Last`, whose weight is a constant to it
+
+
+def _not_again(dense: torch.Tensor) -> torch.Tensor:
+    """A decoded weight through which second derivatives of weights are refused instead of being left out.
+
+    Transforms of torch.func do not come here: they see the weight itself.
+    """
+    if torch.compiler.is_compiling():
+        return dense
+    same: torch.Tensor = _Last.apply(dense, _ANCHOR)  # type: ignore[no-untyped-call]
+    return same
 
 
 def _times_weight(ctx: Any, payload: torch.Tensor, gradient: torch.Tensor, *, transposed: bool = False) -> torch.Tensor:
@@ -161,6 +195,7 @@ class _Conv(Function):
         # The backward operator wants the input's shape even where its values do not matter, so it is always kept.
         ctx.save_for_backward(inputs[0], inputs[2])
         ctx.shape, ctx.dtype, ctx.fixed, ctx.geometry = inputs[1].shape, inputs[1].dtype, False, inputs[5]
+        ctx.trains = ctx.needs_input_grad[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
