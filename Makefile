@@ -23,8 +23,9 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
 
+# Two processes, each with whole files of tests and one thread.
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

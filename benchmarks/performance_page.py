@@ -21,8 +21,9 @@ QUIET = 0.5
 GPUS = """
 ## GPUs
 
-Nothing here was run on a GPU. What netweight's kernels should reach there by arithmetic, and which form of weights belongs to which
-batch size on which memory: [models-on-gpus.md](models-on-gpus.md), [formats-on-gpus.md](formats-on-gpus.md). `make bench-gpu` measures it.
+Nothing here was run on a GPU. What netweight's kernels should reach there by arithmetic:
+[models-on-gpus.md](models-on-gpus.md). Which form of weights belongs to which batch size on which memory:
+[formats-on-gpus.md](formats-on-gpus.md). `make bench-gpu` measures both.
 """
 BUSY = """
 **Other programs were running** (load average {load:.1f} before the start), so the speeds are lower and less certain

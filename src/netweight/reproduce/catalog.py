@@ -122,7 +122,7 @@ def title_of(table_id: str) -> str:
 def _state(table_id: str) -> tuple[State, str]:
     entry = registered().get(table_id)
     if entry is None:
-        return "cannot be", _CANNOT[table_id]
+        return "cannot be", _CANNOT.get(table_id, "no function of this version measures it")
     missing = "; ".join(unmet(entry.needs))
     if missing:
         return "needs data, GPU or package", missing

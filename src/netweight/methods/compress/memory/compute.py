@@ -93,8 +93,8 @@ class _Last(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise Unsupported(
-            "Second derivatives with respect to a compressed weight are not to be had: it is a constant in the graph of "
-            "its layer's gradients.",
+            "Second derivatives with respect to a compressed weight are not to be had: it is a constant in the graph "
+            "of its layer's gradients.",
             cure="Call netweight.decompress_(model) before; or, for second derivatives of inputs, torch.autograd.grad "
             "with these inputs, or requires_grad_(False) for the weights.",
         )
