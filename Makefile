@@ -18,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
-.PHONY: tour test check docs study bench bench-gpu clean
+.PHONY: tour test check check-types check-the-rest docs study bench bench-gpu clean
 
 tour: $(VENV)/tour.stamp
 	$(BIN)/netweight tour
@@ -27,15 +27,20 @@ tour: $(VENV)/tour.stamp
 test: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Types take longest, so the rest is checked beside them.
 check: $(VENV)/dev.stamp
+	$(MAKE) --jobs 2 --output-sync=target check-types check-the-rest
+
+check-types:
+	$(BIN)/mypy --num-workers 2
+
+check-the-rest:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
 	$(BIN)/python scripts/public_docstrings.py
 	$(BIN)/python -m mkdocs build
 
-.PHONY: docs
 docs: $(VENV)/dev.stamp
 	$(BIN)/python -m mkdocs build
 
