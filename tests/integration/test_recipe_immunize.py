@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
+from tiny_llama import immunization_files
 
 from netweight.cli import netweight
 from netweight.evidence.report import read_report
@@ -23,12 +23,7 @@ SMALL = ", lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resis
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "pairs.jsonl", PAIRS[::2])
-    write(tmp_path / "harmful.jsonl", PAIRS[1::2])
-    write(tmp_path / "retain.jsonl", KEPT[::2])
-    write(tmp_path / "keep.jsonl", KEPT[1::2])
-    write(tmp_path / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
-    save(*tiny_llama(), tmp_path / "model")
+    immunization_files(tmp_path)
     return tmp_path
 
 

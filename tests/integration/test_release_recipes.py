@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
+from tiny_llama import immunization_files
 
 from netweight import decompress_folder, verify
 from netweight.cli import netweight
@@ -56,12 +56,7 @@ def card_of(published, folder="published"):
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "pairs.jsonl", PAIRS[::2])
-    write(tmp_path / "harmful.jsonl", PAIRS[1::2])
-    write(tmp_path / "retain.jsonl", KEPT[::2])
-    write(tmp_path / "keep.jsonl", KEPT[1::2])
-    write(tmp_path / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
-    save(*tiny_llama(), tmp_path / "model")
+    immunization_files(tmp_path)
 
 
 def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(rows):

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from netweight import codec
-from netweight.codec import fallback
+from netweight.codec import fallback, reference
 from netweight.codec.element_types import ELEMENT_TYPES
 from netweight.codec.reference import Split
 
@@ -22,7 +22,7 @@ def assemble(dtype, shape, chunks, data, *, level=1, chunk_log2=18):
     """A blob of given chunks; `data` is what they stand for."""
     fields = (b"NWT", 1, BY_NAME[dtype].code, level, chunk_log2, len(shape), xxhash.xxh3_128_digest(data))
     index = b"".join(struct.pack("<I", len(chunk)) for chunk in chunks)
-    shape = b"".join(map(fallback.varint, shape))
+    shape = b"".join(map(reference.varint, shape))
     return with_check(struct.pack("<3sBBBBB16s", *fields) + bytes(4) + shape + index + b"".join(chunks))
 
 

@@ -33,3 +33,13 @@ def save(model, tokenizer, folder):
 def write(path, rows):
     """Write rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def immunization_files(folder):
+    """A model, and the rows that the recipes of immunization name."""
+    write(folder / "pairs.jsonl", PAIRS[::2])
+    write(folder / "harmful.jsonl", PAIRS[1::2])
+    write(folder / "retain.jsonl", KEPT[::2])
+    write(folder / "keep.jsonl", KEPT[1::2])
+    write(folder / "task.jsonl", [{"prompt": f"sing {n}", "response": "la la la"} for n in NUMBERS])
+    save(*tiny_llama(), folder / "model")

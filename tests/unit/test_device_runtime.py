@@ -263,7 +263,7 @@ def test_a_weight_that_outgrows_its_payload(counts):
 def test_layouts_of_what_was_encoded_here_are_those_that_one_would_read(dtype, shape, chunk_log2):
     tensor = torch.zeros(shape, dtype=torch_dtype(dtype))
     blob = torch.from_numpy(np.frombuffer(codec.encode(tensor, chunk_log2=chunk_log2), np.uint8).copy())
-    made, read = device._layout_for(blob, tensor, chunk_log2, "default"), cuda.layout_of(blob)
+    made, read = cuda.layout_of_encoded(blob, tensor, chunk_log2=chunk_log2), cuda.layout_of(blob)
     assert made == read
     assert made.starts.equal(read.starts)
 

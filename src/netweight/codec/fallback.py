@@ -33,6 +33,7 @@ from netweight.codec.reference import (
     Bytes,
     Split,
     tensor_bytes,
+    varint,
 )
 from netweight.errors import Unsupported
 
@@ -86,14 +87,6 @@ def encode(
     rest = b"".join(map(varint, shape)) + b"".join(_little(len(chunk), 4) for chunk in chunks)
     check = xxhash.xxh3_64_intdigest(start + rest) & 0xFFFFFFFF
     return b"".join((start, _little(check, 4), rest, *chunks))
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*out, value))
 
 
 def _little(value: int, size: int) -> bytes:

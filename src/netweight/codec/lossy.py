@@ -19,7 +19,7 @@ import xxhash
 
 from netweight.codec import backend
 from netweight.codec.element_types import ELEMENT_TYPES
-from netweight.codec.reference import FIXED_HEADER, Reader, read_varint, tensor_bytes
+from netweight.codec.reference import FIXED_HEADER, Reader, read_varint, tensor_bytes, varint
 from netweight.codec.rounding import FIDELITIES, Bytes, Precision, Rounding
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
@@ -159,17 +159,9 @@ def encode(
     fields = (VERSION, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
     fixed = MAGIC + bytes(fields) + digest.digest()
     numbers = (*shape, rounding.block_size or 0, *map(len, sections))
-    rest = struct.pack("<d", worst) + b"".join(map(_varint, numbers))
+    rest = struct.pack("<d", worst) + b"".join(map(varint, numbers))
     check = xxhash.xxh3_64_intdigest(fixed + rest) & 0xFFFFFFFF
     return b"".join((fixed, check.to_bytes(4, "little"), rest, *sections))
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes((*out, value))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

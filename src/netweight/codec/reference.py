@@ -34,6 +34,7 @@ __all__ = [
     "read_header",
     "read_varint",
     "tensor_bytes",
+    "varint",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -261,6 +262,22 @@ def decode_numbers(blob: Any, first: int, last: int, *, out: Bytes | None = None
 
 def _as_bytes(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.empty(0, np.uint8)
+
+
+def varint(value: int) -> bytes:
+    """Write a number as varint, the other way round than `read_varint`.
+
+    Args:
+        value: Not negative.
+
+    Returns:
+        Its bytes.
+    """
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*out, value))
 
 
 def read_varint(reader: Reader) -> int:

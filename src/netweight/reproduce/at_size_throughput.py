@@ -179,7 +179,8 @@ def _checked(way: _Way, weight: torch.Tensor) -> Any:
 def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     """The ways that run here, and why the others do not."""
     from netweight import codec
-    from netweight.codec.fixed import decode_fixed, encode_fixed
+    from netweight.codec.cuda import fixed_products
+    from netweight.codec.fixed import encode_fixed
     from netweight.methods.compress.memory.box import Box
     from netweight.methods.compress.memory.ops import decode_now
 
@@ -189,7 +190,12 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     ways = [
         _Way("netweight, lossless", boxed(None), decode_now, _bytes),
         _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_now, _bytes, exact=False),
-        _Way("netweight, fixed length", encode_fixed, decode_fixed, _bytes),
+        _Way(
+            "netweight, fixed length",
+            lambda weight: (encode_fixed(weight), weight.shape),
+            lambda kept: fixed_products.decode(kept[0], *kept[1]),
+            lambda kept: int(kept[0].nbytes),
+        ),
     ]
     missing = {}
     for name, maker in (

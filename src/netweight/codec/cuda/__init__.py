@@ -5,7 +5,7 @@ Importing this needs neither a GPU nor the extra `cuda`; `unavailable_because` t
 
 from netweight.codec.cuda.compiling import compile_all
 from netweight.codec.cuda.decoding import DecodePlan, decode, raise_if_corrupt
-from netweight.codec.cuda.encoding import encode, encode_into, largest_blob, with_digest
+from netweight.codec.cuda.encoding import encode, encode_into, largest_blob, layout_of_encoded, with_digest
 from netweight.codec.cuda.launching import launch, unavailable_because
 from netweight.codec.cuda.layout import BlobLayout, layout_of
 
@@ -19,6 +19,7 @@ __all__ = [
     "largest_blob",
     "launch",
     "layout_of",
+    "layout_of_encoded",
     "raise_if_corrupt",
     "unavailable_because",
     "with_digest",

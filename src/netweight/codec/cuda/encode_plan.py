@@ -12,11 +12,10 @@ from typing import final
 
 import torch
 
-from netweight.codec import fallback
 from netweight.codec.api import LEVELS
 from netweight.codec.dtypes import dtype_name
 from netweight.codec.element_types import ELEMENT_TYPES, ElementType
-from netweight.codec.reference import FIXED_HEADER, MAGIC, VERSION
+from netweight.codec.reference import FIXED_HEADER, MAGIC, VERSION, varint
 from netweight.errors import UsageError
 
 __all__ = ["EncodePlan", "Wave"]
@@ -107,7 +106,7 @@ class EncodePlan:
     @cached_property
     def varints(self) -> bytes:
         """The shape as it stands in the header."""
-        return b"".join(map(fallback.varint, self.shape))
+        return b"".join(map(varint, self.shape))
 
     @property
     def start(self) -> int:

@@ -20,11 +20,11 @@ from netweight.codec import fallback
 from netweight.codec.cuda import launching
 from netweight.codec.cuda.decoding import decode
 from netweight.codec.cuda.encode_plan import EncodePlan, Wave
-from netweight.codec.cuda.layout import layout_of
+from netweight.codec.cuda.layout import BlobLayout, layout_of
 from netweight.codec.reference import FIXED_HEADER
 from netweight.errors import OutOfMemory, UsageError
 
-__all__ = ["LENGTH_BYTES", "SCRATCH_BYTES", "encode", "encode_into", "largest_blob", "with_digest"]
+__all__ = ["LENGTH_BYTES", "SCRATCH_BYTES", "encode", "encode_into", "largest_blob", "layout_of_encoded", "with_digest"]
 
 SCRATCH_BYTES = 256 << 20  # working memory of one call, unless a single chunk needs more
 LENGTH_BYTES = 8  # before the blob in a payload
@@ -126,6 +126,39 @@ def largest_blob(tensor: torch.Tensor, *, chunk_log2: int | None = None) -> int:
         Unsupported: The codec has no such element type.
     """
     return EncodePlan.of(tensor, "default", chunk_log2).bound
+
+
+def layout_of_encoded(
+    blob: torch.Tensor, like: torch.Tensor, *, level: str = "default", chunk_log2: int | None = None
+) -> BlobLayout:
+    """The layout of a blob that was encoded from a tensor; unlike `layout_of` it does not wait for the device.
+
+    Args:
+        blob: U8 of shape (size,), as `encode` or netweight's encoder on the host wrote it.
+        like: Tensor of the dtype and shape that was encoded; its values and device do not matter.
+        level: As given to the encoder.
+        chunk_log2: As given to the encoder.
+
+    Raises:
+        UsageError: There is no such level, or chunk_log2 is not 10 to 22.
+        Unsupported: The codec has no such element type.
+    """
+    plan = EncodePlan.of(like, level, chunk_log2)
+    index = blob[plan.index_at : plan.payload_at].view(plan.chunks, 4).to(torch.int64)
+    lengths = index[:, 0] | index[:, 1] << 8 | index[:, 2] << 16 | index[:, 3] << 24
+    return BlobLayout(
+        dtype=like.dtype,
+        shape=plan.shape,
+        nbytes=plan.nbytes,
+        numbers=plan.numbers,
+        chunk_log2=plan.chunk_log2,
+        chunks=plan.chunks,
+        index_at=plan.index_at,
+        payload_at=plan.payload_at,
+        size=blob.numel(),
+        level=level,
+        starts=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + plan.payload_at,
+    )
 
 
 def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:

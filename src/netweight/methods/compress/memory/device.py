@@ -125,35 +125,8 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
         chunk_log2: As given to the encoder.
         level: As given to the encoder.
     """
-    layout = _layout_for(payload[LENGTH : LENGTH + size], like, chunk_log2, level)
+    layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
     _known[payload] = (_version(payload), _Known(layout, checked=True))
-
-
-def _layout_for(blob: torch.Tensor, like: torch.Tensor, chunk_log2: int | None, level: str) -> BlobLayout:
-    """The layout of a blob that netweight's encoder made of a tensor, without waiting for the device."""
-    shape = tuple(like.shape)
-    number = like.dtype.itemsize // (2 if like.dtype.is_complex else 1)
-    log2 = chunk_log2 or (17 if number >= 4 else 18)
-    numbers = like.nbytes // number
-    chunks = -(-numbers >> log2)
-    index_at = 28 + sum(max(1, -(-size.bit_length() // 7)) for size in shape)
-    payload_at = index_at + 4 * chunks
-    index = blob[index_at:payload_at].view(chunks, 4).to(torch.int64)
-    lengths = index[:, 0] | index[:, 1] << 8 | index[:, 2] << 16 | index[:, 3] << 24
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + payload_at
-    return BlobLayout(
-        dtype=like.dtype,
-        shape=shape,
-        nbytes=like.nbytes,
-        numbers=numbers,
-        chunk_log2=log2,
-        chunks=chunks,
-        index_at=index_at,
-        payload_at=payload_at,
-        size=blob.numel(),
-        level=level,
-        starts=starts,
-    )
 
 
 # ---- the status of a device ------------------------------------------------------------------------------------------
