@@ -83,3 +83,12 @@ def differing(one, other, what=lambda parameter: parameter):
     """Names of the parameters of two models that differ in any bit."""
     pairs = zip(one.named_parameters(), other.parameters(), strict=True)
     return [name for (name, p), q in pairs if not same(what(p), what(q))]
+
+
+def step(model, x):
+    """Output and gradient of the input, if it can have one; the parameters' gradients stay."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
+    y = model(x)
+    y.square().mean().backward()
+    return y, x.grad if x.is_floating_point() else y

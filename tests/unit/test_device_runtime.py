@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models_under_test import Picture, Tied, differing, pair, same, stack
+from models_under_test import Picture, Tied, differing, pair, same, stack, step
 from pretended_device import CPU, Event, pretend
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -31,15 +31,6 @@ ROWS = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
 @pytest.fixture
 def counts(monkeypatch):
     return pretend(monkeypatch)
-
-
-def step(model, x):
-    """Output and gradient of the input; the parameters' gradients stay."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
-    y = model(x)
-    y.square().mean().backward()
-    return y, x.grad if x.is_floating_point() else y
 
 
 def assert_steps_alike(dense, model, x):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models_under_test import Picture, Tied, pair, same, stack
+from models_under_test import Picture, Tied, pair, same, stack, step
 from torch import nn
 
 import netweight
@@ -32,14 +32,6 @@ def on_gpu(make, dtype=torch.float32, index=0):
     """The same model twice on a GPU: dense, and compressed on the host and moved there."""
     dense, model = pair(make, dtype)
     return dense.to(f"cuda:{index}"), model.to(f"cuda:{index}")
-
-
-def step(model, x):
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
-    y = model(x)
-    y.square().mean().backward()
-    return y, x.grad if x.is_floating_point() else y
 
 
 def assert_steps_alike(dense, model, x):

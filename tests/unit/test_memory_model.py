@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from models_under_test import Conv1D, Picture, Tied, differing, pair, same, stack
+from models_under_test import Conv1D, Picture, Tied, differing, pair, same, stack, step
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -20,21 +20,12 @@ IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
-def run(model, x):
-    """Output, gradients of the parameters, gradient of the input."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_() if x.is_floating_point() else x
-    y = model(x)
-    y.square().mean().backward()
-    return y, x.grad if x.is_floating_point() else y
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("make", "x"), [(Tied, IDS), (Picture, PICTURE)])
 def test_outputs_and_gradients_are_equal_to_the_last_bit(make, x, dtype):
     dense, model = pair(make, dtype)
     x = x.to(dtype) if x.is_floating_point() else x
-    for one, other in zip(run(dense, x), run(model, x), strict=True):
+    for one, other in zip(step(dense, x), step(model, x), strict=True):
         assert same(one, other)
     assert not differing(dense, model, lambda parameter: parameter.grad)
     assert not differing(dense, model)
@@ -76,7 +67,7 @@ def test_inputs_of_any_shape_and_stride(shape, frozen, bias):
 def test_options_of_embeddings(options):
     dense, model = pair(lambda: nn.Sequential(nn.Embedding(300, 64, **options)))
     ids = torch.cat([IDS, torch.tensor([[5, 5, 299, 0, 0, 1, 2]])])
-    assert same(run(dense, ids)[0], run(model, ids)[0])
+    assert same(step(dense, ids)[0], step(model, ids)[0])
     assert not differing(dense, model, lambda p: p.grad)
     assert not differing(dense, model)
 
@@ -145,7 +136,7 @@ def test_autocast_casts_as_with_dense_weights():
         lambda: nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 64), Conv1D(64, 64), nn.Linear(64, 64))
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        results = [run(m, IDS)[0] for m in (dense, model)]
+        results = [step(m, IDS)[0] for m in (dense, model)]
     assert results[1].dtype == torch.bfloat16
     assert same(*results)
     assert not differing(dense, model, lambda p: p.grad)
@@ -167,7 +158,7 @@ def test_plain_optimizers_work_on_compressed_weights():
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=False) for m in (dense, model)]
     for _ in range(3):
         for m, optimizer in zip((dense, model), optimizers, strict=True):
-            run(m, IDS)
+            step(m, IDS)
             torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
             optimizer.step()
     assert not differing(dense, model)
@@ -180,10 +171,10 @@ def test_compiled_layers_have_no_graph_break_and_are_not_compiled_each_step():
     for m in (dense, model):  # compiled arithmetic may differ from eager arithmetic, so both
         m.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     optimizer, dense_optimizer = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, dense))
-    for step in range(4):
-        assert same(run(dense, IDS)[0], run(model, IDS)[0])
+    for number in range(4):
+        assert same(step(dense, IDS)[0], step(model, IDS)[0])
         optimizer.step(), dense_optimizer.step()
-        if step == 1:
+        if number == 1:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert not differing(dense, model)
@@ -221,7 +212,7 @@ def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypa
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (dense, model)]
     with netweight.decode_ahead() as ahead:
         for _ in range(4):
-            assert same(run(dense, x)[0], run(model, x)[0])
+            assert same(step(dense, x)[0], step(model, x)[0])
             assert not differing(dense, model, lambda p: p.grad)
             [optimizer.step() for optimizer in optimizers]
     assert ahead.hits > 30
@@ -343,7 +334,7 @@ def test_adapters_train_on_top_and_merge():
     for model in pair(Two, torch.float32):
         torch.manual_seed(1)
         adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["a"], r=4, init_lora_weights=False))
-        y, _ = run(adapted, x)
+        y, _ = step(adapted, x)
         gradients = {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
         merged = adapted.merge_and_unload()
         results.append((y, gradients, merged))
