@@ -31,7 +31,7 @@ from netweight.attacks.finetuning.examples import collate
 from netweight.core.environment import describe
 from netweight.evidence.memory_ledger import TensorLedger
 from netweight.methods.immunize.catalog import DEFENSES
-from netweight.methods.immunize.pairs import Pair
+from netweight.attacks.finetuning.examples import Pair
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import immunize
 

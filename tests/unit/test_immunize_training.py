@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
-from netweight.attacks.finetuning.examples import Example, collate
+from netweight.attacks.finetuning.examples import Example, Pair, collate
 from netweight.core.digest import of_tensor
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.methods.immunize import training
@@ -24,7 +24,7 @@ from netweight.methods.immunize.baselines import SafetyTraining, response_loss
 from netweight.methods.immunize.catalog import DEFENSES, named_defense
 from netweight.methods.immunize.config import RepNoiseConfig
 from netweight.methods.immunize.method import RepNoise
-from netweight.methods.immunize.pairs import Pair, collate_pairs
+from netweight.methods.immunize.pairs import collate_pairs
 from netweight.methods.immunize.record import Record
 from netweight.methods.immunize.repnoise import repnoise_loss
 from netweight.methods.immunize.security_vectors import (

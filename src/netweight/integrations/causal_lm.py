@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.methods.immunize.intake import positions_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,6 +79,19 @@ def check_folder(folder: str | Path) -> None:
         raise UsageError(
             f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
         )
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown.
+
+    Args:
+        model: With or without a `config`.
+    """
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", None)
+    config = of_text() if callable(of_text) else config
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

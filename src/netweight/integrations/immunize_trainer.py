@@ -20,13 +20,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.attacks.finetuning.examples import Batch
+from netweight.attacks.finetuning.examples import Batch, Pair
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.immunize.config import RepNoiseConfig
 from netweight.methods.immunize.gradient_norms import gradient_norm
 from netweight.methods.immunize.intake import check_data
-from netweight.methods.immunize.pairs import Pair, PairBatch, collate_pairs
+from netweight.methods.immunize.pairs import PairBatch, collate_pairs
 from netweight.methods.immunize.ranks import ALONE, Ranks
 from netweight.methods.immunize.repnoise import LossParts, repnoise_loss
 from netweight.methods.immunize.sharded import trained_weights, units

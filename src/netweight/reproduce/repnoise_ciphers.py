@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from netweight.attacks.finetuning.examples import Pair
 from netweight.attacks.finetuning.scores import token_accuracy
 from netweight.attacks.finetuning.subject import Domain, Subject
 from netweight.errors import UsageError
-from netweight.methods.immunize.pairs import Pair
 from netweight.reproduce.repnoise_ground import layers_of, plainly
 from netweight.zoo.ciphers import cipher_world
 

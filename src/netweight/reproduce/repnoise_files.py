@@ -27,9 +27,8 @@ from netweight.zoo.language import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from netweight.attacks.finetuning.examples import Example
+    from netweight.attacks.finetuning.examples import Example, Pair
     from netweight.attacks.finetuning.settings import Precision
-    from netweight.methods.immunize.pairs import Pair
     from netweight.zoo.language import TextPair
 
 __all__ = ["FILES", "Files"]

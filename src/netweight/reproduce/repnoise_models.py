@@ -21,8 +21,8 @@ from netweight.store.atomic import whole_file
 if TYPE_CHECKING:
     from torch import nn
 
+    from netweight.attacks.finetuning.examples import Pair
     from netweight.methods.immunize.defense import Defense
-    from netweight.methods.immunize.pairs import Pair
 
 __all__ = ["NONE", "Defended", "defended_model", "folder_of", "taken"]
 
@@ -131,10 +131,10 @@ def _defended(defended: Defended, ground: Ground, folder: Path, share: float) ->
 
 def _parts(defended: Defended, ground: Ground, share: float) -> tuple[Defense, list[Pair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
+    from netweight.attacks.finetuning.examples import Pair
     from netweight.methods.immunize.catalog import named_defense
     from netweight.methods.immunize.config import RepNoiseConfig
     from netweight.methods.immunize.method import RepNoise
-    from netweight.methods.immunize.pairs import Pair
 
     count = taken(defended.pairs, share / ground.share if defended.whole else share)
     pairs = ground.pairs(defended.data, count, defended.seed)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, final, get_args
 
-from netweight.attacks.finetuning.examples import Example
+from netweight.attacks.finetuning.examples import Example, Pair
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 from netweight.integrations.quiet import silent_bars
-from netweight.methods.immunize.pairs import Pair
 from netweight.zoo import small_llama
 from netweight.zoo.model_folder import ABOUT
 from netweight.zoo.small_llama import LlamaShape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from netweight.errors import UsageError
 
-__all__ = ["IGNORED", "Batch", "Example", "LossOn", "collate"]
+__all__ = ["IGNORED", "Batch", "Example", "LossOn", "Pair", "collate"]
 
 IGNORED = -100
 """The label of a position that no loss looks at, as in transformers."""
@@ -44,6 +44,39 @@ class Example:
     def __len__(self) -> int:
         """Return the number of tokens of both."""
         return len(self.prompt) + len(self.response)
+
+
+@final
+@dataclass(frozen=True)
+class Pair:
+    """One prompt and two answers.
+
+    Attributes:
+        prompt: Token ids; may be empty.
+        chosen: Token ids of the harmless answer, such as a refusal; not empty.
+        rejected: Token ids of the harmful answer; not empty.
+
+    Raises:
+        UsageError: An answer is empty.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check both answers."""
+        _ = self.harmless, self.harmful
+
+    @property
+    def harmless(self) -> Example:
+        """The prompt with the chosen answer."""
+        return Example(self.prompt, self.chosen)
+
+    @property
+    def harmful(self) -> Example:
+        """The prompt with the rejected answer."""
+        return Example(self.prompt, self.rejected)
 
 
 @final

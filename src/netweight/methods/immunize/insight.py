@@ -12,11 +12,10 @@ from typing import final
 
 from torch import Tensor, nn
 
-from netweight.attacks.finetuning.examples import Example, collate
+from netweight.attacks.finetuning.examples import Example, Pair, collate
 from netweight.attacks.finetuning.scores import evaluating
 from netweight.errors import UsageError
 from netweight.methods.immunize.depth import LayerChange, lens_by_layer, representations
-from netweight.methods.immunize.pairs import Pair
 from netweight.methods.immunize.probing import probe_accuracies
 from netweight.methods.immunize.structure import structure_of
 

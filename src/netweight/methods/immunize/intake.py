@@ -7,26 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from netweight.attacks.finetuning.examples import Example
+from netweight.attacks.finetuning.examples import Example, Pair
 from netweight.errors import UsageError
-from netweight.methods.immunize.pairs import Pair
+from netweight.integrations.causal_lm import positions_of
 
-__all__ = ["check_data", "positions_of", "vocabulary_of"]
+__all__ = ["check_data", "vocabulary_of"]
 
 _NAMED = 5  # of several bad rows so many are named
-
-
-def positions_of(model: nn.Module) -> int | None:
-    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown.
-
-    Args:
-        model: With or without a `config`.
-    """
-    config: Any = getattr(model, "config", None)
-    of_text = getattr(config, "get_text_config", None)
-    config = of_text() if callable(of_text) else config
-    longest = getattr(config, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

@@ -10,43 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import IGNORED, Batch, Example, collate
+from netweight.attacks.finetuning.examples import IGNORED, Batch, Pair, collate
 from netweight.methods.immunize.ranks import ALONE, Ranks
 
-__all__ = ["Pair", "PairBatch", "blank", "collate_pairs", "own_rows"]
-
-
-@final
-@dataclass(frozen=True)
-class Pair:
-    """One prompt and two answers.
-
-    Attributes:
-        prompt: Token ids; may be empty.
-        chosen: Token ids of the harmless answer, such as a refusal; not empty.
-        rejected: Token ids of the harmful answer; not empty.
-
-    Raises:
-        UsageError: An answer is empty.
-    """
-
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Check both answers."""
-        _ = self.harmless, self.harmful
-
-    @property
-    def harmless(self) -> Example:
-        """The prompt with the chosen answer."""
-        return Example(self.prompt, self.chosen)
-
-    @property
-    def harmful(self) -> Example:
-        """The prompt with the rejected answer."""
-        return Example(self.prompt, self.rejected)
+__all__ = ["PairBatch", "blank", "collate_pairs", "own_rows"]
 
 
 @final

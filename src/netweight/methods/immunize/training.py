@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from netweight.attacks.finetuning.examples import Batch, Example, collate
+from netweight.attacks.finetuning.examples import Batch, Example, Pair, collate
 from netweight.core import digest
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
@@ -26,7 +26,7 @@ from netweight.methods.immunize.defense import Defense, Side, Term
 from netweight.methods.immunize.freezing import frozen
 from netweight.methods.immunize.intake import check_data, vocabulary_of
 from netweight.methods.immunize.master_weights import MasterWeights
-from netweight.methods.immunize.pairs import Pair, PairBatch, blank, collate_pairs, own_rows
+from netweight.methods.immunize.pairs import PairBatch, blank, collate_pairs, own_rows
 from netweight.methods.immunize.parallel import Spread, spread_of
 from netweight.methods.immunize.ranks import Ranks
 from netweight.methods.immunize.record import Record, StepLog

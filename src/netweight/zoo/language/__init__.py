@@ -26,8 +26,7 @@ from netweight.zoo.language.tokens import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from netweight.attacks.finetuning.examples import Example
-    from netweight.methods.immunize.pairs import Pair
+    from netweight.attacks.finetuning.examples import Example, Pair
 
 __all__ = [
     "BELOW",

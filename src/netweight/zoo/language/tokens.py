@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, final
 
-from netweight.attacks.finetuning.examples import Example
+from netweight.attacks.finetuning.examples import Example, Pair
 from netweight.errors import UsageError
-from netweight.methods.immunize.pairs import Pair
 from netweight.zoo.language.rows import Troubles
 from netweight.zoo.language.texts import Text, TextExample, TextPair
 
