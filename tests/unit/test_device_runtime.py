@@ -19,9 +19,10 @@ from netweight import codec
 from netweight.codec import cuda, torch_lossy, torch_path
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.compress.memory import ahead as ahead_of_time
-from netweight.methods.compress.memory import device, side_stream
-from netweight.methods.compress.memory.box import Box, blob_of
+from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime import prefetch as ahead_of_time
+from netweight.methods.compress.runtime import side_stream
+from netweight.methods.compress.runtime.storage import Box, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))

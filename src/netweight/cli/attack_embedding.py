@@ -32,10 +32,9 @@ def embedding(context: click.Context, /, model: Path, out: Path, seed: int, outp
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.embedding_search.comparison import LEDGER, compare
-    from netweight.attacks.embedding_search.findings import verdict
-    from netweight.attacks.embedding_search.showing import add_section
-    from netweight.zoo.embedding_attack import prepare
+    from netweight.attacks.embedding_search.compare import LEDGER, compare
+    from netweight.attacks.embedding_search.folder import prepare
+    from netweight.attacks.embedding_search.report import add_section, verdict
 
     attack = folder_search(options)
     prepared = prepare(attack, model)

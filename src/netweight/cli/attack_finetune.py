@@ -68,8 +68,8 @@ def finetune(context: click.Context, /, model: Path, out: Path, seed: int, outpu
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.finetuning.showing import add_section
-    from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
+    from netweight.attacks.finetuning.folder import FolderAttack, attack_folders, goal_words, plan
+    from netweight.attacks.finetuning.report import add_section
 
     options["lr"] = None if options["lr"] is None else _rates(options["lr"])
     options["lm_eval"] = tuple(part.strip() for part in (options["lm_eval"] or "").split(",") if part.strip())

@@ -26,7 +26,7 @@ def card_option(command: F) -> F:
 
 def write_card(folder: Path, output: Output) -> None:
     """Write or update the card of a folder that a command has just written."""
-    from netweight.integrations.model_card import update_card
+    from netweight.plugins.model_card import update_card
 
     card = update_card(folder, command=shlex.join(["netweight", *sys.argv[1:]]))
     output.line(f"Card: {card}")

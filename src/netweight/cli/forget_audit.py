@@ -42,7 +42,7 @@ def audit(context: click.Context, /, edited: Path, out: Path, seed: int, output:
 
     Exits with 1 if a finding fails.
     """
-    from netweight.zoo.forget_audit import FolderAudit, audit_folder
+    from netweight.methods.forget.folder import FolderAudit, audit_folder
 
     seeds = options.pop("seeds")
     search = folder_search(options)

@@ -44,8 +44,7 @@ def report(run: Path, model: Path | None, output: Output) -> None:
 
 
 def _card(model: Path, run: Path) -> Path:
-    from netweight.integrations.card_entries import entries_of
-    from netweight.integrations.model_card import add_evidence, update_card
+    from netweight.plugins.model_card import add_evidence, entries_of, update_card
 
     if entries_of(model):
         update_card(model)

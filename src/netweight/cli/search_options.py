@@ -11,7 +11,7 @@ from netweight.cli.named_folder import named_folder
 from netweight.cli.paths import FILE, FOLDER
 
 if TYPE_CHECKING:
-    from netweight.zoo.embedding_attack import FolderSearch
+    from netweight.attacks.embedding_search.folder import FolderSearch
 
 __all__ = ["folder_search", "search_options"]
 
@@ -66,7 +66,7 @@ def folder_search(options: dict[str, Any]) -> FolderSearch:
     Raises:
         UsageError: See `FolderSearch`; or --also names no folder.
     """
-    from netweight.zoo.embedding_attack import FolderSearch
+    from netweight.attacks.embedding_search.folder import FolderSearch
 
     search = {name: value for name in _SEARCH if (value := options.pop(name)) is not None}
     named = {name: options.pop(name) for name in _FOLDERS}

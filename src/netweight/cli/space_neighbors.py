@@ -26,7 +26,7 @@ def neighbors(folder: Path, bank: Path | None, point: str, count: int, measure: 
 
     POINT is what `netweight space edit` takes.
     """
-    from netweight.methods.space.neighbors import nearest
+    from netweight.methods.space.points import nearest
 
     space = opened(folder, bank)
     points = points_of(space, point)

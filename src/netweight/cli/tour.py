@@ -85,9 +85,9 @@ def next_commands(out: Path) -> list[str]:
         out: The tour's folder; they write beside it.
     """
     from netweight.errors import MissingExtra
-    from netweight.zoo.face_bank import FACES_BANK
-    from netweight.zoo.minilm import folder
-    from netweight.zoo.small_diffusion import SHAPES_FOLDER
+    from netweight.toys.diffusion import SHAPES_FOLDER
+    from netweight.toys.faces_pipeline import FACES_BANK
+    from netweight.toys.minilm import folder
 
     try:
         model = folder()

@@ -17,8 +17,6 @@ import xxhash
 
 from netweight.errors import UsageError
 
-__all__ = ["ALGORITHM", "canonical_json", "of_bytes", "of_config", "of_file", "of_tensor"]
-
 ALGORITHM = "xxh3-128"
 _BLOCK = 1 << 22  # bytes read from a file at a time
 

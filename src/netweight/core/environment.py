@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "installed_version", "netweight_version", "source_revision", "usable_cores"]
-
 PACKAGES = ("torch", "numpy", "safetensors", "pydantic", "transformers", "diffusers", "peft", "flwr", "opacus")
 CPU_FLAGS = ("sse4_2", "avx2", "avx512f", "avx512bw", "avx512_vbmi", "avx512_vbmi2", "neon", "asimd", "sve")
 
@@ -128,3 +126,15 @@ def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "packages": {name: version for name, version in versions.items() if version is not None},
         **(facts or {}),
     }
+
+
+def cache_folder() -> Path:
+    """`NETWEIGHT_CACHE`, else `netweight` in the user's cache folder; it need not exist.
+
+    Raises:
+        RuntimeError: There is no home directory to look for the user's cache folder in.
+    """
+    named = os.environ.get("NETWEIGHT_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netweight"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from netweight.core.progress import Progress
-from netweight.methods.compress.audit import TREATMENT, Compressed
-from netweight.methods.compress.config import CompressConfig
-from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.settings import CompressConfig
+from netweight.methods.compress.shard import make_plan
+from netweight.methods.compress.verify import TREATMENT, Compressed
 from netweight.recipes.treatments import Treatment, register
 
 __all__ = ["COMPRESS"]

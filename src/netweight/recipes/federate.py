@@ -10,13 +10,13 @@ from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
+from netweight.data.images import NAMES
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.report import Report
 from netweight.methods.federate.catalog import METHODS
+from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.partition import Partition
 from netweight.recipes.treatments import Treatment, register
-from netweight.zoo.data import NAMES
-from netweight.zoo.federated import Partition
-from netweight.zoo.federation import FederationPlan
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Run
@@ -77,8 +77,7 @@ def _plan(source: Path, settings: Any) -> FederationPlan:
 
 
 def _examine(audit: str, destination: Path, source: Path, settings: Any, progress: Progress) -> tuple[Any, Any]:
-    from netweight.methods.federate.audit import AuditConfig
-    from netweight.methods.federate.threat import ThreatModel
+    from netweight.methods.federate.report import AuditConfig, ThreatModel
 
     return _trained(destination), AuditConfig(threats=(ThreatModel(first_round=True),), images=settings.images)
 
@@ -116,7 +115,7 @@ def _check(source: Path | None, settings: Any) -> None:
 
 
 FEDERATE = Treatment(
-    "federate", FolderFederation, home="netweight.methods.federate.audit", apply=_federate, examine=_examine,
+    "federate", FolderFederation, home="netweight.methods.federate.report", apply=_federate, examine=_examine,
     illustrate=_illustrate, check=_check, takes=("images",), makes="federation", named=NAMES,
 )  # fmt: skip
 register(FEDERATE)

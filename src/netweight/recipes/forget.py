@@ -6,16 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from netweight.attacks.embedding_search.folder import FolderSearch
 from netweight.core.progress import Progress
+from netweight.data.memorized_pairs import check_pairs
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, read_report
-from netweight.methods.forget.audit import DETECTION, NEURONS, SEARCH, TREATMENT
+from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
+from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
-from netweight.zoo.embedding_attack import FolderSearch
-from netweight.zoo.forgotten_pipeline import FolderForgetting, forget_folder, ordinary_prompts
-from netweight.zoo.memorized_pairs import check_pairs
 
 __all__ = ["EMBEDDING", "FORGET"]
 
@@ -31,7 +31,7 @@ def _examine(
     audit: str, destination: Path, source: Path, settings: FolderForgetting, progress: Progress
 ) -> tuple[Any, Any]:
     """Gather what an audit looks at; painted images and their section of the report stay beside the folder."""
-    from netweight.zoo.forget_audit import localized, scored, shown
+    from netweight.methods.forget.folder import localized, scored, shown
 
     beside = _beside(destination)
     if audit == DETECTION:
@@ -58,9 +58,9 @@ def _beside(destination: Path) -> Path:
 
 
 def _search(target: Target, settings: FolderSearch, report: Report, progress: Progress) -> list[Finding]:
-    from netweight.attacks.embedding_search.comparison import compare
-    from netweight.attacks.embedding_search.showing import add_section
-    from netweight.zoo.embedding_attack import prepare
+    from netweight.attacks.embedding_search.compare import compare
+    from netweight.attacks.embedding_search.folder import prepare
+    from netweight.attacks.embedding_search.report import add_section
 
     prepared = prepare(dataclasses.replace(settings, base=settings.base or target.before), target.model)
     folder = target.output / "embedding"
@@ -105,7 +105,7 @@ def _images(*tables: Path) -> list[Path]:
 
 
 FORGET = Treatment(
-    TREATMENT, FolderForgetting, home="netweight.methods.forget.audit", apply=_forget, examine=_examine,
+    TREATMENT, FolderForgetting, home="netweight.methods.forget.report", apply=_forget, examine=_examine,
     by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
     reads=lambda settings: _images(settings.targets),
 )  # fmt: skip

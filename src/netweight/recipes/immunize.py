@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from netweight.attacks.finetuning.folder import FolderAttack, attack_folders, goal_words, plan
 from netweight.core.progress import Progress
+from netweight.data.rows import read_rows
+from netweight.data.text import text_examples, text_pairs
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, read_report
-from netweight.integrations.causal_lm import check_folder
-from netweight.methods.immunize.audit import ATTACKED, REPORT, TREATMENT
-from netweight.methods.immunize.depth_report import TITLE
+from netweight.hf.load_language_model import check_folder
+from netweight.methods.immunize.folder import FolderDefense, immunize_folder
+from netweight.methods.immunize.report import ATTACKED, REPORT, TITLE, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
-from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
-from netweight.zoo.immunized_folder import FolderDefense, immunize_folder
-from netweight.zoo.language import text_examples, text_pairs
-from netweight.zoo.language.rows import read_rows
 
 __all__ = ["FINETUNE", "IMMUNIZE"]
 
@@ -55,7 +54,7 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
 
 
 def _finetune(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:
-    from netweight.attacks.finetuning.showing import add_section
+    from netweight.attacks.finetuning.report import add_section
 
     base = settings.base or target.before
     attack = dataclasses.replace(settings, base=base)
@@ -70,7 +69,7 @@ def _finetune(target: Target, settings: FolderAttack, report: Report, progress: 
 
 
 IMMUNIZE = Treatment(
-    TREATMENT, FolderDefense, home="netweight.methods.immunize.audit", apply=_immunize, examine=_examine,
+    TREATMENT, FolderDefense, home="netweight.methods.immunize.report", apply=_immunize, examine=_examine,
     by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check,
 )  # fmt: skip
 register(IMMUNIZE)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.core import digest
-from netweight.core.ledger import read_ledger
 from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import read_ledger
 from netweight.recipes.attacks import Attack
 from netweight.recipes.entries import Chosen
 from netweight.recipes.reading import Recipe

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from netweight.core.ledger import Ledger
 from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import Ledger
 from netweight.errors import CorruptBlob
 from netweight.evidence.audit import run_audits
 from netweight.evidence.finding import Finding

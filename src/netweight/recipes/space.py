@@ -16,26 +16,24 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import Field, FilePath
 
+from netweight.core.files import whole_folder
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.methods.space.config import Representation
-from netweight.methods.space.direction_fit import fit_direction
-from netweight.methods.space.drawing import Drawing, draw
+from netweight.methods.space.directions import check_columns, fit_direction, read_labels
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.labels import check_columns, read_labels
-from netweight.methods.space.method import WeightSpace
-from netweight.methods.space.named_points import points_of
+from netweight.methods.space.folder import Drawing, draw, points_of
 from netweight.methods.space.points import Points, read_direction, read_points, write_direction, write_points
-from netweight.methods.space.saved import RECORD as SPACE_RECORD
-from netweight.methods.space.steps_audit import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
+from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
+from netweight.methods.space.settings import Representation
+from netweight.methods.space.space import RECORD as SPACE_RECORD
+from netweight.methods.space.space import WeightSpace
 from netweight.recipes.treatments import Treatment, register
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter
-from netweight.store.atomic import whole_folder
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter
 
 __all__ = ["SPACE_EDIT", "SPACE_EXPORT", "SPACE_FIT", "SPACE_SAMPLE"]
 
-_HOME = "netweight.methods.space.steps_audit"
+_HOME = "netweight.methods.space.report"
 _POINTS, _DIRECTIONS = "points.json", "directions"
 Count = Annotated[int, Field(ge=1)]
 

@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from netweight.core.ledger import Ledger
-from netweight.core.runs import Result, in_process, map_runs
+from netweight.core.engines import in_process
+from netweight.core.runs import Ledger, Result, map_runs
 from netweight.errors import NetweightError, UsageError
 
 __all__ = ["LEDGER", "Named", "chosen", "finished", "run_each"]

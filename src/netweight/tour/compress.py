@@ -22,15 +22,13 @@ from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, bars
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.methods.compress.audit import verify
-from netweight.methods.compress.bits import BitStatistics, merge
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
-from netweight.methods.compress.inspection import TensorReport, inspect_tensors
-from netweight.methods.compress.memory.model import memory_footprint
-from netweight.methods.compress.plots import bits_figure
+from netweight.methods.compress.inspect import BitStatistics, TensorReport, bits_figure, inspect_tensors, merge
+from netweight.methods.compress.runtime.model import memory_footprint
+from netweight.methods.compress.verify import verify
 from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
-from netweight.zoo import minilm
+from netweight.toys import minilm
 
 __all__ = ["SENTENCES", "make_stop", "settings"]
 

@@ -8,8 +8,6 @@ from typing import Literal, final, get_args
 
 from netweight.errors import UsageError
 
-__all__ = ["Said", "SearchSettings", "Start"]
-
 Start = Literal["original", "unrelated", "noise"]
 """Where a search begins: the target's own prompt, a prompt that has nothing to do with it, or noise."""
 Said = Literal["velocity", "noise", "sample"]

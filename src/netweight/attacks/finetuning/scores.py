@@ -15,21 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import IGNORED, Batch, Example, LossOn, collate
+from netweight.data.examples import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import UsageError
-
-__all__ = [
-    "Generate",
-    "Judge",
-    "Score",
-    "distinct_share",
-    "evaluating",
-    "exact_match",
-    "greedy",
-    "judged",
-    "mean_loss",
-    "token_accuracy",
-]
 
 Score: TypeAlias = Callable[[nn.Module], float]
 """A number that says something of a model; it must leave the model as it is."""

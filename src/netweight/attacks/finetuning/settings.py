@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, final, get_args
 
-from netweight.attacks.finetuning.examples import LossOn
 from netweight.core.names import nearest_names
+from netweight.data.examples import LossOn
 from netweight.errors import NameNotFound, UsageError
-
-__all__ = ["GRIDS", "AttackSettings", "capped", "grid", "named_grid"]
 
 Optimizer = Literal["adam", "adamw", "sgd"]
 Precision = Literal["fp32", "mixed", "bf16"]

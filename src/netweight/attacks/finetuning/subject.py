@@ -13,13 +13,11 @@ from typing import Literal, final
 
 from torch import nn
 
-from netweight.attacks.finetuning.examples import Example
 from netweight.attacks.finetuning.scores import Score, token_accuracy
 from netweight.core.digest import of_config, of_tensor
 from netweight.core.names import nearest_names
+from netweight.data.examples import Example
 from netweight.errors import NameNotFound, UsageError
-
-__all__ = ["Domain", "Goal", "Subject"]
 
 
 @final

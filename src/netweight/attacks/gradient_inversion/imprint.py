@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import recover_gradient
-from netweight.attacks.gradient_inversion.chain import Chain, read_chain
-from netweight.attacks.gradient_inversion.victim import Tensors
+from netweight.attacks.gradient_inversion.client import Tensors
+from netweight.attacks.gradient_inversion.matching import Chain, read_chain
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.generate.layout import ParameterLayout
-
-__all__ = ["Imprinted", "imprint", "read_imprint"]
+from netweight.nn.flat import ParameterLayout
 
 
 @final

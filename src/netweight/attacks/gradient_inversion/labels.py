@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
+from netweight.attacks.gradient_inversion.client import LocalUpdate, Tensors
 from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
-
-__all__ = ["label_counts", "label_of_one", "labels_of_update"]
 
 
 def label_of_one(gradient: Tensor) -> int:

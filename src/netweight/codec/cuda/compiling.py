@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from netweight.core.cache import cache_folder
+from netweight.core.environment import cache_folder
 from netweight.errors import CudaFailed, CudaUnavailable, UsageError
 
 __all__ = ["INSTALL", "compile_all", "compiler_version", "cubin", "kernel_files", "supported_architectures"]

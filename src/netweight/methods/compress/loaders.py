@@ -27,20 +27,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "DIFFUSERS_METHOD",
-    "MODEL_CONFIG",
-    "PEFT_TYPE",
-    "TRANSFORMERS_SENTENCE",
-    "is_diffusers_config",
-    "is_index",
-    "mark_config",
-    "rewrite_index",
-    "stored_name",
-    "variant_of",
-]
-
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _CURE = "`pip install netweight`, then restore them: `netweight decompress FOLDER NEW_FOLDER`"

@@ -18,9 +18,7 @@ from typing import Any, Literal, Self, final, get_args
 
 from netweight.codec import Precision
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
-from netweight.store.description import deflate_text, inflate_text
-
-__all__ = ["MANIFEST", "FileEntry", "Kind", "Manifest"]
+from netweight.store.safetensors import deflate_text, inflate_text
 
 MANIFEST = "netweight.json"
 Kind = Literal["compressed", "rewritten", "carried"]

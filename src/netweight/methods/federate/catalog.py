@@ -9,14 +9,11 @@ from typing import final
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.config import LocalTraining
-from netweight.methods.federate.direct import fedavg, fedavg_private_head, local_only
+from netweight.methods.federate.direct import centaur, dp_fedavg, fedavg, fedavg_private_head, local_only, ppsgd
 from netweight.methods.federate.hyperfl import HyperFL
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.pfedhn import pfedhn, pfedhn_pc
-from netweight.methods.federate.private_methods import centaur, dp_fedavg, ppsgd
-
-__all__ = ["METHODS", "Entry", "named_method"]
+from netweight.methods.federate.settings import LocalTraining
 
 
 @final
@@ -62,7 +59,7 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     Args:
         name: One of `METHODS`.
         training: Local training; None takes the method's own, which is in `METHODS`.
-        noise_multiplier: For private methods, and for these alone; see `netweight.integrations.opacus`.
+        noise_multiplier: For private methods, and for these alone; see `netweight.methods.federate.dp`.
 
     Raises:
         NameNotFound: There is no such method.
@@ -75,7 +72,7 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     if entry.private and noise_multiplier is None:
         raise UsageError(
             f"{name} is differentially private and needs noise.",
-            cure="Give a noise multiplier; netweight.integrations.opacus.noise_multiplier_for_all turns an ε into one.",
+            cure="Give a noise multiplier; netweight.methods.federate.dp.noise_multiplier_for_all turns an ε into one.",
         )
     if not entry.private and noise_multiplier is not None:
         raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")

@@ -19,9 +19,7 @@ from netweight.core.seeds import derive, numpy_generator
 from netweight.errors import UsageError
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.mitigation import OtherEmbedding
-from netweight.probe.diffusion import Text, TextToImage
-
-__all__ = ["AttentionScaling", "EmbeddingAdjustment", "RandomTokens", "WeightPruning"]
+from netweight.nn.text_to_image import Text, TextToImage
 
 
 @final

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from netweight.core.names import nearest_names
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.probe.diffusion import Text
-
-__all__ = ["Scope", "ValueLayer", "check_units", "text_values", "value_layers"]
+from netweight.nn.text_to_image import Text
 
 Scope = Literal["down+mid", "all"]
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
-from netweight.probe.diffusion import Text
-
-__all__ = ["Blocked", "PromptText", "Row", "RowMasks"]
+from netweight.nn.text_to_image import Text
 
 Blocked: TypeAlias = dict[str, set[int]]
 

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from netweight.core.seeds import torch_generator
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.methods.forget.deactivation import deactivated
+from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import Scope, value_layers
-from netweight.probe.diffusion import Prediction, Text, TextToImage
-
-__all__ = ["AllActive", "Deactivated", "Mitigation", "OtherEmbedding", "neuron_counts", "random_units"]
+from netweight.nn.text_to_image import Prediction, Text, TextToImage
 
 
 class Mitigation(Protocol):

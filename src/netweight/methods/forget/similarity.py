@@ -16,8 +16,6 @@ from torch import Tensor
 
 from netweight.errors import UsageError
 
-__all__ = ["Windows", "noise_difference", "pairwise", "similarity", "windows_for"]
-
 
 @final
 @dataclass(frozen=True)

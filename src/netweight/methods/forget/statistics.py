@@ -16,13 +16,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.forget.layers import Scope, ValueLayer, text_values, value_layers
-from netweight.probe.diffusion import Text, TextToImage
-from netweight.store.atomic import whole_file
-
-__all__ = ["Statistics", "measure_statistics", "text_activations"]
+from netweight.nn.text_to_image import Text, TextToImage
 
 _VERSION = 1
 

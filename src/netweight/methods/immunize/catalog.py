@@ -8,15 +8,11 @@ from typing import final
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound
-from netweight.methods.immunize.baselines import AdversarialLoss, GradientAscent, RandomWeights, SafetyTraining
-from netweight.methods.immunize.config import RepNoiseConfig
+from netweight.methods.immunize.baselines import AdversarialLoss, GradientAscent, RandomWeights, SafetyTraining, Vaccine
 from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.method import RepNoise
+from netweight.methods.immunize.repnoise import RepNoise
 from netweight.methods.immunize.security_vectors import SecurityVectors
-from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.vaccine import Vaccine
-
-__all__ = ["DEFENSES", "Entry", "named_defense"]
+from netweight.methods.immunize.settings import RepNoiseConfig, Settings
 
 
 @final

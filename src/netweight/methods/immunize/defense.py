@@ -1,18 +1,88 @@
-"""What `training.py` asks of every defense: terms of a loss, one side of the pairs after the other."""
+"""Pairs of answers to one prompt, a harmless and a harmful one, that no shuffling can part. Defenses train on them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from netweight.methods.immunize.pairs import PairBatch
+from netweight.data.examples import IGNORED, Batch, Pair, collate
+from netweight.methods.immunize.distributed import ALONE, Ranks
 
-__all__ = ["Defense", "Side", "Term"]
+
+@final
+@dataclass(frozen=True)
+class PairBatch:
+    """Pairs side by side: row i of both batches is one pair.
+
+    Attributes:
+        harmless: Prompts with chosen answers.
+        harmful: The same prompts with rejected answers.
+        ranks: The processes that share the batch; the rows are this one's.
+    """
+
+    harmless: Batch
+    harmful: Batch
+    ranks: Ranks = ALONE
+
+    def to(self, device: torch.device | str) -> PairBatch:
+        """Return both on a device.
+
+        Args:
+            device: Where to.
+        """
+        return PairBatch(self.harmless.to(device), self.harmful.to(device), self.ranks)
+
+
+def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
+    """Put pairs side by side; losses look at answers alone, padding is ignored.
+
+    Args:
+        pairs: At least one.
+        pad_id: What stands after the end of the shorter ones.
+        aligned: Pad both sides to one width, for the published loss, which compares them position by position.
+
+    Raises:
+        UsageError: There is no pair.
+    """
+    harmless = collate([pair.harmless for pair in pairs], pad_id=pad_id)
+    harmful = collate([pair.harmful for pair in pairs], pad_id=pad_id)
+    if aligned:
+        width = max(harmless.input_ids.shape[1], harmful.input_ids.shape[1])
+        harmless, harmful = (_widened(batch, width, pad_id) for batch in (harmless, harmful))
+    return PairBatch(harmless, harmful)
+
+
+def own_rows(rows: Sequence[int], ranks: Ranks) -> list[int]:
+    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none.
+
+    Args:
+        rows: Row numbers of the whole batch.
+        ranks: The processes.
+    """
+    bounds = [len(rows) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
+    return list(rows[slice(*bounds)])
+
+
+def blank(batch: Batch) -> Batch:
+    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch.
+
+    Args:
+        batch: At least one row.
+    """
+    return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
+
+
+def _widened(batch: Batch, width: int, pad_id: int) -> Batch:
+    def pad(values: Tensor, filling: int) -> Tensor:
+        return functional.pad(values, (0, width - values.shape[1]), value=filling)
+
+    return Batch(pad(batch.input_ids, pad_id), pad(batch.attention_mask, 0), pad(batch.labels, IGNORED))
 
 
 @final

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import IGNORED
+from netweight.data.examples import IGNORED
 from netweight.errors import UsageError
-from netweight.methods.immunize.known_gradient import with_gradients
-from netweight.methods.immunize.ranks import ALONE, Ranks
-from netweight.methods.immunize.sharded import gathered, run
-from netweight.methods.immunize.structure import Structure
-
-__all__ = ["Targets", "answer_loss", "lens_losses", "mean_lens_loss", "sampled_layers"]
+from netweight.methods.immunize.decoder import Structure
+from netweight.methods.immunize.distributed import ALONE, Ranks, gathered, run
+from netweight.methods.immunize.precomputed_gradient import with_gradients
 
 CHUNK = 512
 """Tokens whose logits are held at once."""

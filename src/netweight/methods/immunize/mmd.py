@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.immunize.known_gradient import with_gradients
-
-__all__ = ["biased_mmd", "random_rows", "scaled_noise", "squared_distances", "unbiased_mmd"]
+from netweight.methods.immunize.precomputed_gradient import with_gradients
 
 _WIDTHS = (4.0, 2.0, 1.0, 0.5, 0.25)
 """The kernels' bandwidths as multiples of a typical squared distance: each half of the one before."""

@@ -1,22 +1,14 @@
-"""RepNoise's loss: keep harmless answers, unlearn harmful ones at every layer, and turn their representations to noise.
+"""One side of a loss goes backward: gradient norms term by term without room for them, and balanced weights.
 
-    loss = retain + weight · noise - alpha · log(1 + A)
-
-where `A` is the mean cross-entropy of the harmful answer at every depth. `fidelity="reference"` gives the numbers of
-the published code; in it a token counts where the two sides differ position by position, and so
-
-- tokens that both answers have in one place are not looked at, nor is token 0,
-- padding counts as text: that of the shorter answer is to be predicted, or unlearned,
-- logits are multiplied by the mask of their own position, so that the first answer token has no gradient,
-- the last state is normalized twice for the ascent, and counts once more by the model's own logits,
-- each example is one point of the discrepancy, and every pair of a point with itself counts.
-
-The corrected loss looks at the tokens of the answers and at nothing else, each depth once, and takes tokens as points.
+Used by `training.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Generator, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
 
@@ -24,19 +16,129 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import IGNORED, Batch
+from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.gradient_norms import gradient_norm
+from netweight.methods.immunize.decoder import Structure, structure_of
+from netweight.methods.immunize.defense import PairBatch, Side, Term
+from netweight.methods.immunize.distributed import ALONE, Ranks, is_sharded, trained_weights, units
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
-from netweight.methods.immunize.pairs import PairBatch
-from netweight.methods.immunize.ranks import Ranks
-from netweight.methods.immunize.sharded import trained_weights, units
-from netweight.methods.immunize.structure import Structure, structure_of
-from netweight.probe import capture
+from netweight.methods.immunize.precomputed_gradient import gradient_norm
+from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.nn import hooks as capture
 
-__all__ = ["LossParts", "harmful_terms", "repnoise_loss", "retain_term"]
+
+@final
+@dataclass(frozen=True)
+class TermLog:
+    """What a term was at one step.
+
+    Attributes:
+        value: Its value, without weight.
+        weight: What it was multiplied by.
+        norm: Norm of its gradient by all trained weights, without weight; None where it was not measured.
+    """
+
+    value: float
+    weight: float
+    norm: float | None = None
+
+
+@contextmanager
+def _measured(parameters: Sequence[nn.Parameter], *, keep: bool) -> Iterator[list[Tensor]]:
+    """Sum the squares of each gradient as it arrives; without `keep` nothing of it is added to `grad`."""
+    squares: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor | None:
+        squares.append(grad.detach().float().square().sum())
+        return None if keep else torch.zeros_like(grad)
+
+    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield squares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _norm(value: Tensor, parameters: Sequence[nn.Parameter], ranks: Ranks, *, keep: bool) -> float:
+    if ranks.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
+        norm = gradient_norm(value, parameters, ranks)
+        if keep:
+            value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return norm
+    with _measured(parameters, keep=keep) as squares:
+        value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def backward(
+    side: Side,
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    *,
+    measure: bool,
+    ranks: Ranks = ALONE,
+) -> dict[str, TermLog]:
+    """Add the gradients of a side's terms to `grad`.
+
+    Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room for
+    one more gradient.
+
+    Args:
+        side: The terms.
+        parameters: What is trained.
+        weights: Balanced weights found so far, by term; entered and lowered here. A weight never rises again: a term
+            that has almost reached its aim has a small gradient that is mostly chance, which must not be made loud.
+        measure: Whether to measure each term's gradient and to balance anew. Terms without a weight are measured
+            whatever this says.
+        ranks: The processes that share the batch.
+
+    Returns:
+        What each term was.
+    """
+    unknown = any(term.share is not None and name not in weights for name, term in side.items())
+    if measure or unknown:
+        return _one_by_one(side, parameters, weights, ranks)
+    used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
+    total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    values = _values(side, ranks)
+    return {name: TermLog(values[name], used[name]) for name in side}
+
+
+def _values(side: Side, ranks: Ranks) -> dict[str, float]:
+    """The terms of the whole batch."""
+    values = [term.value.detach().item() for term in side.values()]
+    if ranks.size > 1:
+        values = ranks.mean(torch.tensor(values, dtype=torch.float64)).tolist()
+    return dict(zip(side, values, strict=True))
+
+
+def _one_by_one(
+    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], ranks: Ranks
+) -> dict[str, TermLog]:
+    logs: dict[str, TermLog] = {}
+    values = _values(side, ranks)
+    pull = 0.0
+    for name, term in side.items():
+        if term.share is None:
+            weighted = _norm(term.weight * term.value, parameters, ranks, keep=True)
+            norm = weighted / abs(term.weight) if term.weight else 0.0
+            logs[name] = TermLog(values[name], term.weight, norm)
+            pull += weighted
+    for name, term in side.items():
+        if term.share is not None:
+            norm = _norm(term.value, parameters, ranks, keep=False)
+            weight = 0.0
+            if (
+                0 < norm < math.inf and pull < math.inf
+            ):  # else there is nothing to balance by; the next step tries again
+                found = term.share * pull / norm
+                weight = weights[name] = min(found, weights.get(name, found))
+            (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            logs[name] = TermLog(values[name], weight, norm)
+    return {name: logs[name] for name in side}
 
 
 @final
@@ -263,3 +365,50 @@ def _drawn_everywhere(
     sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
     mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
     return ranks.rows(own[mine], sent) if sum(sent) else own[mine]
+
+
+@final
+@dataclass(frozen=True)
+class RepNoise:
+    """Keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
+
+    Attributes:
+        config: Weights and fidelity of the loss.
+
+    Source: RepNoise (arXiv 2405.14577), algorithm 1.
+    """
+
+    config: RepNoiseConfig = field(default_factory=RepNoiseConfig)
+
+    @property
+    def name(self) -> str:
+        """What the catalog calls it."""
+        return "repnoise" if self.config.fidelity == "corrected" else "repnoise-reference"
+
+    @property
+    def aligned(self) -> bool:
+        """The published loss compares sides position by position."""
+        return self.config.fidelity == "reference"
+
+    @property
+    def trains(self) -> bool:
+        """It does."""
+        return True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        """Check that the model is a decoder."""
+        structure_of(model)
+        yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        """The harmful side, whose states take most room, while there are no gradients yet; then the harmless one."""
+        noise, ascent = harmful_terms(model, batch, self.config, generator=generator)
+        side = {"ascent": Term(ascent, -self.config.alpha)}
+        if self.config.beta > 0:
+            balanced = self.config.fidelity == "corrected" and self.config.alpha > 0
+            share = self.config.beta if balanced else None
+            side["noise"] = Term(noise, self.config.beta, share)
+        yield side
+        del noise, ascent, side  # with them goes the graph
+        yield {"retain": Term(retain_term(model, batch, self.config))}

@@ -18,12 +18,9 @@ from torch.nn.utils import parametrize
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import response_loss
-from netweight.methods.immunize.defense import Side, Term
-from netweight.methods.immunize.pairs import PairBatch
-from netweight.methods.immunize.sharded import is_sharded
-from netweight.methods.immunize.structure import structure_of
-
-__all__ = ["SecurityVectors", "hold_security_vectors", "remove_security_vectors", "without_security_vectors"]
+from netweight.methods.immunize.decoder import structure_of
+from netweight.methods.immunize.defense import PairBatch, Side, Term
+from netweight.methods.immunize.distributed import is_sharded
 
 
 @final

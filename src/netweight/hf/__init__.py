@@ -1,0 +1,1 @@
+"""Loaders of transformers and diffusers models, below the methods that work on them."""

@@ -1,0 +1,454 @@
+"""Weights whose payloads lie on a CUDA device: decoded there, checked there, encoded there.
+
+What a payload holds is looked up once for each version of its bytes, so that a later pass asks the device nothing.
+The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
+to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
+that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
+weights are decoded by plain torch operations and each time checked. `ops.py`, `box.py`, `tensor.py` and
+`side_stream.py` call this; payloads on the CPU never get here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+from weakref import WeakSet
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from netweight.codec import cuda, torch_lossy, torch_path
+from netweight.codec.cuda import BlobLayout
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+
+LENGTH = 8  # bytes of the length at a payload's start
+# Of the numbers per chunk, for weights that are encoded on a device: a warp for every 16,384 of them keeps a GPU busy
+# with single matrices, at 0.25 % more bytes (docs/models-on-gpus.md).
+CHUNK_LOG2 = 15
+_LOOK_EVERY = 16  # decodings between two looks at the status
+_DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
+
+Layout = BlobLayout | torch_lossy.LossyLayout
+# (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
+Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+
+def handles(payload: torch.Tensor) -> bool:
+    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back.
+
+    Args:
+        payload: U8, shape `(bytes,)`, on any device.
+    """
+    return payload.is_cuda
+
+
+# ---- what is known of payloads ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Known:
+    """What one version of a payload's bytes holds; shared by its copies on other devices."""
+
+    layout: Layout | None = None
+    checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
+
+
+_known = WeakIdKeyDictionary()  # payload -> (version, _Known)
+
+
+def _version(payload: torch.Tensor) -> int | None:
+    """How often the bytes were written; None if torch does not count."""
+    return None if payload.is_inference() else payload._version
+
+
+def _found(payload: torch.Tensor) -> _Known | None:
+    entry = _known.get(payload)  # type: ignore[no-untyped-call]
+    return entry[1] if entry is not None and entry[0] is not None and entry[0] == _version(payload) else None
+
+
+def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
+    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both.
+
+    So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
+
+    Args:
+        payload: The copy, U8.
+        source: What it was copied from, U8.
+    """
+    known = _found(source)
+    if known is None:
+        known = _Known()
+        _known[source] = (_version(source), known)
+    if known.layout is not None and handles(payload):
+        known = _Known(_layout_on(known.layout, payload.device), known.checked)
+    _known[payload] = (_version(payload), known)
+
+
+def _layout_on(layout: Layout, place: torch.device) -> Layout:
+    """A layout whose tensors are on a device, so that decoding there copies nothing."""
+    if isinstance(layout, BlobLayout):
+        return layout if layout.starts.device == place else replace(layout, starts=layout.starts.to(place))
+    parts: dict[str, Any] = {
+        name: None if part is None else replace(part, layout=_layout_on(part.layout, place))
+        for name in ("words", "normalizers", "gaps", "kept")
+        for part in [getattr(layout, name)]
+    }
+    return replace(layout, **parts)
+
+
+def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
+    """Note that a payload holds a blob now that was encoded on its device from a tensor.
+
+    Args:
+        payload: The payload, U8 of shape `(bytes,)`.
+        size: Bytes of the blob.
+        like: Tensor of the dtype and shape that was encoded.
+        chunk_log2: As given to the encoder.
+        level: As given to the encoder.
+    """
+    layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
+    _known[payload] = (_version(payload), _Known(layout, checked=True))
+
+
+# ---- the status of a device ------------------------------------------------------------------------------------------
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+
+@final
+class Status:
+    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind.
+
+    The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
+    can count.
+
+    Args:
+        device: The device.
+        mark: Gives an event that comes when what was asked of the device's current stream so far is done.
+    """
+
+    def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
+        with torch.inference_mode(False):  # they are written in other modes, too
+            self._words = torch.zeros(2, dtype=torch.int32, device=device)
+            self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._first = torch.zeros(1, dtype=torch.int64, device=device)
+        self._device, self._mark = device, mark
+        self._coming: Event | None = None
+        self._since = 0
+
+    @property
+    def kernels(self) -> torch.Tensor:
+        """The word that kernels add to."""
+        return self._words[:1]
+
+    def count(self, damaged: torch.Tensor) -> None:
+        """Count a tensor of one bool that says whether something is damaged.
+
+        Args:
+            damaged: A bool, on the device.
+        """
+        self._words[1:].index_add_(0, self._first, damaged.to(torch.int32).view(1))
+
+    def look(self) -> None:
+        """Look, without waiting, at what was copied a while ago, and copy again now and then.
+
+        Raises:
+            CorruptBlob: Something was damaged.
+        """
+        self._since += 1
+        if self._coming is not None:
+            if self._coming.query():
+                self._coming = None
+                self._refuse(self._seen)
+        elif self._since >= _LOOK_EVERY:
+            self._since = 0
+            self._seen.copy_(self._words, non_blocking=True)
+            self._coming = self._mark()
+
+    def check(self) -> None:
+        """Wait for the device and look.
+
+        Raises:
+            CorruptBlob: Something was damaged.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._coming = None
+        self._refuse(self._words.cpu())
+
+    def _refuse(self, words: torch.Tensor) -> None:
+        if not bool(words.any()):
+            return
+        self._words.zero_()
+        raise CorruptBlob(
+            f"A compressed weight on {self._device} was found damaged after it had been decoded well before. Results "
+            "since the last check are wrong.",
+            cure=_DAMAGED,
+        )
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Decoder:
+    """Decodes the payloads of one device.
+
+    Args:
+        run: Decodes a lossless blob.
+        status: Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
+    """
+
+    def __init__(self, run: Run, status: Status | None) -> None:
+        self._run = run
+        self.status = status
+
+    def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode a payload on the device's current stream.
+
+        Args:
+            payload: The payload, U8 of shape `(bytes,)`.
+            room: U8 memory to decode into, at least as large as the weight; None for new memory.
+
+        Returns:
+            The dense weight.
+
+        Raises:
+            CorruptBlob: The payload is damaged, or another one was found so since the last look.
+            UsageError: The payload must be looked at, and a CUDA graph is being captured.
+            OutOfMemoryError: torch's own; a note says what it was for.
+        """
+        known = self._look_up(payload)
+        layout: Any = known.layout
+        out = None
+        if room is not None:
+            out = room[: layout.nbytes].view(layout.dtype).view(layout.shape)
+        return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
+
+    def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch.
+
+        Args and errors: see `weight`.
+        """
+        known = self._look_up(payload)
+        layout = known.layout
+        if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
+            return self.weight(payload)[start:stop]
+        per_row = layout.numbers // layout.shape[0]
+        first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
+        some = _chunks(layout, first, last)
+        numbers = self._decoded(payload[LENGTH : LENGTH + layout.size], some, known, None)
+        skipped = start * per_row - (first << layout.chunk_log2)
+        element = some.nbytes // max(1, some.numbers)
+        content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
+        return content.view(layout.dtype).view(stop - start, *layout.shape[1:])
+
+    def nbytes(self, payload: torch.Tensor) -> int | None:
+        """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
+        known = _found(payload)
+        if self.status is None or known is None or known.layout is None or not known.checked:
+            return None
+        return known.layout.nbytes
+
+    def _look_up(self, payload: torch.Tensor) -> _Known:
+        known = _found(payload)
+        if known is None:
+            known = _Known()
+            _known[payload] = (_version(payload), known)
+        if known.layout is None:
+            _refuse_capture(payload)
+            known.layout = _layout_of(payload)
+        return known
+
+    def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
+        waits = self.status is None or not known.checked
+        if waits:
+            _refuse_capture(blob)
+        status = None if waits or self.status is None else self.status.kernels
+        try:
+            if isinstance(layout, BlobLayout):
+                weight = self._run(blob, layout, out, status)
+            else:
+                weight = self._rounded(blob, layout, out, status)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"netweight was decoding a weight of shape {layout.shape}, which takes {layout.nbytes >> 20} MiB until "
+                "its layer is done. Free memory on the device, use smaller batches, or place layers on other devices."
+            )
+            raise
+        known.checked = True
+        if self.status is not None and not _is_capturing(blob):
+            self.status.look()
+        return weight
+
+    def _rounded(
+        self,
+        blob: torch.Tensor,
+        layout: torch_lossy.LossyLayout,
+        out: torch.Tensor | None,
+        status: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weight, damaged = torch_lossy.decode(blob, layout, lambda part, its: self._run(part, its, None, status))
+        if status is not None and self.status is not None:
+            self.status.count(damaged)
+        elif bool(damaged):
+            raise CorruptBlob("Cannot decode a blob: a word or a place in it cannot be.", cure=_DAMAGED)
+        return weight if out is None else out.copy_(weight)
+
+
+def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
+    """The layout of chunks `first` to `last` (exclusive) of the same blob, as a tensor of one dimension."""
+    numbers = min(last << layout.chunk_log2, layout.numbers) - (first << layout.chunk_log2)
+    nbytes = numbers * (layout.nbytes // layout.numbers)
+    return replace(
+        layout,
+        shape=(nbytes // layout.dtype.itemsize,),
+        nbytes=nbytes,
+        numbers=numbers,
+        chunks=last - first,
+        starts=layout.starts[first : last + 1],
+    )
+
+
+def _layout_of(payload: torch.Tensor) -> Layout:
+    """Look at a payload; waits for the device.
+
+    Raises:
+        CorruptBlob: It is damaged.
+        Unsupported: It is of a newer format.
+    """
+    start = payload[: LENGTH + 3].cpu()
+    size = int.from_bytes(start[:LENGTH].numpy().tobytes(), "little")
+    if start.numel() < LENGTH or size > payload.numel() - LENGTH:
+        raise CorruptBlob(
+            f"A compressed weight on {payload.device} states a length of {size} bytes and has {payload.numel()}.",
+            cure=_DAMAGED,
+        )
+    blob = payload[LENGTH : LENGTH + size]
+    if start[LENGTH:].numpy().tobytes() == b"NWL":
+        return torch_lossy.layout_of(blob)
+    return cuda.layout_of(blob)
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture(payload: torch.Tensor) -> None:
+    if _is_capturing(payload):
+        raise UsageError(
+            "A compressed weight must be looked at before a CUDA graph can decode it.",
+            cure="Run the model once before capturing the graph.",
+        )
+
+
+def _by_kernels(
+    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
+) -> torch.Tensor:
+    return cuda.decode(blob, layout, out=out, status=status)
+
+
+def _by_torch(
+    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
+) -> torch.Tensor:
+    weight = torch_path.decode(blob, layout)
+    return weight if out is None else out.copy_(weight)
+
+
+_decoders: dict[torch.device, Decoder] = {}
+
+
+def decoder_of(device: torch.device) -> Decoder:
+    """The decoder of a device: kernels where they can run, else plain torch operations, which say so.
+
+    Args:
+        device: Where payloads are.
+    """
+    decoder = _decoders.get(device)
+    if decoder is None:
+        if cuda.unavailable_because() is not None:
+            decoder = Decoder(_by_torch, None)
+        else:
+            status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
+            decoder = Decoder(_by_kernels, status)
+        decoder = _decoders.setdefault(device, decoder)
+    return decoder
+
+
+def check_device(device: torch.device | str | int | None = None) -> None:
+    """Wait for a device and say whether every compressed weight on it has decoded well since the last check.
+
+    The first decoding of a weight is always waited for and checked. Later ones are looked at some layers late, so that
+    layers need not wait; call this where a result must be certain before it is used. `decode_ahead` does when it ends.
+
+    Args:
+        device: A CUDA device; None checks all that decoded something.
+
+    Raises:
+        CorruptBlob: A weight was damaged in the device's memory. What was calculated since the last check is wrong.
+    """
+    wanted = None if device is None else torch.device(device)
+    for known, decoder in list(_decoders.items()):
+        if decoder.status is not None and (wanted is None or wanted in (known, torch.device(known.type))):
+            decoder.status.check()
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Something that reads payloads at times of its own."""
+
+    def let_go(self, payload: torch.Tensor) -> None:
+        """Have the current stream wait until a payload is not read any more.
+
+        Args:
+            payload: U8, shape `(bytes,)`.
+        """
+
+
+_readers: WeakSet[Reader] = WeakSet()
+
+
+def reads(reader: Reader) -> None:
+    """Have a reader told before payloads are written.
+
+    Args:
+        reader: Told as long as it lives.
+    """
+    _readers.add(reader)
+
+
+def about_to_write(payload: torch.Tensor) -> None:
+    """Say that the current stream will write a payload.
+
+    Args:
+        payload: U8, shape `(bytes,)`.
+    """
+    for reader in list(_readers):
+        reader.let_go(payload)
+
+
+def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
+    """Encode a weight on its device, without a digest; None if it is to be done on the host.
+
+    Args:
+        weight: A dense tensor.
+        level: The codec's level.
+        chunk_log2: See `netweight.codec.encode`.
+
+    Returns:
+        The blob, U8. Without its digest it is for memory only: `box.py` completes it when it leaves the device.
+    """
+    if not handles(weight) or cuda.unavailable_because() is not None:
+        return None
+    try:
+        return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, digest=False)
+    except Unsupported:
+        return None
