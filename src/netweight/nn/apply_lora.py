@@ -21,32 +21,19 @@ from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.nn.lora import Adapter
 from netweight.nn.stacked_lora import AdapterStack
 
+# What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`.
 Changes = AdapterStack | Adapter | Mapping[str, Tensor]
-"""What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`."""
 
 
 @contextmanager
 def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *, component: str = "") -> Iterator[None]:
-    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x.
-
-    Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
-    block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
-    device.
-
-    Args:
-        model: Any module. No hook is left on it after the block, however that ends.
-        changes: Adapters or dense changes.
-        groups: Which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64. May be
-            left out where there is only one. A model that is run on several copies of the batch behind each other, as
-            for guidance, runs each with the same groups.
-        component: What the names of the changes begin with beside the model's own names: "unet" for a pipeline's U-Net.
-
-    Raises:
-        NameNotFound: There is no such module; the nearest are named.
-        Unsupported: A module is no linear layer.
-        UsageError: A change has another shape than its layer, `groups` are missing or name adapters that are not
-            there, or (while the model runs) the batch is no multiple of the groups.
-    """
+    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x."""
+    # Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
+    # block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
+    # device.
+    # `groups`: which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64; may be
+    # left out where there is only one; a model that is run on several copies of the batch behind each other, as for
+    # guidance, runs each with the same groups
     wanted = _parts(changes)
     counts = {count for part in wanted.values() if (count := part.count) is not None}
     order = _order(groups, counts)
@@ -63,16 +50,8 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
 
 @torch.no_grad()
 def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, component: str = "") -> None:
-    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights.
-
-    Args:
-        model: Changed in place; weights keep their dtype.
-        changes: The change: an adapter, or tensors of shape `(rows, columns)` by module.
-        component: As for `applied`.
-
-    Raises:
-        NameNotFound, Unsupported, UsageError: As for `applied`; nothing is changed then.
-    """
+    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights."""
+    # `changes`: the change: an adapter, or tensors of shape `(rows, columns)` by module
     wanted = _parts(changes)
     if any(part.count is not None for part in wanted.values()):
         raise UsageError("Several changes of one layer cannot be merged.", cure="Merge one of them.")
@@ -86,17 +65,7 @@ def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, compone
 def linear_layers(
     model: nn.Module, choice: Select | str | tuple[str, ...], *, component: str = ""
 ) -> dict[str, tuple[int, int]]:
-    """Return names and shapes of the linear layers of a choice, as adapters name them.
-
-    Args:
-        model: Any module.
-        choice: Modules by the grammar of `Select`, in the model's own names.
-        component: Put before the names.
-
-    Raises:
-        NameNotFound: A pattern matches no module.
-        Unsupported: A chosen module is no linear layer.
-    """
+    """Return names and shapes of the linear layers of a choice, as adapters name them."""
     before = f"{component}." if component else ""
     found = Select.of(choice).modules(model)
     return {before + name: _shape(name, layer) for name, layer in found.items()}
@@ -144,17 +113,13 @@ class _Dense:
 
 @final
 class _Order:
-    """Which change each sample runs with.
-
-    Attributes:
-        groups: Shape `(batch,)`; None where all samples run with the only one.
-        even: Whether the changes come in order, each for equally many samples, so that nothing need be gathered.
-    """
+    """Which change each sample runs with."""
 
     def __init__(self, groups: Tensor | None, count: int) -> None:
-        self.groups = groups
+        self.groups = groups  # shape `(batch,)`; None where all samples run with the only one
         self.size = 1 if groups is None else len(groups)
         each = self.size // count
+        # Whether the changes come in order, each for equally many samples, so that nothing need be gathered.
         self.even = groups is not None and each * count == self.size and bool(
             (groups == torch.arange(count, device=groups.device).repeat_interleave(each)).all()
         )  # fmt: skip

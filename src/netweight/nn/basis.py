@@ -23,44 +23,23 @@ from netweight.nn.matrix import Columns, Rows
 @final
 @dataclass(frozen=True, eq=False)
 class DualFit:
-    """Principal components of n things, as combinations of them.
+    """Principal components of n things, as combinations of them."""
 
-    Attributes:
-        weights: Shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0.
-        scores: Shape `(n, k)`, fp64: coordinates of the n things, uncorrelated and of mean 0.
-        variances: Shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator.
-        total: The variance along all directions, in the same units.
-        offsets: Shape `(k,)`, fp64: ⟨mean, component j⟩. A thing whose inner products with the n are g has the scores
-            `g @ weights − offsets`.
-        mean_square: ⟨mean, mean⟩.
-    """
-
-    weights: Tensor
-    scores: Tensor
-    variances: Tensor
-    total: float
-    offsets: Tensor
+    weights: Tensor  # shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0.
+    scores: Tensor  # shape `(n, k)`, fp64: coordinates of the n things, uncorrelated and of mean 0
+    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
+    total: float  # the variance along all directions, in the same units
+    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩
     mean_square: float
 
 
 def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -> DualFit:
-    """Find the principal components of things from their inner products.
-
-    Args:
-        gram: Shape `(n, n)`, fp64, symmetric; of the things as they are or with any constant taken off. Overwritten.
-        components: How many; None for as many as the data have, at most 1,000.
-        precision: Relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
-            made in fp32: variances that rounding alone could make are not taken for components.
-
-    Returns:
-        The fit, each component's sign such that its score of greatest magnitude is positive.
-
-    Raises:
-        UsageError: There are fewer than 2 things, the matrix is not finite, or the data have fewer components than
-            asked for.
-
-    Source: with H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
-    """
+    """Find the principal components of things from their inner products."""
+    # Source: with H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
+    # `gram`: shape `(n, n)`, fp64, symmetric; of the things as they are or with any constant taken off. Overwritten.
+    # `components`: how many; None for as many as the data have, at most 1,000
+    # `precision`: relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
+    # made in fp32: variances that rounding alone could make are not taken for components
     count = len(gram)
     if count < 2:
         raise UsageError(f"{count} point has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
@@ -92,10 +71,8 @@ def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -
 
 
 def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalues, falling, of a symmetric fp64 matrix that may be overwritten, and their vectors.
-
-    SciPy, where it is installed, works in place and makes the wanted vectors only, which halves the memory.
-    """
+    """The largest eigenvalues, falling, of a symmetric fp64 matrix that may be overwritten, and their vectors."""
+    # SciPy, where it is installed, works in place and makes the wanted vectors only, which halves the memory.
     size = len(matrix)
     if importlib.util.find_spec("scipy") is None:
         values, vectors = torch.linalg.eigh(matrix)
@@ -111,34 +88,20 @@ def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 @final
 @dataclass(frozen=True)
 class Halves:
-    """How well two halves agree; single trailing components seldom come back, subspaces do.
+    """How well two halves agree; single trailing components seldom come back, subspaces do."""
 
-    Attributes:
-        components: Number that each half was fitted with.
-        agreement: Number of leading components j → mean squared cosine of the principal angles between both halves'
-            subspaces of j components: 1 for the same, about j / dimensions for chance.
-        fitted: Share of a half's variance that its own components capture, mean of both.
-        held_out: Share of the other half's variance, about the first's mean, that they capture, mean of both.
-    """
-
-    components: int
+    components: int  # number that each half was fitted with
+    # Number of leading components j → mean squared cosine of the principal angles between both halves' subspaces of j
+    # components: 1 for the same, about j / dimensions for chance.
     agreement: dict[int, float]
-    fitted: float
-    held_out: float
+    fitted: float  # share of a half's variance that its own components capture, mean of both
+    held_out: float  # share of the other half's variance, about the first's mean, that they capture, mean of both
 
 
 def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> Halves | None:
-    """Fit two random halves.
-
-    Args:
-        gram: Shape `(n, n)`, fp64: inner products, which stay as they are.
-        components: See `fit_gram`; less where a half has fewer.
-        precision: See `fit_gram`.
-        seed: Of the division.
-
-    Returns:
-        None where there are fewer than 8 points, or all points of a half are the same.
-    """
+    """Fit two random halves."""
+    # `gram`: shape `(n, n)`, fp64: inner products, which stay as they are
+    # Returns: None where there are fewer than 8 points, or all points of a half are the same.
     count = len(gram)
     if count < 8:
         return None
@@ -171,54 +134,36 @@ def _held_out(gram: Tensor, own: Tensor, other: Tensor, fit: DualFit, wanted: in
     return float(scores.square().sum() / whole.sum())
 
 
+# Rows up to which the Gram matrix is used: 800 MB of it.
 MOST_DUAL = 10_000
-"""Rows up to which the Gram matrix is used: 800 MB of it."""
 Solver = Literal["auto", "dual", "streaming"]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Mean and components.
+    """Mean and components."""
 
-    Attributes:
-        mean: Shape `(d,)`, fp32.
-        deviation: Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary.
-        components: Shape `(k, d)`, fp32, orthonormal rows.
-        variances: Shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator.
-        total: The variance along all directions, in the same units.
-    """
-
-    mean: Tensor
+    mean: Tensor  # shape `(d,)`, fp32
+    # Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary.
     deviation: Tensor | None
-    components: Tensor
-    variances: Tensor
-    total: float
+    components: Tensor  # shape `(k, d)`, fp32, orthonormal rows
+    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
+    total: float  # the variance along all directions, in the same units
 
     def project(self, rows: Tensor) -> Tensor:
-        """Return the scores of rows, shape `(…, d)` to `(…, k)`.
-
-        Args:
-            rows: Of the basis's dtype, on any device.
-        """
+        """Return the scores of rows, shape `(…, d)` to `(…, k)`."""
         centered = rows.to(self.components) - self.mean
         return (centered if self.deviation is None else centered / self.deviation) @ self.components.T
 
     def squares(self, rows: Tensor) -> Tensor:
-        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`.
-
-        Args:
-            rows: Shape `(…, d)`, as for `project`.
-        """
+        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`."""
+        # `rows`: shape `(…, d)`, as for `project`
         centered = rows.to(self.components) - self.mean
         return (centered if self.deviation is None else centered / self.deviation).square().sum(dim=-1)
 
     def point(self, scores: Tensor) -> Tensor:
-        """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable.
-
-        Args:
-            scores: One number per component.
-        """
+        """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
         moved = scores @ self.components.to(scores)
         if self.deviation is not None:
             moved = moved * self.deviation.to(scores)
@@ -228,21 +173,14 @@ class Basis:
 @final
 @dataclass(frozen=True, eq=False)
 class BasisFit:
-    """A basis, and what is known of its fit.
-
-    Attributes:
-        basis: The basis.
-        scores: Shape `(n, k)`, fp32, of the rows that this worker read.
-        solver: "dual", which is exact, or "streaming".
-        passes: Streaming: the variance that the components had captured after each pass over the rows, a share of all.
-        halves: Dual, where asked for: how well the fits of two halves of the rows agree.
-    """
+    """A basis, and what is known of its fit."""
 
     basis: Basis
-    scores: Tensor
-    solver: Literal["dual", "streaming"]
+    scores: Tensor  # shape `(n, k)`, fp32, of the rows that this worker read
+    solver: Literal["dual", "streaming"]  # "dual", which is exact, or "streaming"
+    # Streaming: the variance that the components had captured after each pass over the rows, a share of all.
     passes: tuple[float, ...] = ()
-    halves: Halves | None = None
+    halves: Halves | None = None  # dual, where asked for: how well the fits of two halves of the rows agree
 
     @property
     def captured(self) -> float:
@@ -251,11 +189,8 @@ class BasisFit:
 
 
 def orthonormality(components: Tensor) -> float:
-    """Return how far components are from orthonormal: the greatest magnitude in C Cᵀ − I.
-
-    Args:
-        components: Shape `(k, d)`, fp32.
-    """
+    """Return how far components are from orthonormal: the greatest magnitude in C Cᵀ − I."""
+    # `components`: shape `(k, d)`, fp32
     count, length = components.shape
     products = torch.zeros(count, count, dtype=torch.float64)
     step = max(1, (1 << 24) // count)
@@ -275,23 +210,11 @@ def fit_matrix(
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of a matrix's rows.
-
-    Args:
-        matrix: n rows of d numbers, finite.
-        components: How many; None for as many as there are, at most 1,000.
-        standardize: Whether to divide every column by its standard deviation (n − 1 in the denominator) first.
-        solver: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
-            takes the first up to 10,000 rows.
-        halves: Whether to fit two halves of the rows, too; "dual" only.
-        progress: Where to show it.
-
-    Returns:
-        The basis, with the rows' scores and how much of the variance it holds.
-
-    Raises:
-        UsageError: There are fewer than 2 rows, fewer components than asked for, or a number is not finite.
-    """
+    """Find the principal components of a matrix's rows."""
+    # `components`: how many; None for as many as there are, at most 1,000
+    # `standardize`: whether to divide every column by its standard deviation (n − 1 in the denominator) first
+    # `solver`: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
+    # takes the first up to 10,000 rows
     count, length = matrix.shape
     if components is not None and components >= min(count, length + 1):
         raise UsageError(

@@ -27,18 +27,9 @@ def fit_by_columns(
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Fit a matrix that can be read by columns, in two passes: one for the Gram matrix, one for the components.
-
-    Args:
-        matrix: n rows of d numbers; memory holds an n × n matrix in fp64 twice at most, and the components.
-        components: How many; None for as many as there are, at most 1,000.
-        standardize: Whether to divide columns by their standard deviation.
-        halves: Whether to fit two halves of the rows, too.
-        progress: Where to show it.
-
-    Raises:
-        UsageError: See `fit_gram`; or a number is not finite.
-    """
+    """Fit a matrix that can be read by columns, in two passes: one for the Gram matrix, one for the components."""
+    # `matrix`: n rows of d numbers; memory holds an n × n matrix in fp64 twice at most, and the components
+    # `components`: how many; None for as many as there are, at most 1,000
     count, length = matrix.shape
     mean, deviation = torch.empty(length), torch.ones(length)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -82,10 +73,7 @@ def fit_by_rows(
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one.
-
-    Arguments and errors are those of `fit_by_columns`.
-    """
+    """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one."""
     count, length = matrix.shape
     moments = Moments.begin(matrix.rows(0, 1)[0])
     for start, stop in blocks(matrix):

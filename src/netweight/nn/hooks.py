@@ -15,25 +15,16 @@ from netweight.errors import NameNotFound, Unsupported, UsageError
 
 @final
 class Captured(Mapping[str, Tensor]):
-    """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts.
+    """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts."""
 
-    Reading the output of a module that has not run raises a `UsageError`.
-
-    Args:
-        names: Full names of the modules that are watched.
-    """
+    # Reading the output of a module that has not run raises a `UsageError`.
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
         self._outputs: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a module's latest output.
-
-        Raises:
-            NameNotFound: The module is not watched.
-            UsageError: It has not run.
-        """
+        """Return a module's latest output."""
         if name not in self._names:
             raise NameNotFound(f"Module {name!r} is not watched.", cure=f"Watched are {', '.join(self._names)}.")
         if name not in self._outputs:
@@ -49,25 +40,12 @@ class Captured(Mapping[str, Tensor]):
         return len(self._names)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Take in an output; for hooks.
-
-        Args:
-            name: The module's full name.
-            output: What it put out, any shape and dtype.
-        """
+        """Take in an output; for hooks."""
         self._outputs[name] = output
 
 
 def first_tensor(name: str, output: Any) -> Tensor:
-    """The tensor that a module put out, or the first of several.
-
-    Args:
-        name: The module's full name, for messages.
-        output: What it put out.
-
-    Raises:
-        Unsupported: It put out something else.
-    """
+    """The tensor that a module put out, or the first of several."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(first, Tensor):
         raise Unsupported(
@@ -77,11 +55,7 @@ def first_tensor(name: str, output: Any) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Tell whether a backward pass is under way, so that a module that runs now is only being recomputed.
-
-    Returns:
-        True during a backward pass of this thread.
-    """
+    """Tell whether a backward pass is under way, so that a module that runs now is only being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -139,22 +113,11 @@ def _taking(name: str, captured: Captured, *, gradients: bool, graph: bool) -> A
 
 @contextmanager
 def edit_outputs(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Change what modules put out.
-
-        with edit_outputs(model, {"layers.3": lambda states: states + noise}):
-            model(...)
-
-    A module that activation checkpointing recomputes is edited again, so the backward pass must happen inside the
-    block where checkpointing is on.
-
-    Args:
-        model: Any module.
-        edits: For each module, by its full name, what its output (the first, of several) becomes.
-
-    Raises:
-        NameNotFound: There is no module of that name.
-        Unsupported: A module puts out no tensor.
-    """
+    """Change what modules put out."""
+    #     with edit_outputs(model, {"layers.3": lambda states: states + noise}):
+    #         model(...)
+    # A module that activation checkpointing recomputes is edited again, so the backward pass must happen inside the
+    # block where checkpointing is on.
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in edits:
         if name not in modules:

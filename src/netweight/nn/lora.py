@@ -21,20 +21,11 @@ from netweight.errors import NameNotFound, UsageError
 @final
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """One module's change, ΔW = scale · up @ down.
+    """One module's change, ΔW = scale · up @ down."""
 
-    Attributes:
-        down: Shape `(rank, columns)`: LoRA's A.
-        up: Shape `(rows, rank)`: LoRA's B, of down's dtype.
-        scale: alpha / rank, or alpha / √rank for rank-stabilized LoRA.
-
-    Raises:
-        UsageError: The shapes do not fit each other, or the rank is 0.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float = 1.0
+    down: Tensor  # shape `(rank, columns)`: LoRA's A
+    up: Tensor  # shape `(rows, rank)`: LoRA's B, of down's dtype
+    scale: float = 1.0  # alpha / rank, or alpha / √rank for rank-stabilized LoRA
 
     def __post_init__(self) -> None:
         """Refuse shapes that make no matrix."""
@@ -59,16 +50,8 @@ class LowRank:
         return self.scale * (self.up @ self.down)
 
     def inner(self, other: LowRank) -> float:
-        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone.
-
-        Args:
-            other: A change of the same shape; its rank may be another.
-
-        Raises:
-            UsageError: The shapes differ.
-
-        Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
-        """
+        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone."""
+        # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
         if self.shape != other.shape:
             raise UsageError(f"Changes of shapes {self.shape} and {other.shape} have no inner product.")
         ups = self.up.double().T @ other.up.double()
@@ -76,19 +59,10 @@ class LowRank:
         return self.scale * other.scale * float((ups * downs).sum())
 
     def truncated(self, rank: int) -> tuple[LowRank, float]:
-        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out.
-
-        Args:
-            rank: At least 1. Where the change has a lower rank, it is kept whole at that rank (at least 1).
-
-        Returns:
-            Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
-
-        Raises:
-            UsageError: The rank is below 1.
-
-        Source: QR of both factors, then a singular value decomposition of rank × rank.
-        """
+        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out."""
+        # Source: QR of both factors, then a singular value decomposition of rank × rank.
+        # `rank`: at least 1; where the change has a lower rank, it is kept whole at that rank (at least 1)
+        # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
@@ -104,15 +78,10 @@ class LowRank:
 @final
 @dataclass(frozen=True)
 class Truncation:
-    """An adapter of a chosen rank, and what that cost.
+    """An adapter of a chosen rank, and what that cost."""
 
-    Attributes:
-        adapter: What is left.
-        relative_error: Norm of what was left out, divided by the norm of the whole; 0 for nothing.
-    """
-
-    adapter: Adapter
-    relative_error: float
+    adapter: Adapter  # what is left
+    relative_error: float  # norm of what was left out, divided by the norm of the whole; 0 for nothing
 
 
 @final
@@ -177,18 +146,9 @@ class Adapter:
 
 
 def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:
-    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side.
-
-    Args:
-        adapters: At least one. A module that some of them lack takes no change from these.
-        weights: One per adapter; 1 by default.
-
-    Returns:
-        Per module the rank is the sum of the ranks; `truncated` makes it smaller.
-
-    Raises:
-        UsageError: There is no adapter, the numbers differ, or a module has two shapes.
-    """
+    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side."""
+    # `adapters`: at least one; a module that some of them lack takes no change from these
+    # `weights`: one per adapter; 1 by default
     chosen = [1.0] * len(adapters) if weights is None else list(weights)
     if not adapters or len(chosen) != len(adapters):
         raise UsageError(f"{len(adapters)} adapters cannot be summed with {len(chosen)} weights.")

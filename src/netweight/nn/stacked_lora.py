@@ -16,33 +16,17 @@ from netweight.nn.lora import Adapter, LowRank
 @final
 @dataclass(frozen=True, eq=False)
 class AdapterStack:
-    """n adapters; per module ΔW_i = scale_i · up_i @ down_i. Lower ranks are filled up with zeros.
+    """n adapters; per module ΔW_i = scale_i · up_i @ down_i. Lower ranks are filled up with zeros."""
 
-    Attributes:
-        down: Module name → shape `(n, rank, columns)`.
-        up: Module name → shape `(n, rows, rank)`.
-        scale: Module name → shape `(n,)`, fp64.
-        ranks: Module name → shape `(n,)`, int64: the rank that each had.
-    """
-
-    down: Mapping[str, Tensor]
-    up: Mapping[str, Tensor]
-    scale: Mapping[str, Tensor]
-    ranks: Mapping[str, Tensor]
+    down: Mapping[str, Tensor]  # module name → shape `(n, rank, columns)`
+    up: Mapping[str, Tensor]  # module name → shape `(n, rows, rank)`
+    scale: Mapping[str, Tensor]  # module name → shape `(n,)`, fp64
+    ranks: Mapping[str, Tensor]  # module name → shape `(n,)`, int64: the rank that each had
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter]) -> AdapterStack:
-        """Stack adapters of the same modules and shapes.
-
-        Args:
-            adapters: At least one; ranks may differ.
-
-        Returns:
-            The stack, in their order.
-
-        Raises:
-            UsageError: There is none, or one has other modules or shapes than the first.
-        """
+        """Stack adapters of the same modules and shapes."""
+        # `adapters`: at least one; ranks may differ
         if not adapters:
             raise UsageError("A stack needs at least one adapter.")
         shapes = {name: change.shape for name, change in adapters[0].factors.items()}
@@ -74,11 +58,8 @@ class AdapterStack:
         return {name: (self.up[name].shape[1], self.down[name].shape[2]) for name in self.modules}
 
     def adapter(self, number: int) -> Adapter:
-        """Return one adapter at its own ranks; views of the stack.
-
-        Args:
-            number: From 0.
-        """
+        """Return one adapter at its own ranks; views of the stack."""
+        # `number`: from 0
         changes = {}
         for name in self.modules:
             rank = int(self.ranks[name][number])

@@ -2,11 +2,11 @@
 
 A stage is one pass over the rows; what it adds up is a sum over them, so that several workers share it and exchange
 nothing else. What was added so far is kept in a folder, so that a fit goes on where it was killed.
-
-Stage 0 finds mean and deviation, and keeps p sampled rows, whose span is the first guess Q. Each further stage makes
-Z = XᵀX Q; the eigenvalues of QᵀZ say what Q had captured, and an orthonormal basis of Z is the next Q. The last stage
-makes Y = X Q and turns Q by the eigenvectors of YᵀY (Rayleigh–Ritz), which gives components and scores.
 """
+
+# Stage 0 finds mean and deviation, and keeps p sampled rows, whose span is the first guess Q. Each further stage makes
+# Z = XᵀX Q; the eigenvalues of QᵀZ say what Q had captured, and an orthonormal basis of Z is the next Q. The last stage
+# makes Y = X Q and turns Q by the eigenvectors of YᵀY (Rayleigh–Ritz), which gives components and scores.
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.nn.basis import Basis, BasisFit
 from netweight.nn.matrix import MatrixFile, Moments, Rows, blocks, check_finite
 
+# What a pass adds up, by name.
 Sums = dict[str, Tensor]
-"""What a pass adds up, by name."""
 _OVERSAMPLING = 1.25
 _EPS = torch.finfo(torch.float32).eps
 
@@ -43,24 +43,14 @@ _EPS = torch.finfo(torch.float32).eps
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        count: Number of rows of all workers together.
-        length: Columns.
-        components: How many are wanted.
-        standardize: Whether to divide columns by their standard deviation.
-        most: Passes of iteration at most.
-        tolerance: A pass that adds less than this share to the captured variance is the last.
-        seed: Of the sampled rows.
-    """
-
-    count: int
-    length: int
-    components: int
-    standardize: bool = False
-    most: int = 6
-    tolerance: float = 2e-3
+    count: int  # number of rows of all workers together
+    length: int  # columns
+    components: int  # how many are wanted
+    standardize: bool = False  # whether to divide columns by their standard deviation
+    most: int = 6  # passes of iteration at most
+    tolerance: float = 2e-3  # a pass that adds less than this share to the captured variance is the last
     seed: int = 0
 
     @property
@@ -70,11 +60,8 @@ class Plan:
         return min(wanted, self.count, self.length)
 
     def sampled(self) -> Tensor:
-        """Numbers of the rows that the first guess is the span of, rising.
-
-        Returns:
-            Row numbers, int64.
-        """
+        """Numbers of the rows that the first guess is the span of, rising."""
+        # Returns: Row numbers, int64.
         draw = torch_generator(self.seed, "sampled rows")
         return torch.randperm(self.count, generator=draw)[: self.width].sort().values
 
@@ -82,40 +69,22 @@ class Plan:
 @final
 @dataclass(frozen=True, eq=False)
 class Iteration:
-    """Where a fit stands between two passes.
+    """Where a fit stands between two passes."""
 
-    Attributes:
-        stage: 0 before anything, then the number of the pass to make.
-        last: Whether that pass is the last.
-        fixed: What the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1.
-        captured: Share of the variance that the components had captured, pass by pass.
-    """
-
-    stage: int
-    last: bool
-    fixed: Sums
-    captured: tuple[float, ...] = ()
+    stage: int  # 0 before anything, then the number of the pass to make
+    last: bool  # whether that pass is the last
+    fixed: Sums  # what the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1
+    captured: tuple[float, ...] = ()  # share of the variance that the components had captured, pass by pass
 
 
 def begin(pilot: Tensor) -> Iteration:
-    """Start; `pilot` is a row near the mean, shape `(d,)`, the same for all workers.
-
-    Returns:
-        What the first pass works with.
-    """
+    """Start; `pilot` is a row near the mean, shape `(d,)`, the same for all workers."""
     return Iteration(0, False, {"pilot": pilot})
 
 
 def blank(plan: Plan, stage: int) -> Sums:
-    """Zeros of the shapes that a stage works with.
-
-    Args:
-        plan: The fit's settings.
-        stage: Which pass, from 0.
-
-    Returns:
-        Tensors by name.
-    """
+    """Zeros of the shapes that a stage works with."""
+    # `stage`: which pass, from 0
     if stage == 0:
         return {"pilot": torch.zeros(plan.length)}
     scale = {"deviation": torch.zeros(plan.length)} if plan.standardize else {}
@@ -124,16 +93,8 @@ def blank(plan: Plan, stage: int) -> Sums:
 
 
 def empty(plan: Plan, iteration: Iteration, rows: int) -> Sums:
-    """What a pass over so many rows adds to.
-
-    Args:
-        plan: The fit's settings.
-        iteration: What the pass works with.
-        rows: How many rows this worker reads.
-
-    Returns:
-        Tensors by name, all 0.
-    """
+    """What a pass over so many rows adds to."""
+    # Returns: Tensors by name, all 0.
     if iteration.stage == 0:
         zeros = torch.zeros(plan.length, dtype=torch.float64)
         return {"sums": zeros, "squares": zeros.clone(), "sampled": torch.zeros(plan.width, plan.length)}
@@ -149,21 +110,7 @@ def pass_over(
     rows: Rows, plan: Plan, iteration: Iteration, *, first: int, sums: Sums, start: int = 0,
     kept: Callable[[int], None] = lambda row: None, progress: Progress = QUIET,
 ) -> None:  # fmt: skip
-    """Add what a worker's rows contribute to a pass.
-
-    Args:
-        rows: The worker's rows.
-        plan: What is asked for.
-        iteration: Where the fit stands.
-        first: Number of the worker's first row among all rows.
-        sums: What to add to, from `empty`.
-        start: The worker's row to go on from.
-        kept: Called with the next row after each block.
-        progress: Where to show it.
-
-    Raises:
-        UsageError: A number is not finite.
-    """
+    """Add what a worker's rows contribute to a pass."""
     names = "mean and deviation" if iteration.stage == 0 else "scores" if iteration.last else "iteration"
     add = _add_moments if iteration.stage == 0 else _add_scores if iteration.last else _add_products
     with progress.task(f"Pass {iteration.stage + 1}, {names}", rows.shape[0], unit="rows") as task:
@@ -202,19 +149,7 @@ def _add_scores(plan: Plan, iteration: Iteration, sums: Sums, block: Tensor, her
 
 
 def finish(plan: Plan, iteration: Iteration, sums: Sums) -> Iteration:
-    """Make of a pass's sums, over all workers, what the next pass works with. Both are used up, for their memory.
-
-    Args:
-        plan: The fit's settings.
-        iteration: What the pass worked with.
-        sums: What it added up.
-
-    Returns:
-        What the next pass works with.
-
-    Raises:
-        UsageError: All rows are the same.
-    """
+    """Make of a pass's sums, over all workers, what the next pass works with. Both are used up, for their memory."""
     if iteration.stage == 0:
         moments = Moments(iteration.fixed["pilot"], sums["sums"], sums["squares"])
         variance = moments.variance(plan.count)
@@ -239,19 +174,7 @@ def finish(plan: Plan, iteration: Iteration, sums: Sums) -> Iteration:
 
 
 def result(plan: Plan, iteration: Iteration, sums: Sums) -> BasisFit:
-    """Make the fit of the last pass's sums, over all workers, and the worker's own scores.
-
-    Args:
-        plan: The fit's settings.
-        iteration: What the last pass worked with.
-        sums: What it added up.
-
-    Returns:
-        The fit; scores are those of this worker's rows.
-
-    Raises:
-        UsageError: The rows have fewer components than asked for.
-    """
+    """Make the fit of the last pass's sums, over all workers, and the worker's own scores."""
     values, vectors = torch.linalg.eigh(sums["squares"])
     rank = int((values > _EPS * values[-1]).sum())
     if rank < plan.components:
@@ -298,11 +221,7 @@ class ShardSum(Protocol):
         ...
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers, which call this with the same shapes.
-
-        Args:
-            tensors: Of any shapes and of a dtype that can be summed; changed in place.
-        """
+        """Replace each tensor by its sum over all workers, which call this with the same shapes."""
         ...
 
 
@@ -319,11 +238,7 @@ class Alone:
 
 @final
 class ProcessGroup:
-    """The processes of `torch.distributed`, which must be initialized; gloo or NCCL.
-
-    Raises:
-        UsageError: It is not initialized.
-    """
+    """The processes of `torch.distributed`, which must be initialized; gloo or NCCL."""
 
     def __init__(self) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -340,13 +255,7 @@ class ProcessGroup:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy.
-
-    Args:
-        path: The file.
-        tensors: Tensors of any dtype by name.
-        about: JSON values.
-    """
+    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     with naming_failures(path):
@@ -358,17 +267,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
 
 
 def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
-    """Read tensors and their account.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Tensors by name, and the account of them.
-
-    Raises:
-        CorruptBlob: The file was not written by `write_tensors`, or is damaged.
-    """
+    """Read tensors and their account."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
@@ -378,31 +277,16 @@ def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
 
 
 def read_iteration(path: Path) -> Iteration:
-    """Read where a fit stands.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What the next pass works with.
-
-    Raises:
-        CorruptBlob: The file is damaged.
-    """
+    """Read where a fit stands."""
     fixed, about = read_tensors(path)
     return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
 
 
 @final
 class KeptSums:
-    """What a worker of a fit keeps.
+    """What a worker of a fit keeps."""
 
-    Args:
-        folder: The worker's own, made if it is not there.
-        plan: What is asked for; a folder serves one plan and one set of rows.
-        rows: What the rows are, such as a digest; other ones are refused.
-        seconds: Least time between two writes of what was added up.
-    """
+    # `seconds`: least time between two writes of what was added up
 
     def __init__(self, folder: Path, plan: Plan, *, rows: str = "", seconds: float = 60.0) -> None:
         self._iteration, self._sums = folder / "iteration.safetensors", folder / "sums.safetensors"
@@ -415,12 +299,7 @@ class KeptSums:
         return self._iteration
 
     def load(self) -> tuple[Iteration | None, Sums | None, int]:
-        """Return where the fit stood, what its pass had added up, and the row to go on from.
-
-        Raises:
-            UsageError: The folder holds another fit.
-            CorruptBlob: A file is damaged.
-        """
+        """Return where the fit stood, what its pass had added up, and the row to go on from."""
         if not self._iteration.exists():
             return None, None, 0
         if read_tensors(self._iteration)[1]["digest"] != self._digest:
@@ -436,24 +315,14 @@ class KeptSums:
         return iteration, None, 0
 
     def keep_iteration(self, iteration: Iteration) -> None:
-        """Write what the next pass works with.
-
-        Args:
-            iteration: What a pass begins with.
-        """
+        """Write what the next pass works with."""
         about = {
             "digest": self._digest, "stage": iteration.stage, "last": iteration.last, "captured": iteration.captured,
         }  # fmt: skip
         write_tensors(self._iteration, iteration.fixed, about)
 
     def keep_sums(self, iteration: Iteration, sums: Sums, row: int) -> None:
-        """Write what the pass has added up before a row, if the last time was long enough ago.
-
-        Args:
-            iteration: What this pass began with.
-            sums: What it has added up.
-            row: The first row that it has not seen.
-        """
+        """Write what the pass has added up before a row, if the last time was long enough ago."""
         if time.monotonic() - self._last >= self._seconds:
             write_tensors(self._sums, sums, {"digest": self._digest, "stage": iteration.stage, "row": row})
             self._last = time.monotonic()
@@ -463,16 +332,7 @@ _ALONE = Alone()
 
 
 def wanted(components: int | None, count: int, length: int) -> int:
-    """Number of components of a fit: what was asked for, or as many as there are, at most 1,000.
-
-    Args:
-        components: What was asked for; None for as many as there are.
-        count: Number of rows.
-        length: Length of a row.
-
-    Raises:
-        UsageError: There are fewer than 2 rows.
-    """
+    """Number of components of a fit: what was asked for, or as many as there are, at most 1,000."""
     if count < 2:
         raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
     return min(1000, count - 1, length) if components is None else components
@@ -492,34 +352,13 @@ def fit_streaming(
     save_every: float = 60.0,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of rows by block subspace iteration, for any number of rows.
-
-    Memory holds a block of rows and 2.5 times the components (Q and Z of a quarter more), in fp32; while Z is made
-    orthonormal, three quarters more. A pass computes 5 · rows · columns · components operations.
-
-    Args:
-        rows: This worker's rows.
-        components: How many; None for as many as there are, at most 1,000.
-        standardize: Whether to divide columns by their standard deviation.
-        most: Passes of iteration at most, besides one for the mean and one for the scores.
-        tolerance: A pass that adds less than this share to the captured variance is the last.
-        seed: Of the sampled rows that it starts from.
-        workers: Who else takes part; `ProcessGroup()` under torch.distributed. All end with the same basis.
-        folder: Where to keep what was done; the same call goes on from there. Each worker has a part of it.
-        digest: What the rows are, to refuse other ones in that folder.
-        save_every: Seconds between two writes there.
-        progress: Where to show it.
-
-    Returns:
-        The fit; scores are those of this worker's rows.
-
-    Raises:
-        UsageError: A number is not finite, all rows are the same, there are fewer components than asked for, or the
-            folder holds another fit.
-        CorruptBlob: The folder is damaged.
-
-    Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
-    """
+    """Find the principal components of rows by block subspace iteration, for any number of rows."""
+    # Memory holds a block of rows and 2.5 times the components (Q and Z of a quarter more), in fp32; while Z is made
+    # orthonormal, three quarters more. A pass computes 5 · rows · columns · components operations.
+    # Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
+    # `components`: how many; None for as many as there are, at most 1,000
+    # `most`: passes of iteration at most, besides one for the mean and one for the scores
+    # `save_every`: seconds between two writes there
     first, total = _place(rows, workers)
     plan = Plan(
         total, rows.shape[1], wanted(components, total, rows.shape[1]), standardize, most, tolerance, seed
@@ -583,28 +422,18 @@ class Shard(Protocol):
     """Some of the rows; a frozen dataclass of JSON values, so that it can be sent and remembered."""
 
     def open(self) -> Rows:
-        """Open the rows, in the process that reads them.
-
-        Returns:
-            The rows.
-        """
+        """Open the rows, in the process that reads them."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class MatrixShard:
-    """Rows of a `.npy` file.
+    """Rows of a `.npy` file."""
 
-    Attributes:
-        path: The file.
-        start: The first row.
-        stop: The row after the last; None for all.
-    """
-
-    path: str
-    start: int = 0
-    stop: int | None = None
+    path: str  # the file
+    start: int = 0  # the first row
+    stop: int | None = None  # the row after the last; None for all
 
     def open(self) -> MatrixFile:
         """Open the rows."""
@@ -614,23 +443,14 @@ class MatrixShard:
 @final
 @dataclass(frozen=True)
 class ShardTask:
-    """One pass over one shard.
-
-    Attributes:
-        shard: The shard.
-        first: Number of its first row among all.
-        plan: What is asked for.
-        iteration: The file that says where the fit stands.
-        digest: Of that file.
-        target: The file to write what was added up to.
-    """
+    """One pass over one shard."""
 
     shard: Shard
-    first: int
-    plan: Plan
-    iteration: str
+    first: int  # number of its first row among all
+    plan: Plan  # what is asked for
+    iteration: str  # the file that says where the fit stands
     digest: str
-    target: str
+    target: str  # the file to write what was added up to
 
 
 def _run(task: ShardTask) -> str:
@@ -654,26 +474,10 @@ def fit_shards(
     engine: Engine = local_processes,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of rows in several shards; see `fit_streaming` for what is not said here.
-
-    Args:
-        shards: The shards, in the order of the rows; as many as there are workers, or a few times that.
-        components: How many; None for as many as there are, at most 1,000.
-        folder: Where passes, their sums (components × columns in fp32 per shard) and a ledger are kept.
-        standardize: Whether to divide columns by their standard deviation.
-        most: Passes of iteration at most.
-        tolerance: A pass that adds less than this share to the captured variance is the last.
-        seed: Of the sampled rows.
-        engine: Where tasks run: `local_processes`, or that of `integrations.ray.ray_cluster`.
-        progress: Where to show it.
-
-    Returns:
-        The fit, with the scores of all rows.
-
-    Raises:
-        UsageError: See `fit_streaming`; or shards have different numbers of columns.
-        NetweightError: A task failed; what it said is in the message. The same call tries it again.
-    """
+    """Find the principal components of rows in several shards; see `fit_streaming` for what is not said here."""
+    # `shards`: the shards, in the order of the rows; as many as there are workers, or a few times that
+    # `components`: how many; None for as many as there are, at most 1,000
+    # `most`: passes of iteration at most
     opened = [shard.open() for shard in shards]
     shapes = [rows.shape for rows in opened]
     if len({length for _, length in shapes}) != 1:

@@ -29,41 +29,21 @@ INDEX_SUFFIX = ".safetensors.index.json"
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it.
+    """What is known of a tensor without reading it."""
 
-    Attributes:
-        name: Its original name.
-        dtype: Its original safetensors dtype, e.g. `"BF16"`.
-        shape: Its original shape.
-        nbytes: Bytes of the original tensor.
-        stored_nbytes: Bytes that it takes in the file.
-        compressed: Whether it is stored compressed.
-        digest: Digest of the bytes that come back, as recorded in the file; None if it is not compressed.
-        file: The file that holds it.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stored_nbytes: int
-    compressed: bool
-    digest: str | None
-    file: Path
+    name: str  # its original name
+    dtype: str  # its original safetensors dtype, e.g. `"BF16"`
+    shape: tuple[int, ...]  # its original shape
+    nbytes: int  # bytes of the original tensor
+    stored_nbytes: int  # bytes that it takes in the file
+    compressed: bool  # whether it is stored compressed
+    digest: str | None  # digest of the bytes that come back, as recorded in the file; None if it is not compressed
+    file: Path  # the file that holds it
 
 
 @final
 class StoredFile:
-    """One safetensors file, compressed or not, mapped into memory. `Store` joins several.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CorruptBlob: The file is damaged or no safetensors file.
-        Unsupported: A newer release of netweight wrote it.
-        UnsafeInput: The file is a pickle under another name.
-    """
+    """One safetensors file, compressed or not, mapped into memory. `Store` joins several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,14 +75,7 @@ class StoredFile:
         return {name: span.name for name, span in self._spans.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """Describe a tensor without reading it.
-
-        Args:
-            name: The tensor's name.
-
-        Returns:
-            Its dtype, shape and how it is stored.
-        """
+        """Describe a tensor without reading it."""
         span, original = self._spans[name], self._original(name)
         if original is None:
             return TensorInfo(name, span.dtype, span.shape, span.nbytes, span.nbytes, False, None, self.path)
@@ -111,23 +84,12 @@ class StoredFile:
         )
 
     def raw(self, name: str) -> memoryview:
-        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied.
-
-        Args:
-            name: The tensor's name.
-        """
+        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied."""
         span, start = self._spans[name], self.header.data_start
         return memoryview(self._map)[start + span.start : start + span.stop]
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
-        """What rounding did to a tensor; None if it is not rounded.
-
-        Args:
-            name: The tensor's name.
-
-        Raises:
-            CorruptBlob: The bytes are damaged.
-        """
+        """What rounding did to a tensor; None if it is not rounded."""
         if self.description is None or not self.description.rounded:
             return None
         with self._named(name):
@@ -135,16 +97,7 @@ class StoredFile:
         return None if found.mantissa_bits is None else found
 
     def content(self, name: str, *, threads: int = 1, check: bool = False) -> Any:
-        """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype.
-
-        Args:
-            name: The tensor's original name.
-            threads: Threads of the decoder.
-            check: Whether to compare a compressed tensor's digest.
-
-        Raises:
-            CorruptBlob: The bytes are damaged.
-        """
+        """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype."""
         original = self._original(name)
         if original is None:
             return self.raw(name)
@@ -153,13 +106,9 @@ class StoredFile:
             return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
     def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """The tensor as it was; what is written to it never reaches the file.
-
-        Args:
-            name: The tensor's name.
-            threads: For decoding, at least 1.
-            check: Whether to compare decoded bytes with their digest.
-        """
+        """The tensor as it was; what is written to it never reaches the file."""
+        # `threads`: for decoding, at least 1
+        # `check`: whether to compare decoded bytes with their digest
         original = self._original(name)
         if original is None:
             return self._library_get(name, None)
@@ -168,17 +117,9 @@ class StoredFile:
             return codec.decode(self.raw(name), threads=threads, check=check)
 
     def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> torch.Tensor:
-        """Rows `start` to `stop` of dimension 0, decoding only what they need.
-
-        Args:
-            name: The tensor's name.
-            start: The first row.
-            stop: The row after the last one.
-            threads: For decoding, at least 1.
-
-        Returns:
-            Shape `(stop - start, …)`, in the tensor's dtype.
-        """
+        """Rows `start` to `stop` of dimension 0, decoding only what they need."""
+        # `threads`: for decoding, at least 1
+        # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
         original = self._original(name)
         if original is None:
             return self._library_get(name, slice(start, stop))
@@ -187,11 +128,7 @@ class StoredFile:
             return codec.decode_rows(self.raw(name), start, stop, threads=threads)
 
     def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many.
-
-        Args:
-            name: The tensor's name.
-        """
+        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many."""
         span, begin = self._spans[name], self.header.data_start
         first = (begin + span.start) // mmap.PAGESIZE * mmap.PAGESIZE
         if span.nbytes and hasattr(mmap, "MADV_DONTNEED"):
@@ -436,18 +373,7 @@ def open_store(path: str | Path, *, variant: str | None = None) -> Store:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read which file holds which tensor from an index.
-
-    Args:
-        index: A `*.safetensors.index.json` file.
-
-    Returns:
-        File names by tensor name.
-
-    Raises:
-        CorruptBlob: The index is damaged.
-        UnsafeInput: It names a file outside its folder.
-    """
+    """Read which file holds which tensor from an index."""
     try:
         entries = json.loads(index.read_bytes())["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}
@@ -520,25 +446,14 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
     return Store(files, places)
 
 
+# The dtypes that factors of adapters may have, by their names in safetensors.
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""The dtypes that factors of adapters may have, by their names in safetensors."""
 _DTYPES = {**FLOATS, "I64": torch.int64}
 
 
 def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:
-    """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed.
-
-    Args:
-        store: The open store.
-        name: Of a tensor of one of `FLOATS` or int64, not empty.
-        rows: Which ones, step 1; all by default.
-
-    Returns:
-        The rows, in the tensor's dtype.
-
-    Raises:
-        CorruptBlob: The bytes are damaged.
-    """
+    """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed."""
+    # `rows`: which ones, step 1; all by default
     info = store.info(name)
     if info.compressed or not info.shape:
         return store.get(name, check=True) if rows is None else store.get_slice(name, rows)

@@ -25,8 +25,8 @@ from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 
+# Strengths that are tried, the strongest first, as multiples of the mean energy of an axis of the scores.
 PENALTIES = tuple(10.0**power for power in range(3, -5, -1))
-"""Strengths that are tried, the strongest first, as multiples of the mean energy of an axis of the scores."""
 
 _NEWTON_STEPS = 60
 _TOLERANCE = 1e-9
@@ -35,25 +35,15 @@ _TOLERANCE = 1e-9
 @final
 @dataclass(frozen=True, eq=False)
 class Design:
-    """Scores, centered, in axes of the space that they span.
+    """Scores, centered, in axes of the space that they span."""
 
-    Attributes:
-        center: Shape `(k,)`: the mean of the scores.
-        axes: Orthonormal columns, shape `(k, r)`, r the smaller of n and k.
-        rows: Shape `(n, r)`: the centered scores in these axes.
-    """
-
-    center: Tensor
-    axes: Tensor
-    rows: Tensor
+    center: Tensor  # shape `(k,)`: the mean of the scores
+    axes: Tensor  # orthonormal columns, shape `(k, r)`, r the smaller of n and k
+    rows: Tensor  # shape `(n, r)`: the centered scores in these axes
 
     @classmethod
     def of(cls, scores: Tensor) -> Design:
-        """Make it of scores, shape `(n, k)`, n at least 2.
-
-        Args:
-            scores: Any floating dtype.
-        """
+        """Make it of scores, shape `(n, k)`, n at least 2."""
         scores = scores.detach().double().cpu()
         center = scores.mean(0)
         centered = scores - center
@@ -64,23 +54,14 @@ class Design:
         return cls(center, axes, triangle.T.contiguous())
 
     def penalty(self, share: float) -> float:
-        """Return the penalty that is a multiple of the mean energy of an axis.
-
-        Args:
-            share: At least 0.
-        """
+        """Return the penalty that is a multiple of the mean energy of an axis."""
+        # `share`: at least 0
         energy = float(self.rows.square().sum()) / self.rows.shape[1]
         return share * (energy or 1.0)
 
     def read_out(self, weights: Tensor, intercept: float, penalty: float, loss: float) -> ReadOut:
-        """Return weights of these axes as weights of components.
-
-        Args:
-            weights: Of the axes, shape `(r,)`.
-            intercept: Of the read-out.
-            penalty: What was chosen.
-            loss: What it came to on left-out models.
-        """
+        """Return weights of these axes as weights of components."""
+        # `weights`: shape `(r,)`
         full = self.axes @ weights
         return ReadOut(full, intercept - float(self.center @ full), penalty, loss)
 
@@ -88,19 +69,13 @@ class Design:
 @final
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """A linear read-out of scores.
+    """A linear read-out of scores."""
 
-    Attributes:
-        weights: Shape `(k,)`, fp64.
-        intercept: What is said of scores of 0.
-        penalty: The penalty on the sum of squared weights, times ½ in a logistic regression.
-        loss: Mean loss (squared error, or log-loss) of models left out one at a time; approximately so for a
-            logistic regression.
-    """
-
-    weights: Tensor
-    intercept: float
-    penalty: float
+    weights: Tensor  # shape `(k,)`, fp64
+    intercept: float  # what is said of scores of 0
+    penalty: float  # the penalty on the sum of squared weights, times ½ in a logistic regression
+    # Mean loss (squared error, or log-loss) of models left out one at a time; approximately so for a logistic
+    # regression.
     loss: float
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -109,16 +84,10 @@ class ReadOut:
 
 
 def ridge(design: Design, labels: Tensor, weights: Tensor, *, penalty: float | None = None) -> ReadOut:
-    """Regress labels on scores: Σ wᵢ (yᵢ − b₀ − b·sᵢ)² + penalty · |b|².
-
-    Args:
-        design: The scores of n models.
-        labels: Shape `(n,)`, fp64.
-        weights: Of each model, shape `(n,)`, at least 0; 0 leaves it out.
-        penalty: None chooses among `PENALTIES` by leaving out one model at a time, which needs no refitting.
-
-    Source: leave-one-out residuals are (y − ŷ) / (1 − leverage), exactly (Allen's PRESS).
-    """
+    """Regress labels on scores: Σ wᵢ (yᵢ − b₀ − b·sᵢ)² + penalty · |b|²."""
+    # Source: leave-one-out residuals are (y − ŷ) / (1 − leverage), exactly (Allen's PRESS).
+    # `labels`: shape `(n,)`, fp64
+    # `weights`: shape `(n,)`, at least 0; 0 leaves it out
     total = weights.sum()
     center, mean = weights @ design.rows / total, float(weights @ labels / total)
     rows, wanted = design.rows - center, labels - mean
@@ -142,16 +111,10 @@ def ridge(design: Design, labels: Tensor, weights: Tensor, *, penalty: float | N
 
 
 def logistic(design: Design, positive: Tensor, weights: Tensor, *, penalty: float | None = None) -> ReadOut:
-    """Fit a logistic regression: Σ wᵢ log(1 + exp(−tᵢ (b₀ + b·sᵢ))) + penalty / 2 · |b|², t = ±1.
-
-    Args:
-        design: The scores of n models.
-        positive: Which are of the positive class, shape `(n,)`, bool; of both classes there must be some.
-        weights: Of each model, shape `(n,)`, at least 0; 0 leaves it out.
-        penalty: None chooses among `PENALTIES` by leaving out one model at a time, each by a single Newton step.
-
-    Source: the approximate leave-one-out of Rad and Maleki 2018, arXiv 1801.10243, theorem 1.
-    """
+    """Fit a logistic regression: Σ wᵢ log(1 + exp(−tᵢ (b₀ + b·sᵢ))) + penalty / 2 · |b|², t = ±1."""
+    # Source: the approximate leave-one-out of Rad and Maleki 2018, arXiv 1801.10243, theorem 1.
+    # `positive`: which are of the positive class, shape `(n,)`, bool; of both classes there must be some
+    # `weights`: shape `(n,)`, at least 0; 0 leaves it out
     rows = torch.cat([design.rows, torch.ones(len(design.rows), 1, dtype=torch.float64)], 1)
     state = torch.zeros(rows.shape[1], dtype=torch.float64)
     tried = [penalty] if penalty is not None else [design.penalty(share) for share in PENALTIES]
@@ -217,18 +180,10 @@ _KINDS = ".csv, .tsv, .json or .jsonl"
 @final
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One attribute of every model.
-
-    Attributes:
-        name: Its name.
-        values: Shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown.
-
-    Raises:
-        UsageError: A value is infinite, or the values are no list of numbers.
-    """
+    """One attribute of every model."""
 
     name: str
-    values: Tensor
+    values: Tensor  # shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown
 
     def __post_init__(self) -> None:
         """Bring the values to fp64 and refuse what is no number."""
@@ -257,25 +212,15 @@ class Column:
 
     @property
     def positive(self) -> Tensor:
-        """Whether the value is the larger of the two, shape `(n,)`, bool; False where unknown.
-
-        Raises:
-            UsageError: There are not two values.
-        """
+        """Whether the value is the larger of the two, shape `(n,)`, bool; False where unknown."""
         self.check()
         if self.kind != "binary":
             raise UsageError(f"{self.name!r} has {len(self.levels)} values, not two.", cure="It is continuous.")
         return self.known & (self.values == self.levels[1])
 
     def check(self, least: int = 2) -> None:
-        """Refuse labels that no direction can be told from.
-
-        Args:
-            least: Models that must be known, of each class if the labels are binary.
-
-        Raises:
-            UsageError: All known values are equal (one class), or too few are known.
-        """
+        """Refuse labels that no direction can be told from."""
+        # `least`: models that must be known, of each class if the labels are binary
         count, levels = int(self.known.sum()), self.levels
         if len(levels) < 2:
             what = "no known value" if not levels else f"one value alone, {levels[0]:g}, in {count} models"
@@ -295,22 +240,13 @@ class Column:
 @final
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Columns about the models of a space.
+    """Columns about the models of a space."""
 
-    Attributes:
-        names: The models, in the space's order.
-        columns: Name → column, as many values as models.
-    """
-
-    names: tuple[str, ...]
-    columns: Mapping[str, Column]
+    names: tuple[str, ...]  # the models, in the space's order
+    columns: Mapping[str, Column]  # name → column, as many values as models
 
     def __getitem__(self, name: str) -> Column:
-        """Return a column.
-
-        Raises:
-            NameNotFound: There is none of this name; the nearest are named.
-        """
+        """Return a column."""
         if name not in self.columns:
             near = ", ".join(map(repr, nearest_names(name, self.columns)))
             raise NameNotFound(f"There is no column {name!r}.", cure=f"The nearest are {near}.")
@@ -320,23 +256,7 @@ class Labels:
 def read_labels(
     path: str | Path, names: Sequence[str], *, columns: Sequence[str] | None = None, key: str = "name"
 ) -> Labels:
-    """Read labels of the models of a space.
-
-    Args:
-        path: `.csv` or `.tsv` with a row of column names (a `.csv` with semicolons is understood, too); `.jsonl` with
-            one object per line; `.json` with a list of such objects, or one object: model → its labels. Values are
-            numbers or yes, no, true, false; empty, NA, null and ? are unknown.
-        names: The models of the space, in its order.
-        columns: Which to read; every one beside `key` by default.
-        key: The column that names the model.
-
-    Returns:
-        The columns. Models that the file leaves out are unknown.
-
-    Raises:
-        NameNotFound: The file names a model that is not in the space, or lacks a column; the nearest are named.
-        UsageError: The file cannot be read, names a model twice, or a value is no number.
-    """
+    """Read labels of the models of a space."""
     path = Path(path)
     rows = _rows(path, key)
     known = {name: number for number, name in enumerate(names)}
@@ -356,17 +276,7 @@ def read_labels(
 
 
 def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
-    """Check that a file of labels can be read and has columns, where the models are not known yet.
-
-    Args:
-        path: As for `read_labels`.
-        columns: Which it is to have.
-        key: The column that names the model.
-
-    Raises:
-        NameNotFound: It lacks one; the nearest are named.
-        UsageError: The file cannot be read.
-    """
+    """Check that a file of labels can be read and has columns, where the models are not known yet."""
     path = Path(path)
     there = list(dict.fromkeys(column for row in _rows(path, key) for column in row))
     for column in (key, *columns):
@@ -561,18 +471,9 @@ class Direction:
 def direction_of(
     scores: Tensor, vector: Tensor, *, name: str, kind: DirectionKind, findings: Sequence[Finding] = ()
 ) -> Direction:
-    """Make a direction of a vector of any length, measuring the training models along it.
-
-    Args:
-        scores: Of the training models, shape `(n, k)`.
-        vector: Shape `(k,)`; scaled to length 1, but for that of the reference.
-        name: The attribute.
-        kind: How it was found.
-        findings: What is known of it.
-
-    Raises:
-        UsageError: The vector is 0.
-    """
+    """Make a direction of a vector of any length, measuring the training models along it."""
+    # `scores`: shape `(n, k)`
+    # `vector`: shape `(k,)`; scaled to length 1, but for that of the reference
     vector = vector.double()
     length = float(vector.norm())
     if not length > 0:
@@ -585,19 +486,8 @@ def direction_of(
 
 
 def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Direction]) -> Direction:
-    """Take out of a direction whatever lies along others, by one solve, so that their order does not matter.
-
-    Args:
-        scores: Of the training models, shape `(n, k)`.
-        direction: The one that is kept.
-        confounders: Those it is to be orthogonal to. Give decoders: then what they read stays as it is.
-
-    Returns:
-        A direction without findings, for it is another one.
-
-    Raises:
-        UsageError: Nothing is left: the direction is a combination of the others.
-    """
+    """Take out of a direction whatever lies along others, by one solve, so that their order does not matter."""
+    # `scores`: shape `(n, k)`
     if not confounders:
         return direction
     others = torch.stack([each.vector / each.length for each in confounders])
@@ -615,11 +505,8 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
 
 
 def scores_digest(scores: Tensor) -> str:
-    """Return the digest that ties directions to a space: of its first scores, which stay when models are appended.
-
-    Args:
-        scores: Shape `(n, k)`.
-    """
+    """Return the digest that ties directions to a space: of its first scores, which stay when models are appended."""
+    # `scores`: shape `(n, k)`
     return digest.of_config([scores.shape[-1], digest.of_tensor(scores[:8].detach().float())])
 
 
@@ -637,31 +524,11 @@ def fit_direction(
     folds: int = _FOLDS,
     seed: int = 0,
 ) -> Direction:
-    """Find the direction that changes one attribute.
-
-    Args:
-        scores: Of the training models, shape `(n, k)`.
-        labels: Of the same models. Those of unknown attribute or confounder are left out.
-        column: The attribute. Two values make two classes; with more it is continuous.
-        kind: See this module's neighbor `directions`. Decoders are ridge regressions of a continuous attribute and
-            logistic ones of classes, both classes weighing the same; the penalty is chosen by leaving out one model at
-            a time.
-        confounders: Attributes that should stay as they are. An encoder regresses on them jointly; others are made
-            orthogonal to their decoders by one solve.
-        fidelity: "reference" for the numbers of the authors' code, whatever `kind`.
-        folds: That held-out models are told apart in: the whole fit, penalty included, is made again without each; 0
-            leaves this out.
-        seed: Decides on the folds.
-
-    Returns:
-        The direction, with the held-out AUC (classes) or R² (continuous) as its finding.
-
-    Raises:
-        NameNotFound: There is no such column.
-        UsageError: There is one class, too few models are labeled, or scores and labels differ in number.
-
-    Source: weights2weights (arXiv 2406.09413), linear classifiers of attributes; the other kinds are this library's.
-    """
+    """Find the direction that changes one attribute."""
+    # Source: weights2weights (arXiv 2406.09413), linear classifiers of attributes; the other kinds are this library's.
+    # `scores`: shape `(n, k)`
+    # `folds`: that held-out models are told apart in: the whole fit, penalty included, is made again without each; 0
+    # leaves this out
     task = _task(scores, labels, column, confounders, 2 if fidelity == "reference" else max(2, folds))
     if fidelity == "reference":
         return _reference(scores, labels, task)
@@ -680,24 +547,11 @@ def bootstrap_cosine(
     resamples: int = 100,
     seed: int = 0,
 ) -> Finding:
-    """Return how far a direction depends on which models happened to be labeled.
-
-    Args:
-        scores: Shape `(n, k)`, as for `fit_direction`.
-        labels: As for `fit_direction`.
-        column: The attribute.
-        kind: As for `fit_direction`.
-        confounders: As for `fit_direction`.
-        resamples: Draws of as many models with replacement; at least 20. The penalty stays as it was chosen.
-        seed: Decides on the draws.
-
-    Returns:
-        The mean cosine between the direction and those of the draws, with the interval of the middle 95 % of them. It
-        tells stability, not truth: a direction that is wrong every time in the same way is stable.
-
-    Raises:
-        UsageError: There are fewer than 20 resamples.
-    """
+    """Return how far a direction depends on which models happened to be labeled."""
+    # `scores`: shape `(n, k)`, as for `fit_direction`
+    # `resamples`: draws of as many models with replacement; at least 20. The penalty stays as it was chosen.
+    # Returns: The mean cosine between the direction and those of the draws, with the interval of the middle 95 % of
+    # them. It tells stability, not truth: a direction that is wrong every time in the same way is stable.
     if resamples < 20:
         raise UsageError(f"{resamples} resamples make no interval.", cure="Draw 20 or more.")
     task = _task(scores, labels, column, confounders, 2)
@@ -725,23 +579,14 @@ def bootstrap_cosine(
 @final
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """Models whose attribute and confounders are known.
+    """Models whose attribute and confounders are known."""
 
-    Attributes:
-        column: The attribute's name.
-        scores: Shape `(n, k)`, fp64.
-        values: Shape `(n,)`, the attribute; 0 and 1 for classes.
-        binary: Whether it has classes.
-        others: The confounders' columns of these models.
-        counts: How often each model counts, shape `(n,)`.
-    """
-
-    column: str
-    scores: Tensor
-    values: Tensor
-    binary: bool
-    others: tuple[Column, ...]
-    counts: Tensor
+    column: str  # the attribute's name
+    scores: Tensor  # shape `(n, k)`, fp64
+    values: Tensor  # shape `(n,)`, the attribute; 0 and 1 for classes
+    binary: bool  # whether it has classes
+    others: tuple[Column, ...]  # the confounders' columns of these models
+    counts: Tensor  # how often each model counts, shape `(n,)`
 
     @property
     def varies(self) -> bool:
@@ -917,14 +762,9 @@ _TRIES = 20  # draws for one subsample that has both classes of every attribute
 @final
 @dataclass(frozen=True)
 class Entanglement:
-    """Directions found from subsamples of one size.
+    """Directions found from subsamples of one size."""
 
-    Attributes:
-        models: Size of a subsample.
-        each: Of every subsample the mean of |cosine| over all pairs of attributes.
-    """
-
-    models: int
+    models: int  # size of a subsample
     each: tuple[float, ...]
 
     @property
@@ -950,28 +790,12 @@ def entanglement(
     fidelity: Literal["corrected", "reference"] = "corrected",
     seed: int = 0,
 ) -> list[Entanglement]:
-    """Find directions from subsamples and take the cosines between them.
-
-    The axes stay those of all models: what is seen is how many models directions need, not axes.
-
-    Args:
-        scores: Shape `(n, k)`.
-        labels: Of the same models.
-        columns: At least two attributes.
-        sizes: Numbers of models, at most n.
-        repeats: Subsamples of each size.
-        kind: Of the directions; the joint regression of encoders would take attributes apart that go together.
-        fidelity: "reference" for the directions of the authors' code.
-        seed: Decides on the subsamples.
-
-    Returns:
-        One entry per size, in their order.
-
-    Raises:
-        UsageError: There are fewer than two attributes, a size is above n, or subsamples of it lack a class.
-
-    Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
-    """
+    """Find directions from subsamples and take the cosines between them."""
+    # The axes stay those of all models: what is seen is how many models directions need, not axes.
+    # Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
+    # `scores`: shape `(n, k)`
+    # `columns`: at least two attributes
+    # `sizes`: numbers of models, at most n
     if len(columns) < 2 or not sizes or max(sizes) > len(scores) or min(sizes) < 4 or repeats < 1:
         raise UsageError(
             f"{len(columns)} attributes in subsamples of {list(sizes)} of {len(scores)} models cannot be compared.",
@@ -985,13 +809,7 @@ def entanglement(
 
 
 def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, seed: int = 0) -> list[Finding]:
-    """Return one finding per number of models, the smallest number as their baseline.
-
-    Args:
-        found: What `entanglement` returned.
-        attributes: Number of attributes compared.
-        seed: That it was given.
-    """
+    """Return one finding per number of models, the smallest number as their baseline."""
     first = found[0].mean
     return [
         Finding(

@@ -1,9 +1,9 @@
 """Edits of points: steps along directions, summed, and when in the making of an image they begin to hold.
 
 edited = edit(scores, [Move(beard, 2.0), Move(width, -1.0)])
-
-Steps are added, so their order does not matter, and undoing one is taking its negative.
 """
+
+# Steps are added, so their order does not matter, and undoing one is taking its negative.
 
 from __future__ import annotations
 
@@ -33,32 +33,17 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, eq=False)
 class Move:
-    """A step along a direction.
+    """A step along a direction."""
 
-    Attributes:
-        direction: Where to.
-        strength: How far; negative goes back.
-        unit: What `strength` counts, see `Direction.step`.
-    """
-
-    direction: Direction
-    strength: float
-    unit: Unit = "deviations"
+    direction: Direction  # where to
+    strength: float  # how far; negative goes back
+    unit: Unit = "deviations"  # what `strength` counts, see `Direction.step`
 
 
 def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
-    """Return points after all moves.
-
-    Args:
-        scores: Shape `(k,)` or `(b, k)`.
-        moves: At least one, of directions of the same space.
-
-    Returns:
-        Of the same shape, dtype and device.
-
-    Raises:
-        UsageError: There is no move, a direction has another number of components, or a strength is not finite.
-    """
+    """Return points after all moves."""
+    # `scores`: shape `(k,)` or `(b, k)`
+    # `moves`: at least one, of directions of the same space
     if not moves:
         raise UsageError("There is no move to edit with.", cure="Give at least one.")
     total = torch.zeros(scores.shape[-1], dtype=torch.float64)
@@ -79,20 +64,12 @@ def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Delay:
-    """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it.
+    """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it."""
 
-    An image's layout is settled early, so the later an edit begins the more of the image stays, and the less changes.
+    # Source: weights2weights, "delayed injection".
 
-    Attributes:
-        until: The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of
-            the whole face and 400 to 700 for fine ones.
-
-    Raises:
-        UsageError: `until` is negative.
-
-    Source: weights2weights, "delayed injection".
-    """
-
+    # The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of the
+    # whole face and 400 to 700 for fine ones.
     until: float
 
     def __post_init__(self) -> None:
@@ -105,17 +82,17 @@ class Delay:
         return float(timestep) <= self.until
 
 
+# Least effect, as a share of the attribute's range, at no more than `COST_TARGET`.
 EFFECT_TARGET = 0.6
-"""Least effect, as a share of the attribute's range, at no more than `COST_TARGET`."""
+# Most mean change of the other attributes, as a share of their ranges.
 COST_TARGET = 0.05
-"""Most mean change of the other attributes, as a share of their ranges."""
+# Least share of images that keep their prompt.
 KEPT_TARGET = 0.99
-"""Least share of images that keep their prompt."""
 
+# From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
 Paint: TypeAlias = Callable[[Tensor], Tensor]
-"""From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point."""
+# From images `(n, 3, height, width)` to attributes `(n, a)`.
 Read: TypeAlias = Callable[[Tensor], Tensor]
-"""From images `(n, 3, height, width)` to attributes `(n, a)`."""
 
 _RESAMPLES = 500
 
@@ -123,54 +100,30 @@ _RESAMPLES = 500
 @final
 @dataclass(frozen=True, eq=False)
 class EditCurve:
-    """An edit of b points at s strengths.
+    """An edit of b points at s strengths."""
 
-    Attributes:
-        target: The attribute that is edited.
-        strengths: Rising from 0, where nothing is changed, shape `(s,)`.
-        unit: What strengths count.
-        effects: Change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`.
-        costs: Mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`.
-        compared: Name → mean over a point's images, shape `(s, b)`.
-        label: What reports call the edit.
-    """
-
-    target: str
-    strengths: Tensor
-    unit: Unit
-    effects: Tensor
-    costs: Tensor
-    compared: Mapping[str, Tensor] = field(default_factory=dict)
-    label: str = ""
+    target: str  # the attribute that is edited
+    strengths: Tensor  # rising from 0, where nothing is changed, shape `(s,)`
+    unit: Unit  # what strengths count
+    effects: Tensor  # change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`
+    costs: Tensor  # mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`
+    compared: Mapping[str, Tensor] = field(default_factory=dict)  # name → mean over a point's images, shape `(s, b)`
+    label: str = ""  # what reports call the edit
 
     def effect_at(self, cost: float, chosen: Tensor | None = None) -> float:
-        """Return the effect at the strength where the mean cost first reaches a limit; at the last if it never does.
-
-        Args:
-            cost: The limit.
-            chosen: Numbers of the points to look at; all by default.
-        """
+        """Return the effect at the strength where the mean cost first reaches a limit; at the last if it never does."""
         effects, costs = self._means(chosen)
         return _crossing(costs, effects, cost)[0]
 
     def cost_of(self, effect: float, chosen: Tensor | None = None) -> float | None:
-        """Return the cost at the strength where the mean effect first reaches a value; None if it never does.
-
-        Args:
-            effect: In the unit of the effects.
-            chosen: Rows of the points to take, int64; None for all.
-        """
+        """Return the cost at the strength where the mean effect first reaches a value; None if it never does."""
+        # `chosen`: rows of the points to take, int64; None for all
         effects, costs = self._means(chosen)
         found, reached = _crossing(effects, costs, effect)
         return found if reached else None
 
     def compared_at(self, name: str, cost: float) -> float:
-        """Return a comparison's mean at the strength where the mean cost first reaches a limit.
-
-        Args:
-            name: Of the comparison.
-            cost: The limit.
-        """
+        """Return a comparison's mean at the strength where the mean cost first reaches a limit."""
         return _crossing(self._means(None)[1], self.compared[name].mean(1), cost)[0]
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,26 +146,10 @@ def edit_curve(
     label: str = "",
     progress: Progress = QUIET,
 ) -> EditCurve:
-    """Edit points at several strengths and read what became of their images.
-
-    Args:
-        paint: Makes images of points.
-        read: Reads attributes of images.
-        scores: Points, shape `(b, k)`.
-        direction: Of the edit.
-        names: Of the attributes that `read` returns.
-        ranges: Of each attribute, largest less least value.
-        strengths: Other than 0, all of one sign and growing; 0 is put in front.
-        target: The attribute; the direction's name by default.
-        unit: What strengths count: 1 "reach" is the paper's strength.
-        compare: Name → comparison of edited images with the originals, see `comparisons`.
-        label: What reports call it; by default the direction's kind.
-        progress: Told of every strength.
-
-    Raises:
-        NameNotFound: The target is none of the attributes.
-        UsageError: Numbers do not fit, or strengths do not grow.
-    """
+    """Edit points at several strengths and read what became of their images."""
+    # `scores`: points, shape `(b, k)`
+    # `strengths`: other than 0, all of one sign and growing; 0 is put in front
+    # `unit`: what strengths count: 1 "reach" is the paper's strength
     target = target or direction.name
     if target not in names:
         raise NameNotFound(f"{target!r} is none of the attributes {list(names)}.", cure="Say `target`.")
@@ -244,16 +181,7 @@ def edit_curve(
 
 
 def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) -> list[Finding]:
-    """Return the effect at the same cost, the cost of the same effect, and what is left of the images there.
-
-    Args:
-        curve: The curve.
-        seed: Of the bootstrap over points.
-        kept: The comparison that says whether the prompt was kept, which has a target.
-
-    Returns:
-        Shares of the attributes' ranges, with intervals over points.
-    """
+    """Return the effect at the same cost, the cost of the same effect, and what is left of the images there."""
     count = curve.effects.shape[1]
     generator = torch_generator(seed, "points", curve.target)
     draws = [torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES)]
@@ -313,17 +241,12 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return float(ends[0]), float(ends[1])
 
 
+# From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`.
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`."""
 
 
 def identity(embed: Descriptor) -> tuple[str, Compare]:
-    """Return the cosine of embeddings before and after: the identity score.
-
-    Args:
-        embed: From images to vectors: a face recognition network that the user brings, such as a TorchScript file by
-            path and digest (`evidence.descriptors.TorchScriptDescriptor`). Its name goes into that of the score.
-    """
+    """Return the cosine of embeddings before and after: the identity score."""
 
     def compare(edited: Tensor, originals: Tensor) -> Tensor:
         with torch.no_grad():
@@ -335,34 +258,21 @@ def identity(embed: Descriptor) -> tuple[str, Compare]:
 def perceptual_distance(
     backbone: str | os.PathLike[str] | Features | None = None, *, heads: Path | None = None
 ) -> tuple[str, Compare]:
-    """Return LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is.
-
-    Args:
-        backbone: See `evidence.lpips`.
-        heads: See `evidence.lpips`.
-    """
+    """Return LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is."""
     if backbone is None:
         return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
     return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
 
 
 def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return whether a reader says the same of both: 1 or 0.
-
-    Args:
-        read: From images to whole numbers, shape `(n,)`, such as which of the prompt's words is seen.
-        name: Of what is to stay.
-    """
+    """Return whether a reader says the same of both: 1 or 0."""
+    # `read`: from images to whole numbers, shape `(n,)`, such as which of the prompt's words is seen
     return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
 
 
 def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return how well edited images follow the words of the edit, by CLIP or by a stand-in whose name says so.
-
-    Args:
-        score: From images to numbers, shape `(n,)`, such as `lambda images: clip.alignment(images, prompts)`.
-        name: Of the score.
-    """
+    """Return how well edited images follow the words of the edit, by CLIP or by a stand-in whose name says so."""
+    # `score`: from images to numbers, shape `(n,)`, such as `lambda images: clip.alignment(images, prompts)`
     return name, lambda edited, originals: score(edited)
 
 
@@ -380,32 +290,10 @@ def calibrated(
     rounds: int = 2,
     progress: Progress = QUIET,
 ) -> Direction:
-    """Correct a direction by the others, until its edit leaves other attributes where they were on average.
-
-    Every other direction is tried alone, one standard deviation far, to see what it changes. Then, in each round, the
-    edit is tried at its working strength, and what it changed beside the target is taken back by the combination of
-    the others that does so best.
-
-    Args:
-        paint: Makes images of points.
-        read: Reads attributes of images, in the order of `directions`.
-        points: Points to try edits on, shape `(b, k)`; some dozen. Audit the result on others.
-        training: Scores of the training models, shape `(n, k)`.
-        directions: One for each attribute that is read, named after it.
-        target: The one that is corrected.
-        ranges: Of each attribute, largest less least value.
-        strength: The working strength.
-        unit: What it counts.
-        rounds: How often the edit is tried and corrected.
-        progress: Told of every trial.
-
-    Returns:
-        The corrected direction. Its length, and so what a strength means, is measured anew; its findings are empty.
-
-    Raises:
-        NameNotFound: No direction is named after the target.
-        UsageError: Readings and directions differ in number, or there is no other direction.
-    """
+    """Correct a direction by the others, until its edit leaves other attributes where they were on average."""
+    # `read`: reads attributes of images, in the order of `directions`
+    # `points`: points to try edits on, shape `(b, k)`; some dozen. Audit the result on others.
+    # `training`: scores of the training models, shape `(n, k)`
     names = [each.name for each in directions]
     if target not in names:
         raise NameNotFound(f"There is no direction {target!r} among {names}.", cure="Name one of them.")

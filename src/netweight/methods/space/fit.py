@@ -38,41 +38,26 @@ from netweight.store.bank.bank import AdapterBank
 @final
 @dataclass(frozen=True)
 class Accuracy:
-    """A fit's account of itself.
+    """A fit's account of itself."""
 
-    Attributes:
-        solver: "dual" captures all that so many components can; "streaming" nearly.
-        captured: Share of the variance along the components.
-        orthonormality: The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors
-            that they are made of; None through a sketch, where components are orthonormal in the sketch only.
-        passes: Streaming: the captured share after each pass; growth that has stopped says that it is near the best.
-        halves: How well two halves agree; None where they were not fitted.
-        sketch: What the sketch gets wrong; None without one.
-    """
-
-    solver: Literal["dual", "streaming"]
-    captured: float
+    solver: Literal["dual", "streaming"]  # "dual" captures all that so many components can; "streaming" nearly
+    captured: float  # share of the variance along the components
+    # The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors that they are
+    # made of; None through a sketch, where components are orthonormal in the sketch only.
     orthonormality: float | None
+    # Streaming: the captured share after each pass; growth that has stopped says that it is near the best.
     passes: tuple[float, ...] = ()
-    halves: Halves | None = None
-    sketch: SketchError | None = None
+    halves: Halves | None = None  # how well two halves agree; None where they were not fitted
+    sketch: SketchError | None = None  # what the sketch gets wrong; None without one
 
     def to_json(self) -> dict[str, Any]:
-        """Write it as JSON values.
-
-        Returns:
-            JSON values.
-        """
+        """Write it as JSON values."""
         parts = {"halves": self.halves, "sketch": self.sketch}
         return {**vars(self), **{name: None if part is None else vars(part) for name, part in parts.items()}}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote.
-
-        Args:
-            values: JSON values.
-        """
+        """Read what `to_json` wrote."""
         halves, sketch = values["halves"], values["sketch"]
         if halves is not None:
             agreement = {int(number): share for number, share in halves["agreement"].items()}
@@ -86,19 +71,13 @@ class Accuracy:
 @final
 @dataclass(frozen=True)
 class Sketch:
-    """The maps.
+    """The maps."""
 
-    Attributes:
-        shapes: Module name → rows and columns of its change.
-        side: Rows and columns that a change is made to; a shorter side stays as it is, exactly.
-        seed: Of the maps.
+    # Source: for R of m independent rows with E[RᵀR] = I, and S alike, E⟨R X Sᵀ, R Y Sᵀ⟩ = ⟨X, Y⟩; of rank 1 the
+    # relative variance is at most about 2/m + 2/m + 4/m², and modules average it out.
 
-    Source: for R of m independent rows with E[RᵀR] = I, and S alike, E⟨R X Sᵀ, R Y Sᵀ⟩ = ⟨X, Y⟩; of rank 1 the
-    relative variance is at most about 2/m + 2/m + 4/m², and modules average it out.
-    """
-
-    shapes: Mapping[str, tuple[int, int]]
-    side: int
+    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
+    side: int  # rows and columns that a change is made to; a shorter side stays as it is, exactly
     seed: int
 
     @property
@@ -121,14 +100,7 @@ class Sketch:
         return drawn
 
     def rows(self, stack: AdapterStack) -> Tensor:
-        """Write n adapters as rows, shape `(n, length)`, fp32.
-
-        Args:
-            stack: The adapters.
-
-        Returns:
-            Rows.
-        """
+        """Write n adapters as rows, shape `(n, length)`, fp32."""
         parts = []
         for name in sorted(self.shapes):
             left, right = self._maps[name]
@@ -142,19 +114,12 @@ class Sketch:
 @final
 @dataclass(frozen=True, eq=False)
 class SketchRows:
-    """A bank's adapters as a matrix of sketches that is read by rows.
+    """A bank's adapters as a matrix of sketches that is read by rows."""
 
-    Attributes:
-        bank: The adapters.
-        sketch: How they are written.
-        start: Number of the first.
-        stop: Number after the last.
-    """
-
-    bank: Bank
-    sketch: Sketch
-    start: int
-    stop: int
+    bank: Bank  # the adapters
+    sketch: Sketch  # how they are written
+    start: int  # number of the first
+    stop: int  # number after the last
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,30 +134,17 @@ class SketchRows:
 @final
 @dataclass(frozen=True)
 class SketchError:
-    """What the sketch gets wrong, measured against exact inner products on some adapters.
+    """What the sketch gets wrong, measured against exact inner products on some adapters."""
 
-    Attributes:
-        adapters: How many.
-        products: Root mean squared error of their inner products about the mean, relative to the root mean square.
-        captured: Variance along the leading components by the sketch, relative to that along the exact ones.
-        components: How many of them.
-    """
-
-    adapters: int
-    products: float
-    captured: float
-    components: int
+    adapters: int  # how many
+    products: float  # root mean squared error of their inner products about the mean, relative to the root mean square
+    captured: float  # variance along the leading components by the sketch, relative to that along the exact ones
+    components: int  # how many of them
 
 
 def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512) -> SketchError:
-    """Compare a sketch with exact inner products on adapters evenly taken from a bank.
-
-    Args:
-        bank: The adapters.
-        sketch: The maps.
-        components: Of the fit; at most half of the adapters that are compared.
-        most: Adapters to compare.
-    """
+    """Compare a sketch with exact inner products on adapters evenly taken from a bank."""
+    # `components`: at most half of the adapters that are compared
     step = -(-len(bank) // most)
     taken = AdapterStack.of([stack_of(bank, number, number + 1).adapter(0) for number in range(0, len(bank), step)])
     exact, rows = inner_products(taken, taken), sketch.rows(taken).double()
@@ -210,15 +162,10 @@ def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512
 @final
 @dataclass(frozen=True, eq=False)
 class VectorBasis:
-    """Principal components of rows.
+    """Principal components of rows."""
 
-    Attributes:
-        layout: What the numbers of a row are.
-        basis: Mean, deviations and components of rows.
-    """
-
-    layout: Layout
-    basis: Basis
+    layout: Layout  # what the numbers of a row are
+    basis: Basis  # mean, deviations and components of rows
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
         """Return m adapters' scores, and their squared distances from the mean; see `fitting.Basis`."""
@@ -240,32 +187,23 @@ _TOLERANCE = 1e-5  # of what a down factor may have outside of the shared rows, 
 @final
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How adapters of one bank are written as rows.
+    """How adapters of one bank are written as rows."""
 
-    Attributes:
-        kind: "factors": per module down then up, row by row, modules sorted, as the reference; "shared-down": per
-            module the up factor over an orthonormal basis of the shared down factor's rows, so that inner products of
-            rows are those of the changes.
-        shapes: Module name → rows and columns of its change.
-        ranks: Module name → rank.
-        scales: Module name → what changes are multiplied with; 1 in "shared-down", whose rows hold it.
-        downs: "shared-down": module name → orthonormal rows, shape `(rank, columns)`, fp32; else empty.
-    """
-
+    # "factors": per module down then up, row by row, modules sorted, as the reference; "shared-down": per module the up
+    # factor over an orthonormal basis of the shared down factor's rows, so that inner products of rows are those of the
+    # changes.
     kind: Literal["factors", "shared-down"]
-    shapes: Mapping[str, tuple[int, int]]
-    ranks: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
+    ranks: Mapping[str, int]  # module name → rank
+    # Module name → what changes are multiplied with; 1 in "shared-down", whose rows hold it.
     scales: Mapping[str, float]
+    # "shared-down": module name → orthonormal rows, shape `(rank, columns)`, fp32; else empty.
     downs: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> Layout:
-        """Make the layout of a bank from its first adapter.
-
-        Args:
-            kind: What rows hold.
-            bank: At least one adapter.
-        """
+        """Make the layout of a bank from its first adapter."""
+        # `bank`: at least one adapter
         first = stack_of(bank, 0, 1).adapter(0)
         shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
         ranks = {name: first.factors[name].rank for name in shapes}
@@ -286,18 +224,7 @@ class Layout:
         return (0 if self.downs else rank * columns), rows * rank
 
     def rows(self, stack: AdapterStack, names: list[str]) -> Tensor:
-        """Write adapters as rows, shape `(n, length)`, fp32.
-
-        Args:
-            stack: n adapters.
-            names: What to call them in messages.
-
-        Returns:
-            Rows.
-
-        Raises:
-            UsageError: An adapter has another rank, or another down factor than the shared one.
-        """
+        """Write adapters as rows, shape `(n, length)`, fp32."""
         parts = []
         for name in self.shapes:
             other = (stack.ranks[name] != self.ranks[name]).nonzero()
@@ -332,14 +259,8 @@ class Layout:
         return up.double() @ turn
 
     def factors(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Read down and up factors from rows, shape `(…, length)`; views, differentiable.
-
-        Args:
-            row: Any floating dtype.
-
-        Returns:
-            Module → down and up factor, shapes `(…, rank, columns)` and `(…, rows, rank)`.
-        """
+        """Read down and up factors from rows, shape `(…, length)`; views, differentiable."""
+        # Returns: Module → down and up factor, shapes `(…, rank, columns)` and `(…, rows, rank)`.
         found, place = {}, 0
         for name, (rows, columns) in self.shapes.items():
             of_down, of_up = self._sizes(name)
@@ -354,19 +275,13 @@ class Layout:
         return found
 
     def changes(self, row: Tensor) -> dict[str, Tensor]:
-        """Return the changes of rows, shape `(…, rows, columns)` per module.
-
-        Args:
-            row: Shape `(…, length)`.
-        """
+        """Return the changes of rows, shape `(…, rows, columns)` per module."""
+        # `row`: shape `(…, length)`
         return {name: self.scales[name] * (up @ down) for name, (down, up) in self.factors(row).items()}
 
     def adapter(self, row: Tensor) -> Adapter:
-        """Return the adapter of a row, shape `(length,)`.
-
-        Args:
-            row: Shape `(length,)`.
-        """
+        """Return the adapter of a row, shape `(length,)`."""
+        # `row`: shape `(length,)`
         found = self.factors(row).items()
         return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in found})
 
@@ -374,19 +289,12 @@ class Layout:
 @final
 @dataclass(frozen=True, eq=False)
 class AdapterRows:
-    """A bank's adapters as a matrix that is read by rows.
-
-    Attributes:
-        bank: The adapters.
-        layout: How they are written.
-        start: Number of the first.
-        stop: Number after the last.
-    """
+    """A bank's adapters as a matrix that is read by rows."""
 
     bank: Bank
-    layout: Layout
-    start: int
-    stop: int
+    layout: Layout  # how they are written
+    start: int  # number of the first
+    stop: int  # number after the last
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -426,21 +334,14 @@ class _Module:
 @final
 @dataclass(frozen=True, eq=False)
 class Combinations:
-    """Principal components of the changes ΔW.
+    """Principal components of the changes ΔW."""
 
-    Attributes:
-        bank: The adapters, or more than those: the first n count.
-        weights: Shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i.
-        offsets: Shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch.
-        mean_square: ⟨mean, mean⟩; unused with a sketch.
-        sketch: Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured
-            by it, else by their inner products with all adapters of the bank.
-    """
-
-    bank: Bank
-    weights: Tensor
-    offsets: Tensor
-    mean_square: float
+    bank: Bank  # the adapters, or more than those: the first n count
+    weights: Tensor  # shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i
+    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch
+    mean_square: float  # ⟨mean, mean⟩; unused with a sketch
+    # Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured by it, else
+    # by their inner products with all adapters of the bank.
     sketch: tuple[Basis, Sketch] | None = None
     _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
     _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
@@ -531,39 +432,25 @@ class Combinations:
         return self._matrices[dtype, device]
 
 
+# What the rows of a shard are.
 RowKind = Literal["sketch", "factors", "shared-down"]
-"""What the rows of a shard are."""
 
 
 @final
 @dataclass(frozen=True)
 class BankShard:
-    """Some adapters of a bank on disk, as rows.
+    """Some adapters of a bank on disk, as rows."""
 
-    Attributes:
-        path: The bank's folder.
-        digest: Of the bank.
-        start: Number of the first adapter.
-        stop: Number after the last.
-        kind: "sketch", or a representation of `Layout`.
-        side: Of the sketch.
-        seed: Of the sketch.
-    """
-
-    path: str
+    path: str  # the bank's folder
     digest: str
-    start: int
-    stop: int
-    kind: RowKind
+    start: int  # number of the first adapter
+    stop: int  # number after the last
+    kind: RowKind  # "sketch", or a representation of `Layout`
     side: int
     seed: int
 
     def open(self) -> AdapterRows | SketchRows:
-        """Open the rows.
-
-        Raises:
-            UsageError: The bank has changed since.
-        """
+        """Open the rows."""
         bank = AdapterBank.open(self.path)
         if bank.digest != self.digest:
             raise UsageError(f"The bank {self.path} has changed since the fit began.", cure="Begin in another folder.")
@@ -573,20 +460,7 @@ class BankShard:
 
 
 def bank_shards(bank: Bank, kind: RowKind, *, side: int, seed: int) -> list[BankShard]:
-    """Divide a bank into shards, of 4,096 adapters at most and 8 at least.
-
-    Args:
-        bank: A bank on disk.
-        kind: What rows are made of adapters.
-        side: Width of a sketch's rows, where `kind` is one.
-        seed: Where a sketch is drawn from.
-
-    Returns:
-        The shards, in the adapters' order.
-
-    Raises:
-        UsageError: It is not on disk.
-    """
+    """Divide a bank into shards, of 4,096 adapters at most and 8 at least."""
     opened, count = _on_disk(bank), len(bank)
     parts = min(count, max(8, -(-count // 4096)))
     edges = [count * number // parts for number in range(parts + 1)]
@@ -608,18 +482,7 @@ class _BlockRow:
 
 
 def make_block_rows(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
-    """Make the block rows of a Gram matrix, to be kept in a folder.
-
-    Args:
-        bank: A bank on disk.
-        folder: Where they are kept.
-        engine: Where the work is done.
-        progress: Where it is shown.
-
-    Raises:
-        UsageError: The bank is not on disk.
-        NetweightError: A task failed.
-    """
+    """Make the block rows of a Gram matrix, to be kept in a folder."""
     path = str(_on_disk(bank).path.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     longest_first = reversed(block_rows(bank))
@@ -648,57 +511,30 @@ class SpaceBasis(Protocol):
     """Mean and components of a space, in one of the representations."""
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
-        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32.
-
-        What lies outside of the space is in the distances alone.
-
-        Args:
-            stack: The adapters.
-
-        Returns:
-            Scores and squared distances.
-        """
+        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
         ...
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
-        """Changes at points.
-
-        Args:
-            scores: Shape `(m, k)`.
-
-        Returns:
-            Module name → ΔW, shape `(m, rows, columns)`.
-        """
+        """Changes at points."""
+        # `scores`: shape `(m, k)`
+        # Returns: Module name → ΔW, shape `(m, rows, columns)`.
         ...
 
     def adapter(self, scores: Tensor) -> Adapter:
-        """A point as an adapter.
-
-        Args:
-            scores: Shape `(k,)`.
-        """
+        """A point as an adapter."""
+        # `scores`: shape `(k,)`
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Work:
-    """How a fit is carried out; it does not change what is found.
+    """How a fit is carried out; it does not change what is found."""
 
-    Attributes:
-        folder: Where to keep what was done, to go on after a kill; None for nowhere.
-        workers: Who else takes part.
-        engine: Where tasks run, for a bank on disk and with a folder; None for in this process.
-        progress: Where to show it.
-
-    Raises:
-        UsageError: There is an engine and no folder.
-    """
-
-    folder: Path | None
-    workers: ShardSum
-    engine: Engine | None
-    progress: Progress
+    folder: Path | None  # where to keep what was done, to go on after a kill; None for nowhere
+    workers: ShardSum  # who else takes part
+    engine: Engine | None  # where tasks run, for a bank on disk and with a folder; None for in this process
+    progress: Progress  # where to show it
 
     def __post_init__(self) -> None:
         """Refuse an engine that has nowhere to put what it makes."""
@@ -718,11 +554,7 @@ class Fitted:
 
 
 def fit_bank(bank: Bank, config: FitConfig, work: Work) -> Fitted:
-    """Fit a bank as a configuration says.
-
-    Raises:
-        UsageError: See `WeightSpace.fit`.
-    """
+    """Fit a bank as a configuration says."""
     if config.representation != "delta":
         return _fit_vectors(bank, config, work)
     return _fit_products(bank, config, work) if _is_dual(bank, config) else _fit_sketch(bank, config, work)

@@ -66,19 +66,7 @@ class Drawing:
 
 
 def draw(space: WeightSpace, how: Drawing) -> Points:
-    """Draw points of a space.
-
-    Args:
-        space: The space.
-        how: How.
-
-    Returns:
-        Points named `sample-SEED-NUMBER`, with the way that they were drawn.
-
-    Raises:
-        NameNotFound: A given attribute is no label, or labels name a model that the space lacks.
-        UsageError: The labels cannot be used, or the models are too few for the sampler.
-    """
+    """Draw points of a space."""
     names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
     origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.given)}
     if how.labels is not None:
@@ -99,17 +87,7 @@ _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME),
 
 
 def points_of(space: WeightSpace, text: str) -> Points:
-    """Return the points that a text names: a model of the space, a file of points, an adapter, or the mean.
-
-    Args:
-        space: The space.
-        text: The name of one of its models, "mean", FILE.json or FILE.json:NAME, or the path of an adapter, which is
-            projected into the space.
-
-    Raises:
-        NameNotFound: It is none of these; the nearest models are named.
-        UsageError: The points are of another space.
-    """
+    """Return the points that a text names: a model of the space, a file of points, an adapter, or the mean."""
     identity = scores_digest(space.scores)
     if text in space.names:
         row = list(space.names).index(text)
@@ -136,48 +114,23 @@ _VERSION = 1
 @final
 @dataclass(frozen=True)
 class ExportRecord:
-    """How an adapter was exported.
+    """How an adapter was exported."""
 
-    Attributes:
-        point: What the point is called.
-        space: Digest of the space's scores.
-        adapters: How many adapters the space was fitted to.
-        components: Of the space.
-        ranks: The least and the greatest rank of a module.
-        relative_error: Of what the rank left out.
-        layout: Whose files.
-    """
-
-    point: str
-    space: str
-    adapters: int
+    point: str  # what the point is called
+    space: str  # digest of the space's scores
+    adapters: int  # how many adapters the space was fitted to
     components: int
-    ranks: tuple[int, int]
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
     relative_error: float
-    layout: str
+    layout: str  # whose files
 
     def write(self, folder: str | Path) -> None:
-        """Write the record into the adapter's folder, over one that is there.
-
-        Args:
-            folder: The adapter's folder.
-
-        Raises:
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record into the adapter's folder, over one that is there."""
         write_record(Path(folder) / EXPORTED, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read the record of an adapter's folder.
-
-        Args:
-            folder: The adapter's folder.
-
-        Raises:
-            CorruptBlob: The file holds none of this version.
-            OSError: It cannot be read.
-        """
+        """Read the record of an adapter's folder."""
 
         def made(values: dict[str, Any]) -> Self:
             low, high = values.pop("ranks")
@@ -187,14 +140,7 @@ class ExportRecord:
 
 
 def recorded(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
-    """Return the record of a point of a space that was exported.
-
-    Args:
-        space: The space.
-        point: What the point is called.
-        exported: What was written.
-        layout: Whose files.
-    """
+    """Return the record of a point of a space that was exported."""
     return ExportRecord(
         point,
         scores_digest(space.scores),

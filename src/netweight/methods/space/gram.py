@@ -26,30 +26,15 @@ _ROWS = 2048  # of the products that are held at a time, n × rank of them
 
 
 def precision_of(stack: AdapterStack) -> torch.dtype:
-    """The dtype that products of a stack are made in: fp64 if its factors are, else fp32.
-
-    Args:
-        stack: The adapters.
-    """
+    """The dtype that products of a stack are made in: fp64 if its factors are, else fp32."""
     wide = any(factor.dtype == torch.float64 for part in (stack.down, stack.up) for factor in part.values())
     return torch.float64 if wide else torch.float32
 
 
 def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
-    """Return the inner products of every adapter of one stack with every one of another.
-
-    Args:
-        one: n adapters.
-        other: m adapters of the same modules and shapes; ranks may differ.
-
-    Returns:
-        Shape `(n, m)`, fp64: products in fp32 (fp64 where factors are), summed over modules in fp64.
-
-    Raises:
-        UsageError: The stacks have other modules or shapes.
-
-    Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module.
-    """
+    """Return the inner products of every adapter of one stack with every one of another."""
+    # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module.
+    # Returns: Shape `(n, m)`, fp64: products in fp32 (fp64 where factors are), summed over modules in fp64.
     if one.shapes != other.shapes:
         raise UsageError("The adapters are of different modules or shapes: they belong to different models.")
     dtype = torch.promote_types(precision_of(one), precision_of(other))
@@ -61,11 +46,7 @@ def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
 
 
 def norms_of(stack: AdapterStack) -> Tensor:
-    """Return the inner product of every adapter with itself, shape `(n,)`, fp64.
-
-    Args:
-        stack: The adapters.
-    """
+    """Return the inner product of every adapter with itself, shape `(n,)`, fp64."""
     total = torch.zeros(len(stack), dtype=torch.float64)
     for name in stack.modules:
         ups, downs = _factors(stack, name, precision_of(stack))
@@ -74,13 +55,7 @@ def norms_of(stack: AdapterStack) -> Tensor:
 
 
 def fingerprints_of(stack: AdapterStack) -> Tensor:
-    """Return a number per adapter, shape `(n,)`, fp64, to know it again by: its inner product with a random adapter.
-
-    It depends on the change alone, and another change has another one.
-
-    Args:
-        stack: The adapters.
-    """
+    """Return a number per adapter, shape `(n,)`, fp64, to know it again by: its inner product with a random adapter."""
     total = torch.zeros(len(stack), dtype=torch.float64)
     for name, (rows, columns) in stack.shapes.items():
         draw = torch_generator(0, "fingerprint", name)
@@ -140,15 +115,7 @@ class Bank(Protocol):
 
 @final
 class StackBank:
-    """A bank in memory.
-
-    Args:
-        names: One per adapter, each once.
-        adapters: The adapters.
-
-    Raises:
-        UsageError: Names are repeated, or their number is not that of the adapters.
-    """
+    """A bank in memory."""
 
     def __init__(self, names: Sequence[str], adapters: AdapterStack) -> None:
         if len(names) != len(adapters) or len(set(names)) != len(names):
@@ -179,16 +146,7 @@ class StackBank:
 
 
 def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
-    """Read adapters, and refuse values that no arithmetic survives.
-
-    Args:
-        bank: Where adapters come from.
-        start: The first number.
-        stop: The number after the last.
-
-    Raises:
-        UsageError: An adapter holds NaN or infinity; it is named with its module.
-    """
+    """Read adapters, and refuse values that no arithmetic survives."""
     stack = bank.stack(start, stop)
     for part in (stack.down, stack.up, stack.scale):
         for module, values in part.items():
@@ -205,18 +163,7 @@ def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
 def stacks_of(
     bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
 ) -> Iterator[tuple[int, AdapterStack]]:
-    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first.
-
-    Args:
-        bank: Where adapters come from.
-        count: The number after the last.
-        description: What progress is called.
-        progress: Where it is shown.
-        first: The first number.
-
-    Yields:
-        The first number of a block, and its adapters.
-    """
+    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
     with progress.task(description, count - first, unit="adapters") as task:
         for start in range(first, count, _BLOCK):
             stack = stack_of(bank, start, min(start + _BLOCK, count))
@@ -225,17 +172,7 @@ def stacks_of(
 
 
 def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, tuple[int, int]], *, what: str) -> None:
-    """Refuse an adapter of other modules than a space's.
-
-    Args:
-        shapes: Module → rows and columns of an adapter.
-        expected: The same of the space.
-        what: What to call the adapter in messages.
-
-    Raises:
-        NameNotFound: It lacks a module, or has one more.
-        UsageError: A module has another shape.
-    """
+    """Refuse an adapter of other modules than a space's."""
     for module in sorted(set(expected) - set(shapes)):
         raise NameNotFound(f"{what} lacks {module!r}, which the space changes.", cure="Train it on the same modules.")
     for module in sorted(set(shapes) - set(expected)):
@@ -256,24 +193,11 @@ _ALONE = Alone()
 def gram_of(
     bank: Bank, *, folder: Path | None = None, workers: ShardSum = _ALONE, progress: Progress = QUIET
 ) -> tuple[Tensor, float]:
-    """Return the inner products of all pairs of adapters, and the relative rounding error of the products.
-
-    Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.
-
-    Args:
-        bank: n adapters.
-        folder: Where to keep block rows. Those of a bank that has grown since are used again: its names must begin
-            with the same ones, and adapters are compared by fingerprint.
-        workers: Who shares the work: of w workers, each takes every w-th block row.
-        progress: Where to show it.
-
-    Returns:
-        Shape `(n, n)`, fp64, symmetric.
-
-    Raises:
-        UsageError: An adapter holds NaN or infinity.
-        CorruptBlob: A file in the folder is damaged.
-    """
+    """Return the inner products of all pairs of adapters, and the relative rounding error of the products."""
+    # Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.
+    # `folder`: where to keep block rows; those of a bank that has grown since are used again: its names must begin with
+    # the same ones, and adapters are compared by fingerprint
+    # Returns: Shape `(n, n)`, fp64, symmetric.
     count, block = len(bank), _block(bank)
     gram = torch.zeros(count, count, dtype=torch.float64)
     precision = torch.zeros((), dtype=torch.float64)
@@ -293,47 +217,27 @@ def gram_of(
 
 
 def block_rows(bank: Bank) -> list[int]:
-    """The first adapter of every block row.
-
-    Args:
-        bank: Where adapters come from.
-    """
+    """The first adapter of every block row."""
     return list(range(0, len(bank), _block(bank)))
 
 
 def make_block_row(bank: Bank, start: int, folder: Path) -> None:
-    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up.
-
-    Args:
-        bank: Where adapters come from.
-        start: As `block_rows` says.
-        folder: Where it is kept.
-    """
+    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up."""
     stop = min(start + _block(bank), len(bank))
     _block_row(bank, stack_of(bank, start, stop), start, folder, fingerprints(bank, stop))
 
 
 def fingerprints(bank: Bank, count: int | None = None) -> Tensor:
-    """Fingerprints of a bank's first adapters, of all by default.
-
-    Args:
-        bank: Where adapters come from.
-        count: How many adapters; None for all.
-
-    Returns:
-        Shape `(count,)`, fp64.
-    """
+    """Fingerprints of a bank's first adapters, of all by default."""
+    # Returns: Shape `(count,)`, fp64.
     stacks = stacks_of(bank, len(bank) if count is None else count, description="Fingerprints")
     return torch.cat([fingerprints_of(stack) for _, stack in stacks])
 
 
 def same_fingerprints(found: Tensor, known: Tensor) -> bool:
-    """Whether they are of the same adapters.
-
-    Args:
-        found: Shape `(n,)`, fp64.
-        known: Shape `(n,)`, fp64.
-    """
+    """Whether they are of the same adapters."""
+    # `found`: shape `(n,)`, fp64
+    # `known`: shape `(n,)`, fp64
     return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
 
 

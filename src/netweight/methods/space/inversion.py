@@ -31,23 +31,12 @@ from netweight.nn.text_to_image import Prediction, TextToImage
 
 @final
 class DenoisingLoss:
-    """Mean squared error of denoising images at uniformly drawn timesteps, one number per target.
+    """Mean squared error of denoising images at uniformly drawn timesteps, one number per target."""
 
-    Args:
-        model: The base model.
-        images: Of each target, shape `(b, m, 3, height, width)`, within 0 and 1: m images that show the same thing; or
-            `(b, 3, height, width)`, one each. Images of the model's own size only.
-        prompts: One for all, or one per target.
-        masks: What counts, 1, and what does not, 0: shape `(b, m, height, width)` or `(b, height, width)`; None for
-            everything. They are brought to the size of latents, and the mean is taken over what counts.
-        draws: Timesteps and noises per image and step.
-        steps: Timesteps are drawn from a schedule of so many steps; as many as the model was trained with are all.
-        said: The prediction that the error is counted in: "noise" for networks that predict noise.
-
-    Raises:
-        UsageError: Shapes do not fit, values lie outside of 0 and 1, a mask has nothing that counts, or images have
-            another size than the model makes.
-    """
+    # `images`: shape `(b, m, 3, height, width)`, within 0 and 1: m images that show the same thing; or `(b, 3, height,
+    # width)`, one each. Images of the model's own size only.
+    # `masks`: what counts, 1, and what does not, 0: shape `(b, m, height, width)` or `(b, height, width)`; None for
+    # everything. They are brought to the size of latents, and the mean is taken over what counts.
 
     def __init__(
         self,
@@ -151,27 +140,10 @@ def paint(
     before: Tensor | None = None,
     rows: int = 64,
 ) -> Tensor:
-    """Make images of prompts with the models of points.
-
-    Args:
-        model: The base model; its weights stay as they are.
-        space: The space, fitted to adapters of this model.
-        scores: Points, shape `(b, k)`.
-        prompts: One for all images, or one per seed.
-        seeds: Of the initial noise; every point begins with the same ones, so that images can be compared.
-        guidance: Scale of classifier-free guidance.
-        steps: Of the scheduler.
-        delay: With it, points hold from its timestep on, and those of `before` until then.
-        before: Points before an edit, shape `(b, k)`; None, with a delay, for the base model alone.
-        rows: Most images at a time.
-
-    Returns:
-        Shape `(b, seeds, 3, height, width)`, within 0 and 1, on the CPU.
-
-    Raises:
-        UsageError: Numbers do not fit, or the space is of another model.
-        Unsupported: The space changes more than the denoiser.
-    """
+    """Make images of prompts with the models of points."""
+    # `scores`: points, shape `(b, k)`
+    # `before`: points before an edit, shape `(b, k)`; None, with a delay, for the base model alone
+    # Returns: Shape `(b, seeds, 3, height, width)`, within 0 and 1, on the CPU.
     if scores.ndim != 2 or not seeds or len(prompts) not in (1, len(seeds)):
         raise UsageError(
             f"Points of shape {tuple(scores.shape)} came with {len(prompts)} prompts and {len(seeds)} seeds.",
@@ -235,15 +207,8 @@ def _device(model: TextToImage) -> torch.device:
 
 
 def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return changes under the denoiser's own names, without the pipeline's name of it in front.
-
-    Args:
-        changes: Module → ΔW, shape `(…, rows, columns)`.
-        denoiser: Of the pipeline.
-
-    Raises:
-        Unsupported: A change is of another part of the pipeline.
-    """
+    """Return changes under the denoiser's own names, without the pipeline's name of it in front."""
+    # `changes`: module → ΔW, shape `(…, rows, columns)`
     own = dict(denoiser.named_modules())
     found = {}
     for name, change in changes.items():
@@ -275,39 +240,24 @@ class Loss(Protocol):
     """How far the models of points are from their targets."""
 
     def __call__(self, changes: Mapping[str, Tensor], generator: torch.Generator, /) -> Tensor:
-        """Return one number per target, shape `(b,)`.
-
-        Args:
-            changes: Module name → ΔW, shape `(b, rows, columns)`.
-            generator: What is drawn in this step comes from here.
-        """
+        """Return one number per target, shape `(b,)`."""
+        # `changes`: module name → ΔW, shape `(b, rows, columns)`
 
 
 @final
 @dataclass(frozen=True)
 class InversionSettings:
-    """How points are sought.
-
-    Attributes:
-        steps: Of Adam.
-        learning_rate: In standard deviations of the training models, if `scaled`.
-        components: Only the first so many components move; None for all. A space of fewer moves all of them.
-        prior: Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a
-            mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
-        weight_decay: Of Adam, on what is moved.
-        scaled: Whether components are moved in units of their deviations, or as they are.
-        averaged: The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
-
-    Raises:
-        UsageError: A number is out of its range.
-    """
+    """How points are sought."""
 
     steps: int = 400
-    learning_rate: float = 0.05
-    components: int | None = None
+    learning_rate: float = 0.05  # in standard deviations of the training models, if `scaled`
+    components: int | None = None  # only the first so many components move; None for all
+    # Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a mean
+    # over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
     prior: float = 0.0
     weight_decay: float = 0.0
-    scaled: bool = True
+    scaled: bool = True  # whether components are moved in units of their deviations, or as they are
+    # The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
     averaged: float = 0.25
 
     def __post_init__(self) -> None:
@@ -319,6 +269,7 @@ class InversionSettings:
             )
 
 
+# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
 SETTINGS: Mapping[str, InversionSettings] = {
     "default": InversionSettings(),
     "reference": InversionSettings(
@@ -328,23 +279,17 @@ SETTINGS: Mapping[str, InversionSettings] = {
         steps=800, learning_rate=1.0, components=1_000, scaled=False, averaged=0.0
     ),
 }
-"""Ours, those of the authors' code, and those that it takes for images that are no photographs of faces."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Inverted:
-    """Where targets were found.
+    """Where targets were found."""
 
-    Attributes:
-        scores: Shape `(b, k)`, fp32.
-        losses: Before each step, the prior left out, shape `(steps, b)`, fp32.
-        distances: Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`:
-            about 1 for training models; much more is outside of what they span.
-    """
-
-    scores: Tensor
-    losses: Tensor
+    scores: Tensor  # shape `(b, k)`, fp32
+    losses: Tensor  # before each step, the prior left out, shape `(steps, b)`, fp32
+    # Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`: about 1 for
+    # training models; much more is outside of what they span.
     distances: Tensor
 
     @property
@@ -364,23 +309,8 @@ def invert(
     device: torch.device | str = "cpu",
     progress: Progress = QUIET,
 ) -> Inverted:
-    """Seek points of targets.
-
-    Args:
-        space: The space; weights are made of the points once per step, whatever the loss draws.
-        loss: How far the models are from their targets.
-        count: Number of targets, b.
-        settings: How; None for the defaults, `SETTINGS` has others.
-        seed: Decides on the draws of every step.
-        device: Where points, and so the weights made of them, are: the model's.
-        progress: Told of every step.
-
-    Raises:
-        UsageError: There is no target, or the loss does not return one number per target.
-        TrainingStopped: The loss of a target became NaN or infinite; the step and the targets are named.
-
-    Source: weights2weights (arXiv 2406.09413), inversion of single images.
-    """
+    """Seek points of targets."""
+    # Source: weights2weights (arXiv 2406.09413), inversion of single images.
     if count < 1:
         raise UsageError("There is no target to invert.", cure="Give at least one image.")
     settings = settings or SETTINGS["default"]
@@ -436,40 +366,24 @@ class _Space(Space, Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is to be inverted.
-
-    Attributes:
-        name: Of the target.
-        images: Shape `(m, 3, height, width)`, within 0 and 1: one image, or several of the same thing.
-        mask: What counts of each, shape `(m, height, width)`; None for everything.
-    """
+    """What is to be inverted."""
 
     name: str
-    images: Tensor
-    mask: Tensor | None = None
+    images: Tensor  # shape `(m, 3, height, width)`, within 0 and 1: one image, or several of the same thing
+    mask: Tensor | None = None  # what counts of each, shape `(m, height, width)`; None for everything
 
 
 @final
 @dataclass(frozen=True)
 class InversionTask:
-    """How targets are inverted.
+    """How targets are inverted."""
 
-    Attributes:
-        prompt: That the images are denoised with.
-        settings: Of the descent.
-        said: The prediction that the error is counted in.
-        draws: Timesteps and noises per image and step.
-        schedule: Timesteps are drawn from a schedule of so many steps.
-        together: Most targets in a batch; it changes what is drawn for each.
-        seed: Of all draws.
-    """
-
-    prompt: str
+    prompt: str  # that the images are denoised with
     settings: InversionSettings
-    said: Said = "noise"
-    draws: int = 1
-    schedule: int = 50
-    together: int = 8
+    said: Said = "noise"  # the prediction that the error is counted in
+    draws: int = 1  # timesteps and noises per image and step
+    schedule: int = 50  # timesteps are drawn from a schedule of so many steps
+    together: int = 8  # most targets in a batch; it changes what is drawn for each
     seed: int = 0
 
 
@@ -482,23 +396,7 @@ def invert_targets(
     ledger: str | Path,
     progress: Progress = QUIET,
 ) -> Points:
-    """Find the points of targets.
-
-    Args:
-        model: The base model; its weights stay as they are.
-        space: Fitted to adapters of this model.
-        targets: Each name once. Those of the same number of images share a batch.
-        task: How.
-        ledger: The file to remember points in; a second call with the same arguments continues the first.
-        progress: Told of every target.
-
-    Returns:
-        The points in the targets' order; `origin` holds each one's distance from the mean and its improvement.
-
-    Raises:
-        UsageError: There is no target, a name comes twice, or images do not fit the model.
-        TrainingStopped: The loss of a target diverged.
-    """
+    """Find the points of targets."""
     names = [target.name for target in targets]
     if not targets or len(set(names)) < len(names):
         raise UsageError(f"{len(names)} targets of {len(set(names))} names.", cure="Give at least one, each once.")

@@ -44,26 +44,16 @@ _NUMBER = (int, float, np.number, np.bool_)
 @final
 @dataclass(frozen=True, eq=False)
 class Traversal:
-    """A walk along one direction or component through a start point, painted at every step.
+    """A walk along one direction or component through a start point, painted at every step."""
 
-    Attributes:
-        name: What the slider is called.
-        kind: "direction" if it was found from labels, "component" if it is a principal one.
-        strengths: Standard deviations of the training models along it, ascending, at least two.
-        images: Shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength.
-        note: A line below the name, such as the held-out score or the share of variance.
-        readings: Attribute → what was measured in the images, one number per strength (the mean over noises): what the
-            walk changes, and what else changes with it.
-
-    Raises:
-        UsageError: Strengths or readings are not finite, strengths do not ascend, or something does not fit them.
-    """
-
-    name: str
+    name: str  # what the slider is called
+    # "direction" if it was found from labels, "component" if it is a principal one.
     kind: Literal["direction", "component"]
-    strengths: Sequence[float]
-    images: Pictures
-    note: str = ""
+    strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
+    images: Pictures  # shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength
+    note: str = ""  # a line below the name, such as the held-out score or the share of variance
+    # Attribute → what was measured in the images, one number per strength (the mean over noises): what the walk
+    # changes, and what else changes with it.
     readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,24 +71,13 @@ class Traversal:
 @final
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Two directions or components walked together, painted at every pair of steps.
+    """Two directions or components walked together, painted at every pair of steps."""
 
-    Attributes:
-        names: What the two sliders are called.
-        strengths: Of the first, as in `Traversal`.
-        others: Of the second.
-        images: Shape `(strengths, others, noises, height, width, 3)`, uint8.
-        note: A line below the names.
-
-    Raises:
-        UsageError: As for `Traversal`.
-    """
-
-    names: tuple[str, str]
+    names: tuple[str, str]  # what the two sliders are called
     strengths: Sequence[float]
     others: Sequence[float]
-    images: Pictures
-    note: str = ""
+    images: Pictures  # shape `(strengths, others, noises, height, width, 3)`, uint8
+    note: str = ""  # a line below the names
 
     def __post_init__(self) -> None:
         """Refuse what makes no pair of sliders."""
@@ -111,20 +90,11 @@ class Plane:
 @final
 @dataclass(frozen=True, eq=False)
 class Neighbors:
-    """The adapters nearest to each of n points.
+    """The adapters nearest to each of n points."""
 
-    Attributes:
-        numbers: Shape `(n, m)`: numbers of adapters on the map, the nearest first.
-        similarities: Shape `(n, m)`, finite: how near, larger is nearer.
-        measure: What the similarity is, in a few words.
-
-    Raises:
-        UsageError: The two do not fit each other, or a similarity is not finite.
-    """
-
-    numbers: NDArray[np.int64]
-    similarities: NDArray[np.float64]
-    measure: str = "cosine of scores"
+    numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
+    similarities: NDArray[np.float64]  # shape `(n, m)`, finite: how near, larger is nearer
+    measure: str = "cosine of scores"  # what the similarity is, in a few words
 
     def __post_init__(self) -> None:
         """Refuse neighbors without a similarity each."""
@@ -140,28 +110,17 @@ class Neighbors:
 @final
 @dataclass(frozen=True, eq=False)
 class AdapterMap:
-    """Where the adapters lie, and what is known of each.
+    """Where the adapters lie, and what is known of each."""
 
-    Attributes:
-        names: One per adapter, no two alike.
-        coordinates: Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
-        axes: d names.
-        thumbnails: Shape `(n, height, width, 3)`, uint8: a picture painted with each adapter.
-        labels: Name → n values, all numbers or all texts (or truth values); None where one is not known.
-        neighbors: Of each adapter among the others.
-        note: A line above the map, such as which adapters of how many are on it.
-
-    Raises:
-        UsageError: Something does not fit, two names are alike, or a number is not finite.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # one per adapter, no two alike
+    # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
     coordinates: NDArray[np.float64]
-    axes: Sequence[str]
-    thumbnails: Pictures
+    axes: Sequence[str]  # d names
+    thumbnails: Pictures  # shape `(n, height, width, 3)`, uint8: a picture painted with each adapter
+    # Name → n values, all numbers or all texts (or truth values); None where one is not known.
     labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
     neighbors: Neighbors | None = None
-    note: str = ""
+    note: str = ""  # a line above the map, such as which adapters of how many are on it
 
     def __post_init__(self) -> None:
         """Refuse a map that does not fit together."""
@@ -183,22 +142,12 @@ class AdapterMap:
 @final
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Models drawn from the space, which nobody trained.
+    """Models drawn from the space, which nobody trained."""
 
-    Attributes:
-        images: Shape `(n, noises, height, width, 3)`, uint8.
-        neighbors: Of each sample among the adapters on the map.
-        coordinates: Shape `(n, d)` as on the map, to show them there; None for not.
-        note: A line above them, such as how they were drawn.
-
-    Raises:
-        UsageError: Something does not fit, or there is none.
-    """
-
-    images: Pictures
+    images: Pictures  # shape `(n, noises, height, width, 3)`, uint8
     neighbors: Neighbors | None = None
-    coordinates: NDArray[np.float64] | None = None
-    note: str = ""
+    coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
+    note: str = ""  # a line above them, such as how they were drawn
 
     def __post_init__(self) -> None:
         """Refuse images of another shape."""
@@ -208,32 +157,18 @@ class Samples:
 @final
 @dataclass(frozen=True, eq=False)
 class View:
-    """A page about a space.
+    """A page about a space."""
 
-    Attributes:
-        title: Heading.
-        traversals: At least one; all images of one size.
-        planes: Pairs of directions.
-        points: The map.
-        samples: Drawn models; their neighbors need a map.
-        summary: A sentence or two below the heading.
-        reader: What took the readings, in a few words.
-        facts: Name → what was shown and how: model, collection, prompt, seeds, versions.
-        command: The command line that made the page.
-
-    Raises:
-        UsageError: There is no traversal, two have one name, images differ in size, or samples do not fit the map.
-    """
-
-    title: str
-    traversals: Sequence[Traversal]
-    planes: Sequence[Plane] = ()
-    points: AdapterMap | None = None
-    samples: Samples | None = None
-    summary: str = ""
-    reader: str = ""
+    title: str  # heading
+    traversals: Sequence[Traversal]  # at least one; all images of one size
+    planes: Sequence[Plane] = ()  # pairs of directions
+    points: AdapterMap | None = None  # the map
+    samples: Samples | None = None  # drawn models; their neighbors need a map
+    summary: str = ""  # a sentence or two below the heading
+    reader: str = ""  # what took the readings, in a few words
+    # Name → what was shown and how: model, collection, prompt, seeds, versions.
     facts: Mapping[str, str] = field(default_factory=dict)
-    command: str | None = None
+    command: str | None = None  # the command line that made the page
 
     def __post_init__(self) -> None:
         """Refuse a page without a slider, or whose parts do not fit each other."""
@@ -329,27 +264,17 @@ _NAMED = 2  # lines that have a color and a name; the others are thin
 
 
 def scale_of(traversals: Sequence[Traversal]) -> tuple[float, float]:
-    """Return the least and the largest change of any reading, against the position nearest to 0.
-
-    Args:
-        traversals: At least one.
-    """
+    """Return the least and the largest change of any reading, against the position nearest to 0."""
+    # `traversals`: at least one
     changes = [change for each in traversals for values in _changes(each).values() for change in values]
     return min(changes, default=0.0), max(changes, default=0.0)
 
 
 def traces(traversal: Traversal, scale: tuple[float, float]) -> dict[str, Any] | None:
-    """Return lines for the page, or None where nothing was measured.
-
-    Args:
-        traversal: With its readings.
-        scale: From `scale_of`.
-
-    Returns:
-        `lines`, the thin ones first: `points` of a polyline, its `place` among the named ones (0 is the attribute that
-        the slider is called after, or the one that changes most; None for the others) and `name`; `named`, in order;
-        the `width` and `height` of the drawing, the height `zero` of no change, and `alt`, all of it in words.
-    """
+    """Return lines for the page, or None where nothing was measured."""
+    # Returns: `lines`, the thin ones first: `points` of a polyline, its `place` among the named ones (0 is the
+    # attribute that the slider is called after, or the one that changes most; None for the others) and `name`; `named`,
+    # in order; the `width` and `height` of the drawing, the height `zero` of no change, and `alt`, all of it in words.
     changes = _changes(traversal)
     if not changes:
         return None
@@ -393,21 +318,7 @@ _KINDS = {
 
 
 def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
-    """Write the page of a view.
-
-    Args:
-        view: What to show.
-        path: The HTML file.
-        overwrite: Whether one that is there may be replaced.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: The page would have more than 5 MB, and the message says what takes the room.
-        OutputExists: The file exists already.
-        OutputFailed: It cannot be written.
-    """
+    """Write the page of a view."""
     page = render_view(view).encode()
     if len(page) > MAX_BYTES:
         raise UsageError(
@@ -420,11 +331,7 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
 
 
 def render_view(view: View) -> str:
-    """Return the page of a view as HTML.
-
-    Args:
-        view: What is shown.
-    """
+    """Return the page of a view as HTML."""
     script = resources.files(_HERE).joinpath("page_script.js").read_text(encoding="utf-8")
     groups = _groups(view.traversals)
     planes = [{**_stage(plane), "traces": None} for plane in view.planes]
@@ -463,10 +370,8 @@ def _groups(traversals: Sequence[Traversal]) -> list[dict[str, Any]]:
 
 
 def _stage(shown: Traversal | Plane) -> dict[str, Any]:
-    """A card with one slider or two: its sheet has a column per strength of the first.
-
-    Its rows are, noise by noise, the strengths of the second, the highest on top.
-    """
+    """A card with one slider or two: its sheet has a column per strength of the first."""
+    # Its rows are, noise by noise, the strengths of the second, the highest on top.
     names: tuple[str, ...]
     if isinstance(shown, Traversal):
         names, strengths, images = (shown.name,), [list(shown.strengths)], shown.images[:, None]

@@ -29,15 +29,8 @@ _AXES = 4  # components that can be put on the map's axes
 
 
 def thinned(n: int, most: int) -> list[int]:
-    """Return the numbers of at most so many of n models, evenly chosen.
-
-    Args:
-        n: How many there are.
-        most: How many to show, at least 1.
-
-    Raises:
-        UsageError: None is to be shown.
-    """
+    """Return the numbers of at most so many of n models, evenly chosen."""
+    # `most`: how many to show, at least 1
     if most < 1:
         raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
     found: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
@@ -47,15 +40,8 @@ def thinned(n: int, most: int) -> list[int]:
 def map_of(
     space: WeightSpace, shown: Sequence[int], faces: NDArray[np.uint8], labels: Labels | None, neighbors: int
 ) -> AdapterMap:
-    """Put models on a map of the first components.
-
-    Args:
-        space: The space.
-        shown: Numbers of the models.
-        faces: A picture of each, shape `(shown, height, width, 3)`.
-        labels: Of all models of the space.
-        neighbors: How many of each, among those shown.
-    """
+    """Put models on a map of the first components."""
+    # `faces`: a picture of each, shape `(shown, height, width, 3)`
     names = [space.names[number] for number in shown]
     known = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
     scores = space.scores[list(shown)]
@@ -79,16 +65,9 @@ def samples_of(
     neighbors: int,
     sampler: Sampler,
 ) -> Samples:
-    """Put drawn models beside the models on the map that are nearest to them.
-
-    Args:
-        space: The space.
-        shown: Numbers of the models on the map.
-        drawn: Points, shape `(n, k)`.
-        images: Of each, shape `(n, noises, height, width, 3)`.
-        neighbors: How many of each.
-        sampler: That drew them.
-    """
+    """Put drawn models beside the models on the map that are nearest to them."""
+    # `drawn`: points, shape `(n, k)`
+    # `images`: shape `(n, noises, height, width, 3)`
     width = f" of bandwidth {sampler.bandwidth:.2f}" if isinstance(sampler, KernelSampler) else ""
     note = f"A {type(sampler).__name__}{width} drew them."
     return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
@@ -105,10 +84,8 @@ def _coordinates(space: WeightSpace, points: Tensor) -> NDArray[np.float64]:
 def _nearest(
     space: WeightSpace, points: Tensor, shown: Sequence[int], count: int, *, themselves: bool = False
 ) -> Neighbors | None:
-    """Models on the map nearest to points, by the cosine of what both add to the mean of all models.
-
-    Where the points are the models on the map themselves, none is its own neighbor.
-    """
+    """Models on the map nearest to points, by the cosine of what both add to the mean of all models."""
+    # Where the points are the models on the map themselves, none is its own neighbor.
     count = min(count, len(shown) - themselves)
     if count < 1:
         return None
@@ -124,38 +101,20 @@ def _nearest(
 @final
 @dataclass(frozen=True)
 class Look:
-    """What is painted, and how.
+    """What is painted, and how."""
 
-    Attributes:
-        prompts: One for all seeds, or one per seed.
-        seeds: Of the initial noises; thumbnails and the map take the first.
-        guidance: Scale of classifier-free guidance.
-        steps: Of the scheduler.
-        strengths: Of sliders, in standard deviations.
-        grid: The same where two are moved at once.
-        components: How many principal ones get a slider.
-        adapters: Most on the map; more are thinned out evenly.
-        samples: How many models are drawn.
-        neighbors: Of each adapter and sample.
-        rows: Most images at a time.
-        seed: Decides on samples.
-
-    Raises:
-        UsageError: There are no seeds, or a number is negative.
-    """
-
-    prompts: tuple[str, ...] = ("",)
-    seeds: tuple[int, ...] = (0, 1, 2, 3)
-    guidance: float = 3.0
+    prompts: tuple[str, ...] = ("",)  # one for all seeds, or one per seed
+    seeds: tuple[int, ...] = (0, 1, 2, 3)  # thumbnails and the map take the first
+    guidance: float = 3.0  # scale of classifier-free guidance
     steps: int = 50
     strengths: tuple[float, ...] = tuple(half / 2 for half in range(-6, 7))
     grid: tuple[float, ...] = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
-    components: int = 4
-    adapters: int = 400
-    samples: int = 12
+    components: int = 4  # how many principal ones get a slider
+    adapters: int = 400  # most on the map; more are thinned out evenly
+    samples: int = 12  # how many models are drawn
     neighbors: int = 4
-    rows: int = 64
-    seed: int = 0
+    rows: int = 64  # most images at a time
+    seed: int = 0  # decides on samples
 
     def __post_init__(self) -> None:
         """Refuse what would only be found out after painting."""
@@ -174,14 +133,10 @@ class Look:
 @final
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Measures attributes in pictures.
+    """Measures attributes in pictures."""
 
-    Attributes:
-        name: What it is, in a few words, with an article.
-        read: Takes pictures of shape `(n, 3, height, width)`, within 0 and 1, and returns attribute → shape `(n,)`.
-    """
-
-    name: str
+    name: str  # what it is, in a few words, with an article
+    # Takes pictures of shape `(n, 3, height, width)`, within 0 and 1, and returns attribute → shape `(n,)`.
     read: Callable[[Tensor], Mapping[str, Tensor]]
 
 
@@ -212,28 +167,9 @@ def painted_view(
     command: str | None = None,
     progress: Progress = QUIET,
 ) -> View:
-    """Paint a page.
-
-    Args:
-        model: The base model; its weights stay as they are.
-        space: Fitted to adapters of this model.
-        title: Of the page.
-        directions: Found in this space; each gets a slider.
-        pairs: Names of two directions, or of components as in "component 1", that are moved together.
-        labels: Of the adapters, in the order of the space: the map is colored by them.
-        start: Name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters.
-        sampler: Draws models; by default a `KernelSampler`.
-        reader: Measures attributes in the pictures of sliders.
-        look: How much is painted.
-        summary: Below the title.
-        facts: Name → what more should be said of how the page was made.
-        command: That made it.
-        progress: Where to show it.
-
-    Raises:
-        UsageError: There is no slider; a direction or the start is of another space; a pair names no slider; labels are
-            of other adapters; the space is of another model.
-    """
+    """Paint a page."""
+    # `pairs`: names of two directions, or of components as in "component 1", that are moved together
+    # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
     steps = _steps(space, directions, min(look.components, space.components))
     if not steps:
         raise UsageError("There is no slider to paint.", cure="Give a direction, or ask for components.")

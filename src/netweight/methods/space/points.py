@@ -20,8 +20,8 @@ from netweight.evidence.finding import Finding
 from netweight.methods.space.directions import Direction, scores_digest
 from netweight.store.checkpoint import read_record, write_record
 
+# Least standard deviation of samples' attributes, as a share of that of the training models.
 SPREAD_TARGET = 0.9
-"""Least standard deviation of samples' attributes, as a share of that of the training models."""
 
 _RESAMPLES = 500
 _NEIGHBORHOOD = 3  # as in the paper of precision and recall
@@ -30,21 +30,9 @@ _NEIGHBORHOOD = 3  # as in the paper of precision and recall
 def spread_findings(
     samples: Tensor, training: Tensor, names: Sequence[str], *, seed: int = 0, what: str = "attribute"
 ) -> list[Finding]:
-    """Return how far samples spread, as shares of how far the training models do.
-
-    Args:
-        samples: Attributes of samples, read from their images, shape `(b, a)`, b at least 5.
-        training: Attributes of training models, read in the same way, shape `(n, a)`, n at least 5.
-        names: Of the attributes.
-        seed: Of the bootstrap, which draws samples and training models anew.
-        what: What the columns are.
-
-    Returns:
-        The mean ratio of standard deviations over attributes, with the target, and one ratio per attribute.
-
-    Raises:
-        UsageError: There are too few, or an attribute of the training models does not vary.
-    """
+    """Return how far samples spread, as shares of how far the training models do."""
+    # `samples`: attributes of samples, read from their images, shape `(b, a)`, b at least 5
+    # `training`: attributes of training models, read in the same way, shape `(n, a)`, n at least 5
     ours, theirs = _checked(samples, training, names)
     ratios = _ratios(ours, theirs)
     generator = numpy_generator(seed, "spread")
@@ -76,22 +64,13 @@ def spread_findings(
 
 
 def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
-    """Return whether samples lie where training models lie, reach all of them, and are not copies of them.
-
-    Args:
-        samples: Scores (or other features) of samples, shape `(b, k)`, b at least 5.
-        training: Those of the training models, shape `(n, k)`, n at least 5.
-
-    Returns:
-        Distance to the nearest training model over that between training models (medians); copies, nearer to a training
-        model than half of what lies between training models in the median; precision, the share of samples within the
-        neighborhood of a training model; recall, the share of training models within that of a sample.
-
-    Raises:
-        UsageError: Most training models have a twin.
-
-    Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
-    """
+    """Return whether samples lie where training models lie, reach all of them, and are not copies of them."""
+    # Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
+    # `samples`: scores (or other features) of samples, shape `(b, k)`, b at least 5
+    # `training`: those of the training models, shape `(n, k)`, n at least 5
+    # Returns: Distance to the nearest training model over that between training models (medians); copies, nearer to a
+    # training model than half of what lies between training models in the median; precision, the share of samples
+    # within the neighborhood of a training model; recall, the share of training models within that of a sample.
     ours, theirs = _checked(samples, training, None)
     own = nearest_distances(theirs)
     middle = float(own.median())
@@ -148,39 +127,20 @@ _AT_ONCE = 1024
 @final
 @dataclass(frozen=True)
 class Neighbor:
-    """A training model near a point.
+    """A training model near a point."""
 
-    Attributes:
-        name: The model.
-        number: Its row in the space.
-        cosine: Of the angle between what the two add to the mean model; NaN for the mean model, which has no direction.
-        distance: Norm of the difference of the two changes.
-    """
-
-    name: str
-    number: int
-    cosine: float
-    distance: float
+    name: str  # the model
+    number: int  # its row in the space
+    cosine: float  # NaN for the mean model, which has no direction
+    distance: float  # norm of the difference of the two changes
 
 
 def nearest(
     points: Tensor, scores: Tensor, names: Sequence[str], *, count: int = 5, measure: Measure = "cosine"
 ) -> list[list[Neighbor]]:
-    """Find the training models nearest to points.
-
-    Args:
-        points: Shape `(b, k)` or `(k,)`.
-        scores: Of the training models, shape `(n, k)`.
-        names: Of the training models.
-        count: How many; all models if there are fewer.
-        measure: Which are nearest: those of the highest cosine, or of the least distance.
-
-    Returns:
-        For each point its neighbors, the nearest first. A training model is its own nearest one.
-
-    Raises:
-        UsageError: The numbers of components or names do not fit, or a value is not finite.
-    """
+    """Find the training models nearest to points."""
+    # `points`: shape `(b, k)` or `(k,)`
+    # `scores`: shape `(n, k)`
     points = points.detach().double().cpu().reshape(-1, points.shape[-1])
     scores = scores.detach().double().cpu()
     if points.shape[1] != scores.shape[1] or len(names) != len(scores):
@@ -208,19 +168,11 @@ def nearest(
 
 
 def nearest_distances(points: Tensor, others: Tensor | None = None, *, rank: int = 1) -> Tensor:
-    """Return how far each point is from its nearest other.
-
-    Args:
-        points: Shape `(b, k)`.
-        others: Shape `(n, k)`; None for the points themselves, each but itself.
-        rank: 1 for the nearest, 2 for the second and so on.
-
-    Returns:
-        Shape `(b,)`, fp64.
-
-    Raises:
-        UsageError: There are not as many others.
-    """
+    """Return how far each point is from its nearest other."""
+    # `points`: shape `(b, k)`
+    # `others`: shape `(n, k)`; None for the points themselves, each but itself
+    # `rank`: 1 for the nearest, 2 for the second and so on
+    # Returns: Shape `(b,)`, fp64.
     points = points.detach().double().cpu()
     among = points if others is None else others.detach().double().cpu()
     if rank > len(among) - (others is None):
@@ -235,15 +187,7 @@ def nearest_distances(points: Tensor, others: Tensor | None = None, *, rank: int
 
 
 def row_of(name: str, names: Sequence[str]) -> int:
-    """Return the number of a model.
-
-    Args:
-        name: What is looked for.
-        names: Of all models.
-
-    Raises:
-        NameNotFound: There is none of this name; the nearest are named.
-    """
+    """Return the number of a model."""
     if name not in names:
         near = ", ".join(map(repr, nearest_names(name, names)))
         raise NameNotFound(f"There is no model {name!r} in the space.", cure=f"The nearest names are {near}.")
@@ -265,22 +209,12 @@ _VERSION = 1
 @final
 @dataclass(frozen=True, eq=False)
 class Points:
-    """Named points of a space.
+    """Named points of a space."""
 
-    Attributes:
-        names: One per point.
-        scores: Shape `(b, k)`, fp32.
-        space: Digest of the space, as `scores_digest` gives it; None if unknown.
-        origin: How they were made, JSON values.
-
-    Raises:
-        UsageError: There are not as many names as points, or a score is not finite.
-    """
-
-    names: tuple[str, ...]
-    scores: Tensor
-    space: str | None = None
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...]  # one per point
+    scores: Tensor  # shape `(b, k)`, fp32
+    space: str | None = None  # digest of the space, as `scores_digest` gives it; None if unknown
+    origin: Mapping[str, Any] = field(default_factory=dict)  # how they were made, JSON values
 
     def __post_init__(self) -> None:
         """Refuse what are no points."""
@@ -291,14 +225,8 @@ class Points:
             )
 
     def check(self, scores: Tensor) -> None:
-        """Refuse points of another space.
-
-        Args:
-            scores: The training scores of the space at hand. Shape `(n, k)`.
-
-        Raises:
-            UsageError: They are of another.
-        """
+        """Refuse points of another space."""
+        # `scores`: the training scores of the space at hand; shape `(n, k)`
         if self.scores.shape[1] != scores.shape[1] or self.space not in (None, scores_digest(scores)):
             raise UsageError(
                 f"The points are of another space, of {self.scores.shape[1]} components.",
@@ -306,30 +234,13 @@ class Points:
             )
 
     def only(self, name: str) -> Points:
-        """Return one of the points.
-
-        Args:
-            name: Of one of the points.
-
-        Raises:
-            NameNotFound: There is none of this name; the nearest are named.
-        """
+        """Return one of the points."""
         row = row_of(name, self.names)
         return Points((name,), self.scores[row : row + 1], self.space, self.origin)
 
 
 def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -> None:
-    """Write points, whole or not at all.
-
-    Args:
-        points: What to write.
-        path: The file.
-        overwrite: Whether an existing file may be replaced.
-
-    Raises:
-        OutputExists: The file exists already.
-        OutputFailed: The place cannot be written.
-    """
+    """Write points, whole or not at all."""
     values = {
         "names": list(points.names),
         "scores": points.scores.float().tolist(),
@@ -340,15 +251,7 @@ def write_points(points: Points, path: str | Path, *, overwrite: bool = False) -
 
 
 def read_points(path: str | Path) -> Points:
-    """Read points.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CorruptBlob: The file holds none.
-        UsageError: It cannot be read.
-    """
+    """Read points."""
 
     def made(values: dict[str, Any]) -> Points:
         found = values["points"]

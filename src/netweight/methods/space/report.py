@@ -24,12 +24,12 @@ from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.points import neighbor_findings, spread_findings
 from netweight.nn.lora import Adapter, combined
 
+# The treatments.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
-"""The treatments."""
+# Points that are needed to say how they lie among models.
 LEAST_AUDITED = 5
-"""Points that are needed to say how they lie among models."""
+# Largest relative error of an adapter that was written at its own rank: that of fp32.
 EXACT = 1e-4
-"""Largest relative error of an adapter that was written at its own rank: that of fp32."""
 
 register_treatment(FIT, audits=("fit",))
 register_treatment(SAMPLE, audits=("neighbors", "images"))
@@ -40,29 +40,16 @@ register_treatment(EXPORT, audits=("files", "images"))
 @final
 @dataclass(frozen=True, eq=False)
 class WrittenSubject:
-    """Adapters that were written, beside the points that they are of.
+    """Adapters that were written, beside the points that they are of."""
 
-    Attributes:
-        points: Name → the point as an adapter, exactly.
-        written: Name → what its file holds.
-        rank: That they were cut to; None for their own.
-    """
-
-    points: Mapping[str, Adapter]
-    written: Mapping[str, Adapter]
-    rank: int | None = None
+    points: Mapping[str, Adapter]  # name → the point as an adapter, exactly
+    written: Mapping[str, Adapter]  # name → what its file holds
+    rank: int | None = None  # that they were cut to; None for their own
 
 
 @register_audit(FIT, "fit")
 def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how much of the adapters' variance the components hold, of seen adapters and of others.
-
-    Args:
-        subject: What the fit knows of itself.
-        config: Not looked at.
-        seed: Not used: nothing is drawn.
-        progress: Not used.
-    """
+    """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
     found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
     if subject.halves is not None:
         halves = subject.halves
@@ -75,14 +62,8 @@ def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Prog
 
 @register_audit(SAMPLE, "neighbors")
 def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return whether drawn points lie where models lie without being copies of them.
-
-    Args:
-        subject: Scores of the points and of the models, each with a row per point. Shapes `(b, k)` and `(n, k)`.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-    """
+    """Return whether drawn points lie where models lie without being copies of them."""
+    # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
     points, models = subject
     if min(len(points), len(models)) < LEAST_AUDITED:
         why = f"{len(points)} points and {len(models)} models are fewer than {LEAST_AUDITED}"
@@ -92,31 +73,15 @@ def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, p
 
 @register_audit(EDIT, "directions")
 def moved_points(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`.
-
-    Args:
-        subject: The directions.
-        config: Not looked at.
-        seed: Not used.
-        progress: Where progress is shown.
-    """
+    """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`."""
     return direction_findings(subject, config, seed=seed, progress=progress)
 
 
 @register_audit(EXPORT, "files")
 def written_adapters(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Read adapters back and return how far they are from the points that they were written of.
-
-    Args:
-        subject: Points and what was read from their files.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Returns:
-        The largest relative error: norm of the difference over the norm of the whole change. Where ranks were not cut
-        it is to be at most `EXACT`.
-    """
+    """Read adapters back and return how far they are from the points that they were written of."""
+    # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
+    # not cut it is to be at most `EXACT`.
     errors = {name: _error(point, subject.written[name]) for name, point in subject.points.items()}
     worst = max(errors, key=lambda name: errors[name])
     return [
@@ -131,11 +96,11 @@ def _error(point: Adapter, written: Adapter) -> float:
 
 
 TREATMENT = "space"
+# Names of the audits.
 DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
-"""Names of the audits."""
 
+# Least R² of inversion from one image, as a share of that of an adapter trained on many.
 INVERSION_TARGET = 0.9
-"""Least R² of inversion from one image, as a share of that of an adapter trained on many."""
 
 register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
 
@@ -143,20 +108,12 @@ register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENT
 @final
 @dataclass(frozen=True, eq=False)
 class SampleSubject:
-    """Points that were drawn, beside the training models.
+    """Points that were drawn, beside the training models."""
 
-    Attributes:
-        samples: Scores of the samples, shape `(b, k)`.
-        training: Of the training models, shape `(n, k)`.
-        sample_attributes: Read from the samples' images, shape `(b, a)`.
-        training_attributes: Read from the training models' images, in the same way, shape `(n, a)`; n may be smaller
-            than in `training`.
-        names: Of the attributes.
-    """
-
-    samples: Tensor
-    training: Tensor
-    sample_attributes: Tensor
+    samples: Tensor  # scores of the samples, shape `(b, k)`
+    training: Tensor  # shape `(n, k)`
+    sample_attributes: Tensor  # read from the samples' images, shape `(b, a)`
+    # Read from the training models' images, in the same way, shape `(n, a)`; n may be smaller than in `training`.
     training_attributes: Tensor
     names: Sequence[str]
 
@@ -164,50 +121,27 @@ class SampleSubject:
 @final
 @dataclass(frozen=True, eq=False)
 class InversionSubject:
-    """Attributes of people, true ones and read from images that were made in several ways.
+    """Attributes of people, true ones and read from images that were made in several ways."""
 
-    Attributes:
-        truth: Shape `(b, a)`.
-        readings: Way → attributes read, mean over fresh images of each person, shape `(b, a)`.
-        names: Of the attributes.
-        ours: The way that is audited.
-        against: The way it is held against, such as an adapter trained on many images.
-    """
-
-    truth: Tensor
-    readings: Mapping[str, Tensor]
+    truth: Tensor  # shape `(b, a)`
+    readings: Mapping[str, Tensor]  # way → attributes read, mean over fresh images of each person, shape `(b, a)`
     names: Sequence[str]
-    ours: str = "inversion"
-    against: str = "adapter of many images"
+    ours: str = "inversion"  # the way that is audited
+    against: str = "adapter of many images"  # the way it is held against, such as an adapter trained on many images
 
 
 @final
 @dataclass(frozen=True)
 class EntanglementSubject:
-    """What `entanglement` returned, and of how many attributes.
+    """What `entanglement` returned, and of how many attributes."""
 
-    Attributes:
-        found: One per number of models.
-        attributes: How many attributes' directions were compared.
-    """
-
-    found: Sequence[Entanglement]
-    attributes: int
+    found: Sequence[Entanglement]  # one per number of models
+    attributes: int  # how many attributes' directions were compared
 
 
 @register_audit(TREATMENT, DIRECTIONS)
 def direction_findings(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well each direction tells held-out models apart, and the cosines between directions.
-
-    Args:
-        subject: Directions that were fitted with folds.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Raises:
-        UsageError: There is no direction, or one was fitted without folds.
-    """
+    """Return how well each direction tells held-out models apart, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
     if bare or not subject:
         raise UsageError(f"The directions {bare} have no held-out score.", cure="Fit them with folds.")
@@ -226,27 +160,13 @@ def direction_findings(subject: Sequence[Direction], config: object, *, seed: in
 
 @register_audit(TREATMENT, EDITS)
 def edit_findings(subject: Sequence[EditCurve], config: str | None, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return effect against cost of each edit.
-
-    Args:
-        subject: Curves.
-        config: Name of the comparison that says whether the prompt was kept.
-        seed: Of the bootstrap.
-        progress: Not used.
-    """
+    """Return effect against cost of each edit."""
     return [finding for curve in subject for finding in curve_findings(curve, seed=seed, kept=config)]
 
 
 @register_audit(TREATMENT, SAMPLES)
 def sample_findings(subject: SampleSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far samples' attributes spread, and whether samples lie where training models lie without copying.
-
-    Args:
-        subject: Samples and training models.
-        config: Not looked at.
-        seed: Of the bootstrap.
-        progress: Not used.
-    """
+    """Return how far samples' attributes spread, and whether samples lie where training models lie without copying."""
     return [
         *spread_findings(subject.sample_attributes, subject.training_attributes, subject.names, seed=seed),
         *neighbor_findings(subject.samples, subject.training),
@@ -255,19 +175,8 @@ def sample_findings(subject: SampleSubject, config: object, *, seed: int, progre
 
 @register_audit(TREATMENT, INVERSION)
 def inversion_findings(subject: InversionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how much of people's attributes each way of making them gets right, and ours against another.
-
-    R² of attributes does not punish copying the one image that was inverted: look at how pictures differ, too.
-
-    Args:
-        subject: Truth and readings.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Raises:
-        UsageError: A way is missing, or shapes differ.
-    """
+    """Return how much of people's attributes each way of making them gets right, and ours against another."""
+    # R² of attributes does not punish copying the one image that was inverted: look at how pictures differ, too.
     missing = [name for name in (subject.ours, subject.against) if name not in subject.readings]
     if missing:
         raise UsageError(f"There are no readings of {missing[0]!r}.", cure=f"There are {sorted(subject.readings)}.")
@@ -291,14 +200,7 @@ def inversion_findings(subject: InversionSubject, config: object, *, seed: int, 
 
 @register_audit(TREATMENT, ENTANGLEMENT)
 def entangled(subject: EntanglementSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far directions point the same way, by the number of models.
-
-    Args:
-        subject: What was found.
-        config: Not looked at.
-        seed: That it was found with.
-        progress: Not used.
-    """
+    """Return how far directions point the same way, by the number of models."""
     return entanglement_findings(subject.found, attributes=subject.attributes, seed=seed)
 
 

@@ -23,30 +23,16 @@ _TRIED = (1, 2, 3, 4, 6, 8)
 @final
 @dataclass(frozen=True, eq=False)
 class MixtureSampler:
-    """Clusters, each an independent Gaussian per component.
+    """Clusters, each an independent Gaussian per component."""
 
-    Attributes:
-        shares: Shape `(c,)`, of sum 1.
-        means: Shape `(c, k)`.
-        deviations: Shape `(c, k)`.
-    """
-
-    shares: Tensor
-    means: Tensor
-    deviations: Tensor
+    shares: Tensor  # shape `(c,)`, of sum 1
+    means: Tensor  # shape `(c, k)`
+    deviations: Tensor  # shape `(c, k)`
 
     @classmethod
     def fit(cls, scores: Tensor, *, clusters: int | None = None, seed: int = 0) -> MixtureSampler:
-        """Fit by expectation and maximization.
-
-        Args:
-            scores: Shape `(n, k)`.
-            clusters: How many; None adds clusters while held-out models become likelier, over five folds.
-            seed: Of the start and the folds.
-
-        Raises:
-            UsageError: There are fewer than 10 models, or fewer than 5 per cluster.
-        """
+        """Fit by expectation and maximization."""
+        # `scores`: shape `(n, k)`
         scores = scores.detach().double().cpu()
         most = len(scores) // 5
         if len(scores) < 10 or (clusters is not None and not 1 <= clusters <= most) or not scores.isfinite().all():
@@ -69,11 +55,8 @@ class MixtureSampler:
         return torch.stack(points).float()
 
     def log_likelihood(self, points: Tensor) -> Tensor:
-        """Return the logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside.
-
-        Args:
-            points: Shape `(b, k)`.
-        """
+        """Return the logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside."""
+        # `points`: shape `(b, k)`
         return self._parts(points.detach().double().cpu()).logsumexp(1)
 
     def _parts(self, points: Tensor) -> Tensor:
@@ -153,42 +136,26 @@ class Sampler(Protocol):
     """Draws points."""
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count.
-
-        Args:
-            count: At least 1.
-            seed: Where draws come from.
-        """
+        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count."""
+        # `count`: at least 1
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class GaussianSampler:
-    """Independent Gaussians per component.
+    """Independent Gaussians per component."""
 
-    Attributes:
-        mean: Shape `(k,)`.
-        deviations: Shape `(k,)`.
-        factor: The deviations are multiplied with it.
+    # Source: weights2weights, section 4.1.
 
-    Source: weights2weights, section 4.1.
-    """
-
-    mean: Tensor
-    deviations: Tensor
-    factor: float = 1.0
+    mean: Tensor  # shape `(k,)`
+    deviations: Tensor  # shape `(k,)`
+    factor: float = 1.0  # the deviations are multiplied with it
 
     @classmethod
     def fit(cls, scores: Tensor, *, factor: float = 1.0) -> GaussianSampler:
-        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`.
-
-        Args:
-            scores: Shape `(n, k)`, n at least 3.
-            factor: What deviations are multiplied with, above 0.
-
-        Raises:
-            UsageError: The factor is not above 0, or the scores are no finite matrix of enough rows.
-        """
+        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`."""
+        # `scores`: shape `(n, k)`, n at least 3
+        # `factor`: what deviations are multiplied with, above 0
         scores = _checked(scores)
         if not factor > 0:
             raise UsageError(f"A spread cannot be multiplied with {factor}.", cure="Give a factor above 0.")
@@ -203,32 +170,20 @@ class GaussianSampler:
 @final
 @dataclass(frozen=True, eq=False)
 class KernelSampler:
-    """A training model, drawn closer to the mean, plus Gaussian noise: every component keeps mean and variance.
+    """A training model, drawn closer to the mean, plus Gaussian noise: every component keeps mean and variance."""
 
-    A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
+    # A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
+    # Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
 
-    Attributes:
-        scores: Of the training models, shape `(n, k)`, fp64.
-        bandwidth: Deviation of the noise, as a share of each component's.
-
-    Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
-    """
-
-    scores: Tensor
-    bandwidth: float
+    scores: Tensor  # shape `(n, k)`, fp64
+    bandwidth: float  # deviation of the noise, as a share of each component's
 
     @classmethod
     def fit(cls, scores: Tensor, *, bandwidth: float | None = None) -> KernelSampler:
-        """Keep the scores.
-
-        Args:
-            scores: Shape `(n, k)`, n at least 3.
-            bandwidth: Between 0 and 1; None takes the one under which each model is likeliest given all others. In many
-                dimensions that comes close to 1.
-
-        Raises:
-            UsageError: The bandwidth is not between 0 and 1, or the scores are no finite matrix of enough rows.
-        """
+        """Keep the scores."""
+        # `scores`: shape `(n, k)`, n at least 3
+        # `bandwidth`: between 0 and 1; None takes the one under which each model is likeliest given all others. In many
+        # dimensions that comes close to 1.
         scores = _checked(scores)
         if bandwidth is not None and not 0 <= bandwidth <= 1:
             raise UsageError(f"The bandwidth {bandwidth} is not within 0 and 1.", cure="Try 0.5.")
@@ -247,27 +202,17 @@ class KernelSampler:
 @final
 @dataclass(frozen=True, eq=False)
 class ConditionalSampler:
-    """What the attributes of a training model say, plus what is left of another once its attributes are taken out.
+    """What the attributes of a training model say, plus what is left of another once its attributes are taken out."""
 
-    Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
-    them by a `KernelSampler`.
+    # Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
+    # them by a `KernelSampler`.
 
-    Attributes:
-        columns: Names of the attributes.
-        values: Their values, shape `(m, a)`, of the models that are labeled.
-        center: Scores of a model whose attributes are 0, shape `(k,)`.
-        effects: What each attribute adds, shape `(a, k)`.
-        rest: Draws what is left.
-        emphasis: What differs from the mean attributes is multiplied with it. Images of new combinations show less of
-            an attribute than those of trained models; read some, and raise this until their spread is as wanted.
-    """
-
-    columns: tuple[str, ...]
-    values: Tensor
-    center: Tensor
-    effects: Tensor
-    rest: KernelSampler
-    emphasis: float = 1.0
+    columns: tuple[str, ...]  # names of the attributes
+    values: Tensor  # their values, shape `(m, a)`, of the models that are labeled
+    center: Tensor  # scores of a model whose attributes are 0, shape `(k,)`
+    effects: Tensor  # what each attribute adds, shape `(a, k)`
+    rest: KernelSampler  # draws what is left
+    emphasis: float = 1.0  # what differs from the mean attributes is multiplied with it
 
     @classmethod
     def fit(
@@ -279,19 +224,9 @@ class ConditionalSampler:
         bandwidth: float | None = None,
         emphasis: float = 1.0,
     ) -> ConditionalSampler:
-        """Regress scores on labels.
-
-        Args:
-            scores: Shape `(n, k)`.
-            labels: Of the same models; those that lack one of the columns are left out.
-            columns: Which attributes; all by default.
-            bandwidth: As for `KernelSampler`, of the rest.
-            emphasis: Above 0.
-
-        Raises:
-            NameNotFound: There is no such column.
-            UsageError: A column has one value, or there are too few labeled models.
-        """
+        """Regress scores on labels."""
+        # `scores`: shape `(n, k)`
+        # `emphasis`: above 0
         names = list(labels.columns) if columns is None else list(columns)
         chosen = [labels[name] for name in names]
         for column in chosen:
@@ -311,17 +246,9 @@ class ConditionalSampler:
         return cls(tuple(names), values, solved[-1], solved[:-1], rest, emphasis)
 
     def draw(self, count: int, *, seed: int, given: Mapping[str, float] | None = None) -> Tensor:
-        """Return points, shape `(count, k)`, fp32.
-
-        Args:
-            count: How many.
-            seed: Decides on the draw.
-            given: Attributes that all points are to have; the others come from training models that are nearest in
-                these, among the nearest tenth (at least 10), so that combinations stay those that occur.
-
-        Raises:
-            NameNotFound: An attribute in `given` is none of the columns.
-        """
+        """Return points, shape `(count, k)`, fp32."""
+        # `given`: attributes that all points are to have; the others come from training models that are nearest in
+        # these, among the nearest tenth (at least 10), so that combinations stay those that occur
         given = dict(given or {})
         for name in given:
             if name not in self.columns:

@@ -8,41 +8,30 @@ from typing import Literal, final, get_args
 from netweight.errors import UsageError
 from netweight.nn.basis import Solver
 
+# What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both.
 Representation = Literal["delta", "shared-down", "factors"]
-"""What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both."""
 
 
 @final
 @dataclass(frozen=True)
 class FitConfig:
-    """How a space is fitted.
+    """How a space is fitted."""
 
-    Attributes:
-        components: How many; None for as many as there are, at most 1,000.
-        representation: See `Representation`. "delta" does not depend on how a change is written as up @ down, nor on
-            ranks. "shared-down" gives the same components where all adapters share their down factors, and points of
-            the adapters' own rank. "factors" is the reference's; it means something only for adapters that began from
-            the same seed.
-        standardize: Whether every number is divided by its standard deviation first; "factors" only, as the reference.
-        solver: "dual" is exact, from all inner products; "streaming" passes over the bank instead, in "delta" through
-            a sketch of the changes; "auto" takes the first up to 10,000 adapters.
-        halves: "dual" only: whether to fit two halves of the adapters as well, to see what of components comes back.
-        sketch: Side of the sketch of a module's change.
-        passes: "streaming" only: passes of iteration at most.
-        tolerance: "streaming" only: a pass that adds less than this share to the captured variance is the last.
-        seed: Of halves, of sketches, and of the rows that streaming starts from.
-
-    Raises:
-        UsageError: A value cannot be meant.
-    """
-
-    components: int | None = None
+    components: int | None = None  # how many; None for as many as there are, at most 1,000
+    # "delta" does not depend on how a change is written as up @ down, nor on ranks. "shared-down" gives the same
+    # components where all adapters share their down factors, and points of the adapters' own rank. "factors" is the
+    # reference's; it means something only for adapters that began from the same seed.
     representation: Representation = "delta"
+    # Whether every number is divided by its standard deviation first; "factors" only, as the reference.
     standardize: bool = True
+    # "dual" is exact, from all inner products; "streaming" passes over the bank instead, in "delta" through a sketch of
+    # the changes; "auto" takes the first up to 10,000 adapters.
     solver: Solver = "auto"
+    # "dual" only: whether to fit two halves of the adapters as well, to see what of components comes back.
     halves: bool = True
-    sketch: int = 32
-    passes: int = 6
+    sketch: int = 32  # side of the sketch of a module's change
+    passes: int = 6  # "streaming" only: passes of iteration at most
+    # "streaming" only: a pass that adds less than this share to the captured variance is the last.
     tolerance: float = 2e-3
     seed: int = 0
 

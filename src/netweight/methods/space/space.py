@@ -94,18 +94,7 @@ def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> Weigh
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Read what a space is, without its numbers: the values of its record.
-
-    Args:
-        folder: The space's folder.
-
-    Returns:
-        The record's JSON values.
-
-    Raises:
-        UsageError: The folder holds no space.
-        CorruptBlob: Its record is damaged.
-    """
+    """Read what a space is, without its numbers: the values of its record."""
     if not (folder / RECORD).is_file():
         raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
     values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
@@ -179,10 +168,7 @@ def _bank_at(folder: Path, place: str | None) -> AdapterBank:
 
 
 def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
-    """Refuse a bank that is neither the one of the fit nor that one grown.
-
-    A grown bank has another digest; its first adapters are compared by name and fingerprint.
-    """
+    """Refuse a bank that is neither the one of the fit nor that one grown."""
     if bank.digest == digest:
         return
     if list(bank.names[: len(fitted)]) == list(fitted):
@@ -491,17 +477,11 @@ class WeightSpace:
 @final
 @dataclass(frozen=True)
 class Appended:
-    """A space with more adapters.
+    """A space with more adapters."""
 
-    Attributes:
-        space: The space: components as they were, names and scores with the new ones.
-        added: Number of new adapters.
-        captured: Share of their squared distance from the mean that lies along the components.
-    """
-
-    space: WeightSpace
-    added: int
-    captured: float
+    space: WeightSpace  # the space: components as they were, names and scores with the new ones
+    added: int  # number of new adapters
+    captured: float  # share of their squared distance from the mean that lies along the components
 
     @property
     def expected(self) -> float:

@@ -42,24 +42,12 @@ class _Addition:
 
 @final
 class BankWriter:
-    """Write a bank, or add to one; a context manager.
+    """Write a bank, or add to one; a context manager."""
 
-    A new bank is written beside its place and appears when the block ends; if the block raises or the process is
-    killed, the next writer for the same place goes on with what was flushed (see `names`). A bank that is there grows
-    in place, by whole shards. Many small additions are joined to larger shards on the way.
-
-    Args:
-        path: The bank's folder.
-        compress: Whether new shards are compressed, bit for bit.
-        kernels: Names of convolutions → sides of their kernels, for a new bank.
-        base: Name of the model the adapters were trained on, for a new bank.
-        shard_bytes: Factors are held in memory until they take so many bytes.
-
-    Raises:
-        OutputExists: On entering: the folder exists and holds no bank.
-        UsageError: On entering: another process is writing the bank. On leaving: nothing was added.
-        OutputFailed: The disk is full or the place cannot be written.
-    """
+    # A new bank is written beside its place and appears when the block ends; if the block raises or the process is
+    # killed, the next writer for the same place goes on with what was flushed (see `names`). A bank that is there grows
+    # in place, by whole shards. Many small additions are joined to larger shards on the way.
+    # `shard_bytes`: factors are held in memory until they take so many bytes
 
     def __init__(
         self,
@@ -113,38 +101,15 @@ class BankWriter:
         return name in self._held
 
     def content(self, name: str) -> str:
-        """Digest of an adapter's factors and scales.
-
-        Args:
-            name: The adapter's name in the bank.
-
-        Returns:
-            The digest, hexadecimal.
-        """
+        """Digest of an adapter's factors and scales."""
         return self._held[name]
 
     def stamp(self, name: str) -> str:
-        """Size and time of the file that an adapter came from; empty if it came from none.
-
-        Args:
-            name: The adapter's name in the bank.
-
-        Returns:
-            Text that changes when the file does.
-        """
+        """Size and time of the file that an adapter came from; empty if it came from none."""
         return self._stamps[name]
 
     def add(self, name: str, adapter: Adapter, *, stamp: str = "") -> None:
-        """Add an adapter.
-
-        Args:
-            name: New to the bank.
-            adapter: Of the bank's modules and shapes; the first one decides on them. It is copied.
-            stamp: Size and time of its file, kept so that it need not be read again.
-
-        Raises:
-            UsageError: The name is taken, the modules or shapes are others, or it holds NaN or infinity.
-        """
+        """Add an adapter."""
         self.add_stack([name], AdapterStack.of([adapter]), stamps=[stamp])
 
     def add_stack(self, names: Sequence[str], stack: AdapterStack, *, stamps: Sequence[str] | None = None) -> None:
@@ -175,20 +140,11 @@ class BankWriter:
             self.flush()
 
     def skip(self, name: str, reason: str) -> None:
-        """Note that an adapter was left out; written with the next shard or at the end.
-
-        Args:
-            name: The adapter's name.
-            reason: Why, for the record.
-        """
+        """Note that an adapter was left out; written with the next shard or at the end."""
         self._record = replace(self._record, skipped={**self._record.skipped, name: reason})
 
     def flush(self) -> None:
-        """Write what is held in memory; afterwards a kill cannot lose it.
-
-        Raises:
-            OutputFailed: The disk is full or the place cannot be written; the bank is as it was.
-        """
+        """Write what is held in memory; afterwards a kill cannot lose it."""
         if not self._pending or self._folder is None:
             return
         kept, absorbed = self._absorbed()
@@ -278,15 +234,7 @@ class BankWriter:
 
 
 def difference(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
-    """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …".
-
-    Args:
-        expected: Module name → rows and columns, of the others.
-        found: The same of the adapter.
-
-    Returns:
-        One sentence's part; empty if they agree.
-    """
+    """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
         words = [f"{verb} {_few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]

@@ -37,19 +37,7 @@ _TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "
 
 
 def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
-    """Find the factors and alphas of each module.
-
-    Args:
-        names: Of all tensors.
-        where: The file, for messages.
-
-    Returns:
-        Module name, beginning with its component → tensor names by role.
-
-    Raises:
-        Unsupported: A tensor is no part of a LoRA; it is named.
-        CorruptBlob: A module has two factors of one role.
-    """
+    """Find the factors and alphas of each module."""
     found: dict[str, tuple[str, Role]] = {}
     for name in names:
         plain = name.replace(".processor.", ".")
@@ -77,19 +65,7 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
 
 
 def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
-    """Read the settings of each component from a file's metadata; empty if it has none.
-
-    Args:
-        metadata: Of the safetensors file.
-        where: The file, for messages.
-
-    Returns:
-        Settings by component.
-
-    Raises:
-        CorruptBlob: They cannot be read.
-        Unsupported: They ask for more than a low-rank change.
-    """
+    """Read the settings of each component from a file's metadata; empty if it has none."""
     if METADATA not in metadata:
         return {}
     try:
@@ -101,11 +77,7 @@ def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings
 
 
 def tensor_names(modules: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of the down and up factors by module name, as diffusers writes them today.
-
-    Args:
-        modules: Module names.
-    """
+    """Return the names of the down and up factors by module name, as diffusers writes them today."""
     names = {}
     for module, (component, _) in split_component(modules).items():
         text = component.startswith("text_encoder")

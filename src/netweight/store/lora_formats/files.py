@@ -31,20 +31,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# In the metadata of peft's files that we write: the component of the pipeline, which peft does not know.
 COMPONENT = "netweight.component"
-"""In the metadata of peft's files that we write: the component of the pipeline, which peft does not know."""
 
 
 def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
-    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`.
-
-    Args:
-        path: As for `read_adapter`.
-        model: The model's names, for names that do not tell enough; all must be among them.
-
-    Returns:
-        What is to be read, and from where.
-    """
+    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`."""
+    # `model`: the model's names, for names that do not tell enough; all must be among them
     plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
     return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
 
@@ -188,18 +181,7 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
 
 
 def load_plan(plan: Plan) -> Adapter:
-    """Read the adapter that was planned.
-
-    Args:
-        plan: What `plan_adapter` found.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        UsageError: It holds NaN or infinity; file and module are named.
-        CorruptBlob: A file is damaged.
-    """
+    """Read the adapter that was planned."""
     factors: dict[str, LowRank] = {}
     for file in dict.fromkeys(part.file for part in plan.parts.values()):
         with open_store(file) as store:

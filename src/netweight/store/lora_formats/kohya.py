@@ -27,30 +27,12 @@ _ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "
 
 
 def is_kohya(names: list[str]) -> bool:
-    """Whether tensors have kohya's names.
-
-    Args:
-        names: Names of the file's tensors.
-    """
+    """Whether tensors have kohya's names."""
     return bool(names) and all(name.startswith(tuple(PREFIXES)) for name in names)
 
 
 def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
-    """Find the factors and alphas of each module.
-
-    Args:
-        names: Of all tensors.
-        where: The file, for messages.
-        known: The way back to the model's own names.
-
-    Returns:
-        Module name, beginning with its component → tensor names by role.
-
-    Raises:
-        Unsupported: A tensor is no part of a LoRA, or a name cannot be told; it is named.
-        UsageError: A name may mean several modules.
-        CorruptBlob: Two names mean the same module.
-    """
+    """Find the factors and alphas of each module."""
     located: dict[str, dict[Role, str]] = {}
     for name in names:
         match = _TENSOR.fullmatch(name)
@@ -69,18 +51,7 @@ def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[R
 
 
 def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return an adapter's tensors in kohya's layout, all with one alpha.
-
-    diffusers reads files of several alphas wrongly (it takes the commonest for all), so there is one alpha: modules
-    with another scale have it multiplied into the up factor (`scaled_up`).
-
-    Args:
-        factors: Module name, beginning with its component → its change.
-        kernels: Of convolutions.
-
-    Raises:
-        UsageError: Two modules have the same name there, or a module belongs to no component.
-    """
+    """Return an adapter's tensors in kohya's layout, all with one alpha."""
     import torch
 
     components = split_component(factors)
