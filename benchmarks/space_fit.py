@@ -36,7 +36,8 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
-from netweight.nn.basis import fit_matrix, orthonormality
+from netweight.nn.matrix_pca import fit_matrix
+from netweight.nn.pca import orthonormality
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.streaming_pca import fit_streaming
 

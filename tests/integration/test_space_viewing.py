@@ -10,12 +10,11 @@ from tiny_diffusion import ORDINARY, trained
 from netweight.errors import UsageError
 from netweight.methods.space.directions import Column, Labels, fit_direction
 from netweight.methods.space.gram import StackBank
-from netweight.methods.space.page import render_view
-from netweight.methods.space.page_data import Look, Reader, painted_view
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.view.page import render_view
+from netweight.methods.space.view.painting import Look, Reader, painted_view
 from netweight.nn.apply_lora import merge_
-from netweight.nn.lora import Adapter, LowRank
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
 
 N = 7
 LAYERS = ["blocks.0.attn2.to_v", "blocks.1.attn2.to_v"]

@@ -14,8 +14,8 @@ from spaces_under_test import bank_of, sharing_adapters
 
 from netweight.methods.space.space import WeightSpace
 from netweight.nn import matrix
-from netweight.nn.basis import BasisFit
 from netweight.nn.matrix import MatrixFile
+from netweight.nn.pca import BasisFit
 from netweight.nn.streaming_pca import ProcessGroup, fit_streaming
 
 ROWS_PER_BLOCK = 20

@@ -9,8 +9,7 @@ from netweight.methods.space import gram
 from netweight.methods.space.fit import Sketch, sketch_error
 from netweight.methods.space.gram import inner_products
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter, combined
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack, combined
 from netweight.store.lora_formats.files import read_adapter
 
 

@@ -30,7 +30,7 @@ from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT, finished
 from netweight.methods.space.directions import read_labels
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter

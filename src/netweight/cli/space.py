@@ -52,7 +52,7 @@ def ingest(
     where it stopped when it is started again.
     """
     from netweight.store.bank.bank import AdapterBank
-    from netweight.store.published_w2w import import_published, stable_diffusion_dimensions
+    from netweight.store.bank.published import import_published, stable_diffusion_dimensions
 
     progress = QUIET if output.as_json else Progress()
     if stable_diffusion:

@@ -15,8 +15,8 @@ from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.space.page import View
-    from netweight.methods.space.page_data import Look
+    from netweight.methods.space.view.page import View
+    from netweight.methods.space.view.painting import Look
 
 _AMOUNTS = ("components", "adapters", "samples")
 
@@ -54,7 +54,7 @@ def view(folder: Path | None, seed: int, overwrite: bool, out: Path, output: Out
     images are. Without SPACE the page is about the miniature in the package: some hundred models of drawn faces.
     """
     from netweight.core.files import refuse_existing
-    from netweight.methods.space.page import write_view
+    from netweight.methods.space.view.page import write_view
 
     refuse_existing(out, overwrite=overwrite)
     options["command"] = shlex.join(["netweight", *sys.argv[1:]])
@@ -85,8 +85,8 @@ def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progr
     from netweight.cli.opened_space import opened, points_of
     from netweight.errors import UsageError
     from netweight.methods.space.directions import fit_direction, read_labels
-    from netweight.methods.space.page_data import Look, painted_view
     from netweight.methods.space.points import read_direction
+    from netweight.methods.space.view.painting import Look, painted_view
 
     missing = [name for name, key in (("--pipeline", "pipeline"), ("--prompt", "prompts")) if not options[key]]
     if missing or (options["attributes"] and options["labels_file"] is None):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from netweight.core.names import Select, nearest_names
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.nn.lora import Adapter
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack
 
 # What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`.
 Changes = AdapterStack | Adapter | Mapping[str, Tensor]

@@ -156,8 +156,12 @@ class Moments:
 
     def variance(self, count: int) -> Tensor:
         """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64."""
-        # `count`: how many rows were taken, at least 2
         return ((self.squares - self.sums**2 / count) / (count - 1)).clamp_min_(0)
+
+    def deviation(self, count: int) -> Tensor:
+        """What to divide columns by, shape `(d,)`, fp32: 1 where nothing varies, which stays 0 without its mean."""
+        variance = self.variance(count)
+        return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 
 
 def check_finite(rows: Tensor, first: int, column: int = 0) -> None:

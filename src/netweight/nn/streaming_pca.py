@@ -1,12 +1,8 @@
-"""Principal components of more rows than a Gram matrix has room for: block subspace iteration over blocks of rows.
+"""Principal components of more rows than a Gram matrix has room for, over any number of workers.
 
-A stage is one pass over the rows; what it adds up is a sum over them, so that several workers share it and exchange
-nothing else. What was added so far is kept in a folder, so that a fit goes on where it was killed.
+Workers are processes of `torch.distributed` (`fit_streaming`), or tasks of an engine, one per shard (`fit_shards`).
+What was added up so far is kept in a folder, so a fit continues where it was killed.
 """
-
-# Stage 0 finds mean and deviation, and keeps p sampled rows, whose span is the first guess Q. Each further stage makes
-# Z = XᵀX Q; the eigenvalues of QᵀZ say what Q had captured, and an orthonormal basis of Z is the next Q. The last stage
-# makes Y = X Q and turns Q by the eigenvectors of YᵀY (Rayleigh–Ritz), which gives components and scores.
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -29,215 +25,34 @@ from netweight.core.engines import Engine, local_processes
 from netweight.core.files import naming_failures, part_of, sync
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
-from netweight.core.seeds import torch_generator
 from netweight.errors import CorruptBlob, NetweightError, UsageError
-from netweight.nn.basis import Basis, BasisFit
-from netweight.nn.matrix import MatrixFile, Moments, Rows, blocks, check_finite
-
-# What a pass adds up, by name.
-Sums = dict[str, Tensor]
-_OVERSAMPLING = 1.25
-_EPS = torch.finfo(torch.float32).eps
-
-
-@final
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for."""
-
-    count: int  # number of rows of all workers together
-    length: int  # columns
-    components: int  # how many are wanted
-    standardize: bool = False  # whether to divide columns by their standard deviation
-    most: int = 6  # passes of iteration at most
-    tolerance: float = 2e-3  # a pass that adds less than this share to the captured variance is the last
-    seed: int = 0
-
-    @property
-    def width(self) -> int:
-        """Dimensions of the subspace, p: a quarter more than components, which is what they converge by."""
-        wanted = max(int(self.components * _OVERSAMPLING), self.components + 8)
-        return min(wanted, self.count, self.length)
-
-    def sampled(self) -> Tensor:
-        """Numbers of the rows that the first guess is the span of, rising."""
-        # Returns: Row numbers, int64.
-        draw = torch_generator(self.seed, "sampled rows")
-        return torch.randperm(self.count, generator=draw)[: self.width].sort().values
+from netweight.nn.matrix import MatrixFile, Rows
+from netweight.nn.pca import BasisFit
+from netweight.nn.subspace_iteration import (
+    Iteration,
+    IterationPlan,
+    Sums,
+    begin,
+    blank,
+    empty,
+    finish,
+    pass_over,
+    result,
+)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Iteration:
-    """Where a fit stands between two passes."""
+class Workers:
+    """Who shares the rows of a fit: this process alone, unless a subclass adds others."""
 
-    stage: int  # 0 before anything, then the number of the pass to make
-    last: bool  # whether that pass is the last
-    fixed: Sums  # what the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1
-    captured: tuple[float, ...] = ()  # share of the variance that the components had captured, pass by pass
-
-
-def begin(pilot: Tensor) -> Iteration:
-    """Start; `pilot` is a row near the mean, shape `(d,)`, the same for all workers."""
-    return Iteration(0, False, {"pilot": pilot})
-
-
-def blank(plan: Plan, stage: int) -> Sums:
-    """Zeros of the shapes that a stage works with."""
-    # `stage`: which pass, from 0
-    if stage == 0:
-        return {"pilot": torch.zeros(plan.length)}
-    scale = {"deviation": torch.zeros(plan.length)} if plan.standardize else {}
-    basis, total = torch.zeros(plan.width, plan.length), torch.zeros((), dtype=torch.float64)
-    return {"mean": torch.zeros(plan.length), **scale, "basis": basis, "total": total}
-
-
-def empty(plan: Plan, iteration: Iteration, rows: int) -> Sums:
-    """What a pass over so many rows adds to."""
-    # Returns: Tensors by name, all 0.
-    if iteration.stage == 0:
-        zeros = torch.zeros(plan.length, dtype=torch.float64)
-        return {"sums": zeros, "squares": zeros.clone(), "sampled": torch.zeros(plan.width, plan.length)}
-    if iteration.last:
-        return {
-            "squares": torch.zeros(plan.width, plan.width, dtype=torch.float64),
-            "own": torch.empty(rows, plan.width),
-        }
-    return {"products": torch.zeros(plan.width, plan.length)}
-
-
-def pass_over(
-    rows: Rows, plan: Plan, iteration: Iteration, *, first: int, sums: Sums, start: int = 0,
-    kept: Callable[[int], None] = lambda row: None, progress: Progress = QUIET,
-) -> None:  # fmt: skip
-    """Add what a worker's rows contribute to a pass."""
-    names = "mean and deviation" if iteration.stage == 0 else "scores" if iteration.last else "iteration"
-    add = _add_moments if iteration.stage == 0 else _add_scores if iteration.last else _add_products
-    with progress.task(f"Pass {iteration.stage + 1}, {names}", rows.shape[0], unit="rows") as task:
-        task.update(start)
-        for here, stop in blocks(rows, start):
-            add(plan, iteration, sums, rows.rows(here, stop), here, first)
-            kept(stop)
-            task.update(stop - here)
-
-
-def _add_moments(plan: Plan, iteration: Iteration, sums: Sums, block: Tensor, here: int, first: int) -> None:
-    check_finite(block, first + here)
-    chosen = plan.sampled()
-    places = ((chosen >= first + here) & (chosen < first + here + len(block))).nonzero()[:, 0]
-    sums["sampled"][places] = block[chosen[places] - first - here]
-    Moments(iteration.fixed["pilot"], sums["sums"], sums["squares"]).take(block)
-
-
-def _prepared(iteration: Iteration, block: Tensor) -> Tensor:
-    block -= iteration.fixed["mean"]
-    if "deviation" in iteration.fixed:
-        block /= iteration.fixed["deviation"]
-    return block
-
-
-def _add_products(plan: Plan, iteration: Iteration, sums: Sums, block: Tensor, here: int, first: int) -> None:
-    block = _prepared(iteration, block)
-    sums["products"].addmm_((block @ iteration.fixed["basis"].T).T, block)
-
-
-def _add_scores(plan: Plan, iteration: Iteration, sums: Sums, block: Tensor, here: int, first: int) -> None:
-    found = _prepared(iteration, block) @ iteration.fixed["basis"].T
-    wide = found.double()
-    sums["squares"] += wide.T @ wide
-    sums["own"][here : here + len(block)] = found
-
-
-def finish(plan: Plan, iteration: Iteration, sums: Sums) -> Iteration:
-    """Make of a pass's sums, over all workers, what the next pass works with. Both are used up, for their memory."""
-    if iteration.stage == 0:
-        moments = Moments(iteration.fixed["pilot"], sums["sums"], sums["squares"])
-        variance = moments.variance(plan.count)
-        if not variance.any():
-            raise UsageError(
-                f"All {plan.count} rows are the same: there is nothing to find.", cure="Fit rows that differ."
-            )
-        fixed = {"mean": moments.mean(plan.count).float()}
-        if plan.standardize:
-            fixed["deviation"] = torch.where(variance > 0, variance.sqrt(), 1.0).float()
-        total = (variance > 0).sum() if plan.standardize else variance.sum()
-        started = replace(iteration, stage=1, fixed=fixed)
-        guess = _orthonormal(_prepared(started, sums.pop("sampled")))
-        return replace(started, fixed={**fixed, "basis": guess, "total": total.double()})
-    fixed = iteration.fixed
-    held = torch.linalg.eigvalsh(_products(fixed.pop("basis"), sums["products"])).flip(0)[: plan.components]
-    share = float(held.sum() / (plan.count - 1) / fixed["total"])
-    captured = (*iteration.captured, share)
-    fixed["basis"] = _orthonormal(sums.pop("products"))
-    settled = len(captured) > 1 and share - captured[-2] < plan.tolerance * share
-    return Iteration(iteration.stage + 1, settled or len(captured) >= plan.most, fixed, captured)
-
-
-def result(plan: Plan, iteration: Iteration, sums: Sums) -> BasisFit:
-    """Make the fit of the last pass's sums, over all workers, and the worker's own scores."""
-    values, vectors = torch.linalg.eigh(sums["squares"])
-    rank = int((values > _EPS * values[-1]).sum())
-    if rank < plan.components:
-        raise UsageError(
-            f"{plan.count} rows have {rank} principal components, not {plan.components}.",
-            cure=f"Ask for {rank} or fewer; repeated rows add none.",
-        )
-    values, vectors = values.flip(0)[: plan.components], vectors.flip(1)[:, : plan.components].float()
-    fixed = iteration.fixed
-    components = vectors.T @ fixed["basis"]
-    signs = components.gather(1, components.abs().argmax(dim=1, keepdim=True)).sign()
-    basis = Basis(
-        fixed["mean"], fixed.get("deviation"), components.mul_(signs), values / (plan.count - 1), float(fixed["total"])
-    )
-    scores = sums["own"] @ vectors * signs[:, 0]
-    return BasisFit(basis, scores, "streaming", (*iteration.captured, float(basis.variances.sum()) / basis.total))
-
-
-def _products(one: Tensor, other: Tensor) -> Tensor:
-    """Inner products of rows, fp64, symmetric up to rounding and made so."""
-    found = (one @ other.T).double()
-    return (found + found.T) / 2
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of the span of rows, as rows; by Householder reflections, whatever their rank."""
-    scale = rows.norm(dim=1, keepdim=True)
-    rows /= torch.where(scale > 0, scale, 1.0)
-    basis: Tensor = torch.linalg.qr(rows.T).Q.T
-    return basis
-
-
-class ShardSum(Protocol):
-    """Adds up tensors over workers."""
-
-    @property
-    def number(self) -> int:
-        """This worker's, from 0."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all workers, which call this with the same shapes."""
-        ...
-
-
-@final
-class Alone:
-    """A single worker."""
-
-    number = 0
+    number = 0  # of this worker
     count = 1
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Leave them as they are."""
+        """Replace each tensor by its sum over all workers, which call this with the same shapes."""
 
 
 @final
-class ProcessGroup:
+class ProcessGroup(Workers):
     """The processes of `torch.distributed`, which must be initialized; gloo or NCCL."""
 
     def __init__(self) -> None:
@@ -254,84 +69,10 @@ class ProcessGroup:
             torch.distributed.all_reduce(tensor)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = part_of(path)
-    with naming_failures(path):
-        whole = {name: value.contiguous() for name, value in tensors.items()}
-        safetensors.torch.save_file(whole, part, metadata={"about": json.dumps(about)})
-        sync(part)
-        os.replace(part, path)
-        sync(path.parent)
+ALONE = Workers()
 
 
-def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
-    """Read tensors and their account."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
-            return {name: file.get_tensor(name) for name in file.keys()}, about
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise CorruptBlob(f"{path} is no part of a fit: {error}.", cure="Delete its folder to begin anew.") from error
-
-
-def read_iteration(path: Path) -> Iteration:
-    """Read where a fit stands."""
-    fixed, about = read_tensors(path)
-    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
-
-
-@final
-class KeptSums:
-    """What a worker of a fit keeps."""
-
-    # `seconds`: least time between two writes of what was added up
-
-    def __init__(self, folder: Path, plan: Plan, *, rows: str = "", seconds: float = 60.0) -> None:
-        self._iteration, self._sums = folder / "iteration.safetensors", folder / "sums.safetensors"
-        self._digest = of_config({"plan": plan, "rows": rows})
-        self._seconds, self._last = seconds, time.monotonic()
-
-    @property
-    def file(self) -> Path:
-        """The file with what the pass under way works with."""
-        return self._iteration
-
-    def load(self) -> tuple[Iteration | None, Sums | None, int]:
-        """Return where the fit stood, what its pass had added up, and the row to go on from."""
-        if not self._iteration.exists():
-            return None, None, 0
-        if read_tensors(self._iteration)[1]["digest"] != self._digest:
-            raise UsageError(
-                f"{self._iteration.parent} holds another fit: of other rows, or with other settings.",
-                cure="Choose another folder, or delete it to begin anew.",
-            )
-        iteration = read_iteration(self._iteration)
-        if self._sums.exists():
-            sums, about = read_tensors(self._sums)
-            if about == {"digest": self._digest, "stage": iteration.stage, "row": about.get("row")}:
-                return iteration, sums, about["row"]
-        return iteration, None, 0
-
-    def keep_iteration(self, iteration: Iteration) -> None:
-        """Write what the next pass works with."""
-        about = {
-            "digest": self._digest, "stage": iteration.stage, "last": iteration.last, "captured": iteration.captured,
-        }  # fmt: skip
-        write_tensors(self._iteration, iteration.fixed, about)
-
-    def keep_sums(self, iteration: Iteration, sums: Sums, row: int) -> None:
-        """Write what the pass has added up before a row, if the last time was long enough ago."""
-        if time.monotonic() - self._last >= self._seconds:
-            write_tensors(self._sums, sums, {"digest": self._digest, "stage": iteration.stage, "row": row})
-            self._last = time.monotonic()
-
-
-_ALONE = Alone()
-
-
-def wanted(components: int | None, count: int, length: int) -> int:
+def _wanted(components: int | None, count: int, length: int) -> int:
     """Number of components of a fit: what was asked for, or as many as there are, at most 1,000."""
     if count < 2:
         raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
@@ -346,7 +87,7 @@ def fit_streaming(
     most: int = 6,
     tolerance: float = 2e-3,
     seed: int = 0,
-    workers: ShardSum = _ALONE,
+    workers: Workers = ALONE,
     folder: str | Path | None = None,
     digest: str = "",
     save_every: float = 60.0,
@@ -360,8 +101,8 @@ def fit_streaming(
     # `most`: passes of iteration at most, besides one for the mean and one for the scores
     # `save_every`: seconds between two writes there
     first, total = _place(rows, workers)
-    plan = Plan(
-        total, rows.shape[1], wanted(components, total, rows.shape[1]), standardize, most, tolerance, seed
+    plan = IterationPlan(
+        total, rows.shape[1], _wanted(components, total, rows.shape[1]), standardize, most, tolerance, seed
     )  # fmt: skip
     kept = None
     if folder is not None:
@@ -375,8 +116,8 @@ def fit_streaming(
     while True:
         iteration = standing
         found = empty(plan, iteration, rows.shape[0]) if sums is None else sums
-        keep = _nothing if kept is None else functools.partial(kept.keep_sums, iteration, found)
-        pass_over(rows, plan, iteration, first=first, sums=found, start=row, kept=keep, progress=progress)
+        keep = None if kept is None else functools.partial(kept.keep_sums, iteration, found)
+        pass_over(rows, plan, iteration, first=first, sums=found, start=row, keep=keep, progress=progress)
         workers.add([value for name, value in found.items() if name != "own"])
         if iteration.last:
             return result(plan, iteration, found)
@@ -385,11 +126,7 @@ def fit_streaming(
             kept.keep_iteration(standing)
 
 
-def _nothing(row: int) -> None:
-    """Keep nothing."""
-
-
-def _place(rows: Rows, workers: ShardSum) -> tuple[int, int]:
+def _place(rows: Rows, workers: Workers) -> tuple[int, int]:
     """The number of a worker's first row, and that of all rows."""
     counts = torch.zeros(workers.count, dtype=torch.float64)
     counts[workers.number] = rows.shape[0]
@@ -397,7 +134,7 @@ def _place(rows: Rows, workers: ShardSum) -> tuple[int, int]:
     return int(counts[: workers.number].sum()), int(counts.sum())
 
 
-def _agreed(plan: Plan, mine: Iteration | None, rows: Rows, workers: ShardSum) -> Iteration:
+def _agreed(plan: IterationPlan, mine: Iteration | None, rows: Rows, workers: Workers) -> Iteration:
     """Where all workers go on: a kill may have come when some had written the next stage and others had not."""
     stages = torch.zeros(workers.count)
     stages[workers.number] = -1 if mine is None else mine.stage
@@ -447,7 +184,7 @@ class ShardTask:
 
     shard: Shard
     first: int  # number of its first row among all
-    plan: Plan  # what is asked for
+    plan: IterationPlan  # what is asked for
     iteration: str  # the file that says where the fit stands
     digest: str
     target: str  # the file to write what was added up to
@@ -483,7 +220,7 @@ def fit_shards(
     if len({length for _, length in shapes}) != 1:
         raise UsageError(f"Shards of shapes {shapes} are no parts of one matrix.", cure="Give rows of one length.")
     count, length = sum(rows for rows, _ in shapes), shapes[0][1]
-    plan = Plan(count, length, wanted(components, count, length), standardize, most, tolerance, seed)
+    plan = IterationPlan(count, length, _wanted(components, count, length), standardize, most, tolerance, seed)
     kept = KeptSums(Path(folder), plan, rows=of_config(list(shards)))
     iteration, _, _ = kept.load()
     if iteration is None:
@@ -525,3 +262,77 @@ def _summed(files: Sequence[Path]) -> Sums:
         for name, value in sums.items():
             total[name] = total[name].add_(value) if name in total else value
     return {**total, "own": torch.cat(own)} if own else total
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and an account of them, JSON values, over what is there; whole or not at all, without a copy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(path)
+    with naming_failures(path):
+        whole = {name: value.contiguous() for name, value in tensors.items()}
+        safetensors.torch.save_file(whole, part, metadata={"about": json.dumps(about)})
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+
+
+def read_tensors(path: Path) -> tuple[Sums, dict[str, Any]]:
+    """Read tensors and their account."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            about: dict[str, Any] = json.loads((file.metadata() or {})["about"])
+            return {name: file.get_tensor(name) for name in file.keys()}, about
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise CorruptBlob(f"{path} is no part of a fit: {error}.", cure="Delete its folder to begin anew.") from error
+
+
+def read_iteration(path: Path) -> Iteration:
+    """Read where a fit stands."""
+    fixed, about = read_tensors(path)
+    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
+
+
+@final
+class KeptSums:
+    """What a worker of a fit keeps."""
+
+    # `seconds`: least time between two writes of what was added up
+
+    def __init__(self, folder: Path, plan: IterationPlan, *, rows: str = "", seconds: float = 60.0) -> None:
+        self._iteration, self._sums = folder / "iteration.safetensors", folder / "sums.safetensors"
+        self._digest = of_config({"plan": plan, "rows": rows})
+        self._seconds, self._last = seconds, time.monotonic()
+
+    @property
+    def file(self) -> Path:
+        """The file with what the pass under way works with."""
+        return self._iteration
+
+    def load(self) -> tuple[Iteration | None, Sums | None, int]:
+        """Return where the fit stood, what its pass had added up, and the row to go on from."""
+        if not self._iteration.exists():
+            return None, None, 0
+        if read_tensors(self._iteration)[1]["digest"] != self._digest:
+            raise UsageError(
+                f"{self._iteration.parent} holds another fit: of other rows, or with other settings.",
+                cure="Choose another folder, or delete it to begin anew.",
+            )
+        iteration = read_iteration(self._iteration)
+        if self._sums.exists():
+            sums, about = read_tensors(self._sums)
+            if about == {"digest": self._digest, "stage": iteration.stage, "row": about.get("row")}:
+                return iteration, sums, about["row"]
+        return iteration, None, 0
+
+    def keep_iteration(self, iteration: Iteration) -> None:
+        """Write what the next pass works with."""
+        about = {
+            "digest": self._digest, "stage": iteration.stage, "last": iteration.last, "captured": iteration.captured,
+        }  # fmt: skip
+        write_tensors(self._iteration, iteration.fixed, about)
+
+    def keep_sums(self, iteration: Iteration, sums: Sums, row: int) -> None:
+        """Write what the pass has added up before a row, if the last time was long enough ago."""
+        if time.monotonic() - self._last >= self._seconds:
+            write_tensors(self._sums, sums, {"digest": self._digest, "stage": iteration.stage, "row": row})
+            self._last = time.monotonic()

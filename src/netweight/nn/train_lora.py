@@ -20,7 +20,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, UsageError
 from netweight.nn.apply_lora import applied
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 
 
 @final

@@ -15,7 +15,7 @@ from netweight.reproduce.space_ground import Ground, Stranger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.nn.stacked_lora import AdapterStack
+    from netweight.nn.lora import AdapterStack
 
 __all__ = ["MANY", "ONE", "SPACE", "Fit", "Met", "met"]
 

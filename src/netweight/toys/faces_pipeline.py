@@ -28,12 +28,11 @@ from netweight.data.images.sources import module
 from netweight.errors import NameNotFound, UsageError
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.directions import fit_direction, read_labels
-from netweight.methods.space.page import View
-from netweight.methods.space.page_data import Look, Reader, painted_view
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.view.page import View
+from netweight.methods.space.view.painting import Look, Reader, painted_view
 from netweight.nn.apply_lora import applied
-from netweight.nn.lora import Adapter
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.diffusion import assembled, opened, word_clip_tokenizer

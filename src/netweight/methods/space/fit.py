@@ -28,10 +28,10 @@ from netweight.methods.space.gram import (
     stacks_of,
 )
 from netweight.methods.space.settings import FitConfig
-from netweight.nn.basis import MOST_DUAL, Basis, BasisFit, Halves, fit_gram, fit_matrix, halves_of, orthonormality
-from netweight.nn.lora import Adapter, LowRank
-from netweight.nn.stacked_lora import AdapterStack
-from netweight.nn.streaming_pca import ShardSum, fit_shards, fit_streaming
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
+from netweight.nn.matrix_pca import fit_matrix
+from netweight.nn.pca import MOST_DUAL, Basis, BasisFit, Halves, fit_gram, halves_of, orthonormality
+from netweight.nn.streaming_pca import Workers, fit_shards, fit_streaming
 from netweight.store.bank.bank import AdapterBank
 
 
@@ -170,7 +170,7 @@ class VectorBasis:
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
         """Return m adapters' scores, and their squared distances from the mean; see `fitting.Basis`."""
         rows = self.layout.rows(stack, [f"number {number}" for number in range(len(stack))])
-        return self.basis.project(rows), self.basis.squares(rows)
+        return self.basis.project(rows)
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Return the changes at points; see `WeightSpace.changes`."""
@@ -350,7 +350,7 @@ class Combinations:
         """Return m adapters' scores, and their squared distances from the mean; see `fitting.Basis`."""
         if self.sketch is not None:
             basis, sketch = self.sketch
-            return basis.project(rows := sketch.rows(stack)), basis.squares(rows)
+            return basis.project(sketch.rows(stack))
         found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
         with_mean = torch.zeros(len(stack), dtype=torch.float64)
         for start, some in stacks_of(self.bank, len(self.weights), description="Projecting"):
@@ -532,7 +532,7 @@ class Work:
     """How a fit is carried out; it does not change what is found."""
 
     folder: Path | None  # where to keep what was done, to go on after a kill; None for nowhere
-    workers: ShardSum  # who else takes part
+    workers: Workers  # who else takes part
     engine: Engine | None  # where tasks run, for a bank on disk and with a folder; None for in this process
     progress: Progress  # where to show it
 
@@ -628,12 +628,12 @@ def _streamed(
     return fit, _gathered(fit.scores, rows.start, len(bank), work.workers)
 
 
-def _share(count: int, workers: ShardSum) -> tuple[int, int]:
+def _share(count: int, workers: Workers) -> tuple[int, int]:
     """A worker's range of adapters."""
     return count * workers.number // workers.count, count * (workers.number + 1) // workers.count
 
 
-def _gathered(own: Tensor, start: int, count: int, workers: ShardSum) -> Tensor:
+def _gathered(own: Tensor, start: int, count: int, workers: Workers) -> Tensor:
     """Scores of all workers' adapters."""
     whole = own.new_zeros(count, own.shape[1])
     whole[start : start + len(own)] = own

@@ -19,8 +19,8 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.nn.stacked_lora import AdapterStack
-from netweight.nn.streaming_pca import Alone, ShardSum, read_tensors, write_tensors
+from netweight.nn.lora import AdapterStack
+from netweight.nn.streaming_pca import Workers, read_tensors, write_tensors
 
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
 
@@ -187,11 +187,11 @@ def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, 
 
 
 _BYTES = 1 << 28  # of adapters that are read at a time, twice
-_ALONE = Alone()
+_ALONE = Workers()
 
 
 def gram_of(
-    bank: Bank, *, folder: Path | None = None, workers: ShardSum = _ALONE, progress: Progress = QUIET
+    bank: Bank, *, folder: Path | None = None, workers: Workers = _ALONE, progress: Progress = QUIET
 ) -> tuple[Tensor, float]:
     """Return the inner products of all pairs of adapters, and the relative rounding error of the products."""
     # Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.

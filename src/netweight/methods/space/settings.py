@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from netweight.errors import UsageError
-from netweight.nn.basis import Solver
+from netweight.nn.pca import Solver
 
 # What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both.
 Representation = Literal["delta", "shared-down", "factors"]

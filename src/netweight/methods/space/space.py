@@ -36,10 +36,9 @@ from netweight.methods.space.gram import (
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.settings import FitConfig, Representation
-from netweight.nn.basis import Basis as RowBasis
-from netweight.nn.lora import Adapter
-from netweight.nn.stacked_lora import AdapterStack
-from netweight.nn.streaming_pca import Alone, ShardSum
+from netweight.nn.lora import Adapter, AdapterStack
+from netweight.nn.pca import Basis as RowBasis
+from netweight.nn.streaming_pca import Workers
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record
 
@@ -241,7 +240,7 @@ class Point:
         return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
 
 
-_ALONE = Alone()
+_ALONE = Workers()
 
 
 @final
@@ -283,7 +282,7 @@ class WeightSpace:
         components: int | None = None,
         representation: Representation = "delta",
         folder: str | Path | None = None,
-        workers: ShardSum = _ALONE,
+        workers: Workers = _ALONE,
         engine: Engine | None = None,
         progress: Progress = QUIET,
         **settings: Any,

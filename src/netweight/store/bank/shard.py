@@ -23,7 +23,7 @@ from torch import Tensor
 from netweight.core.digest import ALGORITHM
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 from netweight.store.reader import FLOATS, Store, open_store, read_rows
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter

@@ -16,8 +16,7 @@ from netweight.core.digest import of_file
 from netweight.core.files import lock, naming_failures, part_of, refuse_existing, sync
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, OutputExists, OutputFailed, UsageError
-from netweight.nn.lora import Adapter
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.bank.record import RECORD, BankRecord, ShardRecord, read_bank_record
 from netweight.store.bank.shard import Rows, ShardReader, rows_of, write_shard
 from netweight.store.lora_formats import diffusers, peft

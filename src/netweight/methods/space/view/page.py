@@ -309,7 +309,7 @@ def _changes(traversal: Traversal) -> dict[str, list[float]]:
     return {name: [value - values[start] for value in values] for name, values in traversal.readings.items()}
 
 
-_HERE = "netweight.methods.space"
+_HERE = "netweight.methods.space.view"
 _SMALL = 96  # pixels: pictures below are enlarged without smoothing, so that their pixels can be seen
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
@@ -332,7 +332,7 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
 
 def render_view(view: View) -> str:
     """Return the page of a view as HTML."""
-    script = resources.files(_HERE).joinpath("page_script.js").read_text(encoding="utf-8")
+    script = resources.files(_HERE).joinpath("script.js").read_text(encoding="utf-8")
     groups = _groups(view.traversals)
     planes = [{**_stage(plane), "traces": None} for plane in view.planes]
     stages = [card for group in groups for card in group["cards"]] + planes
@@ -346,9 +346,9 @@ def render_view(view: View) -> str:
         "size": [height, width],
         "gap": _gap(width),
     }
-    return page_template(_HERE, "page_template.html").render(
+    return page_template(_HERE, "template.html").render(
         view=view,
-        own_style=Markup(resources.files(_HERE).joinpath("page_style.css").read_text(encoding="utf-8")),  # our own file
+        own_style=Markup(resources.files(_HERE).joinpath("style.css").read_text(encoding="utf-8")),  # our own file
         script=Markup(script),  # our own file
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         groups=groups,

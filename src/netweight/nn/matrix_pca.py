@@ -1,4 +1,4 @@
-"""Exact principal components of a matrix's rows through their Gram matrix: for many more columns than rows.
+"""Principal components of a matrix's rows: exactly through their Gram matrix, or by streaming when that is too large.
 
 Blocks of columns give mean, deviation and Gram matrix in one pass; products are made in fp32 and added up in fp64.
 """
@@ -11,25 +11,47 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
-from netweight.nn.basis import Basis, BasisFit, fit_gram, halves_of
+from netweight.errors import UsageError
 from netweight.nn.matrix import Columns, Moments, Rows, blocks, check_finite
+from netweight.nn.pca import MOST_DUAL, Basis, BasisFit, Solver, fit_gram, halves_of
+from netweight.nn.streaming_pca import fit_streaming
 
 _BYTES = 1 << 24  # of a block of columns
 _PANEL = 512  # rows of the Gram matrix that are made at a time
 _EPS = torch.finfo(torch.float32).eps
 
 
-def fit_by_columns(
-    matrix: Columns,
+def fit_matrix(
+    matrix: Rows,
     components: int | None = None,
     *,
     standardize: bool = False,
+    solver: Solver = "auto",
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Fit a matrix that can be read by columns, in two passes: one for the Gram matrix, one for the components."""
-    # `matrix`: n rows of d numbers; memory holds an n × n matrix in fp64 twice at most, and the components
+    """Find the principal components of a matrix's rows."""
     # `components`: how many; None for as many as there are, at most 1,000
+    # `standardize`: whether to divide every column by its standard deviation (n − 1 in the denominator) first
+    # `solver`: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
+    # takes the first up to 10,000 rows
+    count, length = matrix.shape
+    if components is not None and components >= min(count, length + 1):
+        raise UsageError(
+            f"{count} rows of {length} numbers have at most {min(count - 1, length)} components, not {components}.",
+            cure="Ask for fewer.",
+        )
+    if solver == "streaming" or (solver == "auto" and count > MOST_DUAL):
+        return fit_streaming(matrix, components, standardize=standardize, progress=progress)
+    if isinstance(matrix, Columns):
+        return _fit_by_columns(matrix, components, standardize, halves, progress)
+    return _fit_by_rows(matrix, components, standardize, halves, progress)
+
+
+def _fit_by_columns(
+    matrix: Columns, components: int | None, standardize: bool, halves: bool, progress: Progress
+) -> BasisFit:
+    """Fit in two passes over the columns; memory holds an n × n matrix in fp64 twice at most, and the components."""
     count, length = matrix.shape
     mean, deviation = torch.empty(length), torch.ones(length)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -41,7 +63,7 @@ def fit_by_columns(
             mean[start:stop] = moments.mean(count)
             block -= (moments.sums / count).float()
             if standardize:
-                deviation[start:stop] = _usable(moments.variance(count))
+                deviation[start:stop] = moments.deviation(count)
                 block /= deviation[start:stop]
             _add_products(gram, block)
             task.update(stop - start)
@@ -65,14 +87,7 @@ def fit_by_columns(
     )
 
 
-def fit_by_rows(
-    matrix: Rows,
-    components: int | None = None,
-    *,
-    standardize: bool = False,
-    halves: bool = False,
-    progress: Progress = QUIET,
-) -> BasisFit:
+def _fit_by_rows(matrix: Rows, components: int | None, standardize: bool, halves: bool, progress: Progress) -> BasisFit:
     """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one."""
     count, length = matrix.shape
     moments = Moments.begin(matrix.rows(0, 1)[0])
@@ -82,7 +97,7 @@ def fit_by_rows(
         moments.take(block)
     mean, deviation = moments.mean(count).float(), torch.ones(length)
     if standardize:
-        deviation = _usable(moments.variance(count))
+        deviation = moments.deviation(count)
 
     def prepared(start: int, stop: int) -> Tensor:
         return matrix.rows(start, stop).sub_(mean).div_(deviation)
@@ -117,11 +132,6 @@ def _columns(matrix: Columns) -> Iterator[tuple[int, int, Tensor]]:
         block = memory[: count * (stop - start)].view(count, stop - start)
         matrix.columns(start, stop, block)
         yield start, stop, block
-
-
-def _usable(variance: Tensor) -> Tensor:
-    """What to divide by: a number that never varies stays 0 after its mean is taken off."""
-    return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 
 
 def _add_products(gram: Tensor, block: Tensor) -> None:

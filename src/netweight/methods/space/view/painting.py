@@ -16,9 +16,9 @@ from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.methods.space.directions import Direction, Labels
 from netweight.methods.space.inversion import paint
-from netweight.methods.space.page import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.methods.space.sampling import KernelSampler, Sampler
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.view.page import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.nn.text_to_image import TextToImage
 
 if TYPE_CHECKING:

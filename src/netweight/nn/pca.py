@@ -1,7 +1,7 @@
-"""Principal components from inner products alone: n things whose Gram matrix fits memory, however large they are.
+"""Principal components from a Gram matrix alone, whatever the points are, and a basis of components as rows.
 
-A component is a combination of the things, Σ_i weights_i x_i. Nothing here knows what the x_i are; callers that have
-them as rows of a matrix go on with `generate/basis.py`, those that have adapters with the weights.
+A component is a combination of the points, Σ_i weights_i x_i. Rows of a matrix go on with `matrix_pca`; adapters, whose
+inner products are cheaper than they are long, with the weights.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.nn.matrix import Columns, Rows
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class DualFit:
-    """Principal components of n things, as combinations of them."""
+    """Principal components of n points, as combinations of them."""
 
     weights: Tensor  # shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0.
-    scores: Tensor  # shape `(n, k)`, fp64: coordinates of the n things, uncorrelated and of mean 0
+    scores: Tensor  # shape `(n, k)`, fp64: coordinates of the n points, uncorrelated and of mean 0
     variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
     total: float  # the variance along all directions, in the same units
     offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩
@@ -34,9 +32,9 @@ class DualFit:
 
 
 def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -> DualFit:
-    """Find the principal components of things from their inner products."""
+    """Find the principal components of points from their inner products."""
     # Source: with H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
-    # `gram`: shape `(n, n)`, fp64, symmetric; of the things as they are or with any constant taken off. Overwritten.
+    # `gram`: shape `(n, n)`, fp64, symmetric; of the points as they are or with any constant taken off. Overwritten.
     # `components`: how many; None for as many as the data have, at most 1,000
     # `precision`: relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
     # made in fp32: variances that rounding alone could make are not taken for components
@@ -151,19 +149,14 @@ class Basis:
     variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
     total: float  # the variance along all directions, in the same units
 
-    def project(self, rows: Tensor) -> Tensor:
-        """Return the scores of rows, shape `(…, d)` to `(…, k)`."""
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of rows, shape `(…, d)` to `(…, k)`, and their squared distances from the mean, shape `(…)`."""
         centered = rows.to(self.components) - self.mean
-        return (centered if self.deviation is None else centered / self.deviation) @ self.components.T
-
-    def squares(self, rows: Tensor) -> Tensor:
-        """Return the squared distances of rows from the mean, shape `(…, d)` to `(…)`."""
-        # `rows`: shape `(…, d)`, as for `project`
-        centered = rows.to(self.components) - self.mean
-        return (centered if self.deviation is None else centered / self.deviation).square().sum(dim=-1)
+        centered = centered if self.deviation is None else centered / self.deviation
+        return centered @ self.components.T, centered.square().sum(dim=-1)
 
     def point(self, scores: Tensor) -> Tensor:
-        """Return the row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
+        """The row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
         moved = scores @ self.components.to(scores)
         if self.deviation is not None:
             moved = moved * self.deviation.to(scores)
@@ -199,34 +192,3 @@ def orthonormality(components: Tensor) -> float:
         products += part @ part.T
     products.diagonal().sub_(1)
     return float(products.abs().max())
-
-
-def fit_matrix(
-    matrix: Rows,
-    components: int | None = None,
-    *,
-    standardize: bool = False,
-    solver: Solver = "auto",
-    halves: bool = False,
-    progress: Progress = QUIET,
-) -> BasisFit:
-    """Find the principal components of a matrix's rows."""
-    # `components`: how many; None for as many as there are, at most 1,000
-    # `standardize`: whether to divide every column by its standard deviation (n − 1 in the denominator) first
-    # `solver`: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
-    # takes the first up to 10,000 rows
-    count, length = matrix.shape
-    if components is not None and components >= min(count, length + 1):
-        raise UsageError(
-            f"{count} rows of {length} numbers have at most {min(count - 1, length)} components, not {components}.",
-            cure="Ask for fewer.",
-        )
-    if solver == "dual" or (solver == "auto" and count <= MOST_DUAL):
-        from netweight.nn.gram_pca import fit_by_columns, fit_by_rows
-
-        if isinstance(matrix, Columns):
-            return fit_by_columns(matrix, components, standardize=standardize, halves=halves, progress=progress)
-        return fit_by_rows(matrix, components, standardize=standardize, halves=halves, progress=progress)
-    from netweight.nn.streaming_pca import fit_streaming
-
-    return fit_streaming(matrix, components, standardize=standardize, progress=progress)
