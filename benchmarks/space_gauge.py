@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from netweight.core.environment import describe
-from netweight.methods.space.directions import read_labels
 from netweight.methods.space.gram import inner_products
+from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS

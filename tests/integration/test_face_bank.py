@@ -16,7 +16,7 @@ from netweight_experiments.toys.fitting import DenoiserRecipe
 from netweight.core.engines import in_process
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_pipeline import text_to_image
-from netweight.methods.space.directions import read_labels
+from netweight.methods.space.labels import read_labels
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.diffusion import training_record

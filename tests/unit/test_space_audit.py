@@ -10,7 +10,7 @@ from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
 from netweight.evidence.descriptors import CenteredPixels
-from netweight.methods.space.directions import direction_of, entanglement, fit_direction
+from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,
     agreement,
@@ -21,6 +21,7 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
+from netweight.methods.space.report import entanglement
 
 NAMES = ["red", "green", "blue"]
 

@@ -6,7 +6,8 @@ from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_ada
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.methods.space import gram
-from netweight.methods.space.fit import Sketch, sketch_error
+from netweight.methods.space.basis import Sketch
+from netweight.methods.space.fit import sketch_error
 from netweight.methods.space.gram import inner_products
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, combined

@@ -29,7 +29,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT, finished
-from netweight.methods.space.directions import read_labels
+from netweight.methods.space.labels import read_labels
 from netweight.nn.lora import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank

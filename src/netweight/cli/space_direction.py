@@ -38,7 +38,8 @@ def direction(
 ) -> None:  # fmt: skip
     """Find the direction of an attribute and say how well it tells held-out models apart."""
     from netweight.core.files import refuse_existing
-    from netweight.methods.space.directions import bootstrap_cosine, fit_direction, read_labels
+    from netweight.methods.space.directions import bootstrap_cosine, fit_direction
+    from netweight.methods.space.labels import read_labels
     from netweight.methods.space.points import write_direction
 
     refuse_existing(out, overwrite=overwrite)

@@ -48,7 +48,7 @@ def export(
     into a folder of its name under DST.
     """
     from netweight.errors import UsageError
-    from netweight.methods.space.folder import recorded
+    from netweight.methods.space.folder import export_record
 
     if card and destination.suffix == ".safetensors":
         raise UsageError("A single file has no card.", cure="Name a folder, or leave --card out.")
@@ -59,7 +59,7 @@ def export(
         path = destination if len(points.names) == 1 else destination / name
         found[name] = space.point(scores).export(path, rank=rank, layout=layout, overwrite=overwrite)
         if card:
-            recorded(space, name, found[name], layout).write(path)
+            export_record(space, name, found[name], layout).write(path)
             write_card(path, output)
     output.table(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in found.items()])
     output.result({name: _payload(each) for name, each in found.items()})

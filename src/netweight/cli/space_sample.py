@@ -40,7 +40,8 @@ def sample(folder: Path, bank: Path | None, overwrite: bool, out: Path, output: 
     """Draw points. From five on, it says whether they lie where models lie without being copies of them."""
     from netweight.core.files import refuse_existing
     from netweight.methods.space.folder import Drawing, draw
-    from netweight.methods.space.points import neighbor_findings, write_points
+    from netweight.methods.space.points import write_points
+    from netweight.methods.space.report import neighbor_findings
 
     refuse_existing(out, overwrite=overwrite)
     given = dict(_pair(text) for text in options.pop("given"))

@@ -15,8 +15,8 @@ from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.space.view.page import View
-    from netweight.methods.space.view.painting import Look
+    from netweight.methods.space.view.build import RenderSettings
+    from netweight.methods.space.view.content import View
 
 _AMOUNTS = ("components", "adapters", "samples")
 
@@ -69,7 +69,7 @@ def view(folder: Path | None, seed: int, overwrite: bool, out: Path, output: Out
 
 def _miniature(options: dict[str, Any], seed: int, progress: Progress) -> View:
     from netweight.errors import UsageError
-    from netweight.toys.faces_pipeline import FACES_LOOK, faces_view
+    from netweight.toys.faces_pipeline import FACES_SETTINGS, faces_view
 
     given = [name for name in ("bank", "pipeline", "labels_file", "prompts", "directions", "attributes", "pairs")
              if options[name]]  # fmt: skip
@@ -78,21 +78,24 @@ def _miniature(options: dict[str, Any], seed: int, progress: Progress) -> View:
             f"There is no SPACE, and --{given[0].rstrip('s').replace('_', '-') if given else 'start'} belongs to one.",
             cure="Name the folder of a space; without one, the page is about the miniature as it is.",
         )
-    return faces_view(look=_look(options, FACES_LOOK, seed), command=options["command"], progress=progress)
+    return faces_view(
+        settings=_render_settings(options, FACES_SETTINGS, seed), command=options["command"], progress=progress
+    )
 
 
 def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progress) -> View:
     from netweight.cli.opened_space import opened, points_of
     from netweight.errors import UsageError
-    from netweight.methods.space.directions import fit_direction, read_labels
+    from netweight.methods.space.directions import fit_direction
+    from netweight.methods.space.labels import read_labels
     from netweight.methods.space.points import read_direction
-    from netweight.methods.space.view.painting import Look, painted_view
+    from netweight.methods.space.view.build import RenderSettings, build_view
 
     missing = [name for name, key in (("--pipeline", "pipeline"), ("--prompt", "prompts")) if not options[key]]
     if missing or (options["attributes"] and options["labels_file"] is None):
         needed = missing[0] if missing else "--labels, for --attribute"
         raise UsageError(f"{needed} is missing.", cure="A page about a space is painted by its pipeline.")
-    look = _look(options, Look(prompts=tuple(options["prompts"])), seed)
+    settings = _render_settings(options, RenderSettings(prompts=tuple(options["prompts"])), seed)
     space = opened(folder, options["bank"])
     file, chosen = options["labels_file"], options["attributes"]
     labels = None if file is None else read_labels(file, space.names, key=options["name_column"])
@@ -107,7 +110,7 @@ def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progr
         raise UsageError(f"--start {options['start']} holds {len(start.names)} points.", cure="Name one of them.")
     from netweight.hf.load_pipeline import load_text_to_image
 
-    return painted_view(
+    return build_view(
         load_text_to_image(options["pipeline"], device=options["device"]),
         space,
         title=f"{folder.name}: {len(space.names)} models as one space",
@@ -115,13 +118,13 @@ def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progr
         pairs=options["pairs"],
         labels=labels,
         start=("the mean of the adapters" if options["start"] == "mean" else options["start"], start.scores[0]),
-        look=look,
+        settings=settings,
         command=options["command"],
         progress=progress,
     )
 
 
-def _look(options: dict[str, Any], usual: Look, seed: int) -> Look:
+def _render_settings(options: dict[str, Any], usual: RenderSettings, seed: int) -> RenderSettings:
     """Take over what was asked for; several prompts take turns over the noises."""
     given = {name: options[name] for name in ("guidance", "steps") if options[name] is not None}
     noises = options["noises"] or max(len(usual.prompts), len(usual.seeds))

@@ -19,7 +19,8 @@ from pydantic import Field, FilePath
 from netweight.core.files import whole_folder
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.methods.space.directions import check_columns, fit_direction, read_labels
+from netweight.methods.space.labels import check_columns, read_labels
+from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.folder import Drawing, draw, points_of
 from netweight.methods.space.points import Points, read_direction, read_points, write_direction, write_points

@@ -27,10 +27,11 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.images.sources import module
 from netweight.errors import NameNotFound, UsageError
 from netweight.hf.load_pipeline import text_to_image
-from netweight.methods.space.directions import fit_direction, read_labels
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.labels import read_labels
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.page import View
-from netweight.methods.space.view.painting import Look, Reader, painted_view
+from netweight.methods.space.view.build import Reader, RenderSettings, build_view
+from netweight.methods.space.view.content import View
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
@@ -378,7 +379,7 @@ def _count(changes: AdapterStack | Adapter | Mapping[str, Tensor]) -> int:
 
 
 # One picture on each ground.
-FACES_LOOK = Look(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
+FACES_SETTINGS = RenderSettings(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
 
 
 def _read(pictures: Tensor) -> Mapping[str, Tensor]:
@@ -389,17 +390,19 @@ def _read(pictures: Tensor) -> Mapping[str, Tensor]:
 FACES_READER = Reader("the reader of drawn faces", _read)
 
 
-def faces_view(*, look: Look = FACES_LOOK, command: str | None = None, progress: Progress = QUIET) -> View:
+def faces_view(
+    *, settings: RenderSettings = FACES_SETTINGS, command: str | None = None, progress: Progress = QUIET
+) -> View:
     """Fit the space of the bank in the package, find its directions, and paint the page."""
     space = WeightSpace.fit(AdapterBank.open(FACES_BANK), progress=progress)
     labels = read_labels(FACES_LABELS, space.names)
     directions = [
         fit_direction(
-            space.scores, labels, each, confounders=[other for other in ATTRIBUTES if other != each], seed=look.seed
+            space.scores, labels, each, confounders=[other for other in ATTRIBUTES if other != each], seed=settings.seed
         )
         for each in ATTRIBUTES
     ]
-    return painted_view(
+    return build_view(
         text_to_image(faces_pipeline(), name="faces-diffusion, a miniature"),
         space,
         title=f"{len(space.names)} models of drawn faces as one space",
@@ -409,7 +412,7 @@ def faces_view(*, look: Look = FACES_LOOK, command: str | None = None, progress:
         pairs=[("beard", "hair_length")],
         labels=labels,
         reader=FACES_READER,
-        look=replace(look, components=min(look.components, space.components)),
+        settings=replace(settings, components=min(settings.components, space.components)),
         command=command,
         progress=progress,
     )

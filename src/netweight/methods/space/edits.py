@@ -1,9 +1,9 @@
-"""Edits of points: steps along directions, summed, and when in the making of an image they begin to hold.
+"""Edits of points: steps along directions, summed; when in a generation they begin to hold; what they do to images.
 
-edited = edit(scores, [Move(beard, 2.0), Move(width, -1.0)])
+    edited = edit(scores, [Move(beard, 2.0), Move(width, -1.0)])
+
+Steps are added, so their order does not matter, and undoing one is taking its negative.
 """
-
-# Steps are added, so their order does not matter, and undoing one is taking its negative.
 
 from __future__ import annotations
 
@@ -23,11 +23,25 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.image_metrics import ssim
 from netweight.evidence.lpips import lpips
-from netweight.methods.space.directions import Direction, Unit, direction_of
+from netweight.methods.space.directions import direction_of, middle
+from netweight.methods.space.points import Direction, Unit
 
 if TYPE_CHECKING:
     from netweight.evidence.descriptors import Descriptor
     from netweight.evidence.lpips import Features
+
+# From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
+Generate: TypeAlias = Callable[[Tensor], Tensor]
+# From images `(n, 3, height, width)` to attributes `(n, a)`.
+Read: TypeAlias = Callable[[Tensor], Tensor]
+# From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`.
+Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no more than `COST_TARGET`
+COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
+KEPT_TARGET = 0.99  # least share of images that keep their prompt
+
+_RESAMPLES = 500
 
 
 @final
@@ -41,9 +55,7 @@ class Move:
 
 
 def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
-    """Return points after all moves."""
-    # `scores`: shape `(k,)` or `(b, k)`
-    # `moves`: at least one, of directions of the same space
+    """Points, `(k,)` or `(b, k)`, after all moves."""
     if not moves:
         raise UsageError("There is no move to edit with.", cure="Give at least one.")
     total = torch.zeros(scores.shape[-1], dtype=torch.float64)
@@ -67,34 +79,17 @@ class Delay:
     """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it."""
 
     # Source: weights2weights, "delayed injection".
-
     # The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of the
     # whole face and 400 to 700 for fine ones.
     until: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no timestep."""
         if not self.until >= 0:
             raise UsageError(f"An edit cannot begin to hold at timestep {self.until}.", cure="Give 0 to 1,000.")
 
     def edited(self, timestep: float | Tensor) -> bool:
         """Whether a step at this timestep (the noisiest come first and are largest) is made with edited weights."""
         return float(timestep) <= self.until
-
-
-# Least effect, as a share of the attribute's range, at no more than `COST_TARGET`.
-EFFECT_TARGET = 0.6
-# Most mean change of the other attributes, as a share of their ranges.
-COST_TARGET = 0.05
-# Least share of images that keep their prompt.
-KEPT_TARGET = 0.99
-
-# From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
-Paint: TypeAlias = Callable[[Tensor], Tensor]
-# From images `(n, 3, height, width)` to attributes `(n, a)`.
-Read: TypeAlias = Callable[[Tensor], Tensor]
-
-_RESAMPLES = 500
 
 
 @final
@@ -111,19 +106,18 @@ class EditCurve:
     label: str = ""  # what reports call the edit
 
     def effect_at(self, cost: float, chosen: Tensor | None = None) -> float:
-        """Return the effect at the strength where the mean cost first reaches a limit; at the last if it never does."""
+        """Effect at the strength where the mean cost first reaches a limit; at the last if it never does."""
         effects, costs = self._means(chosen)
         return _crossing(costs, effects, cost)[0]
 
     def cost_of(self, effect: float, chosen: Tensor | None = None) -> float | None:
-        """Return the cost at the strength where the mean effect first reaches a value; None if it never does."""
-        # `chosen`: rows of the points to take, int64; None for all
+        """Cost at the strength where the mean effect first reaches a value; None if it never does."""
         effects, costs = self._means(chosen)
         found, reached = _crossing(effects, costs, effect)
         return found if reached else None
 
     def compared_at(self, name: str, cost: float) -> float:
-        """Return a comparison's mean at the strength where the mean cost first reaches a limit."""
+        """A comparison's mean at the strength where the mean cost first reaches a limit."""
         return _crossing(self._means(None)[1], self.compared[name].mean(1), cost)[0]
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,7 +126,7 @@ class EditCurve:
 
 
 def edit_curve(
-    paint: Paint,
+    generate: Generate,
     read: Read,
     scores: Tensor,
     direction: Direction,
@@ -146,10 +140,8 @@ def edit_curve(
     label: str = "",
     progress: Progress = QUIET,
 ) -> EditCurve:
-    """Edit points at several strengths and read what became of their images."""
-    # `scores`: points, shape `(b, k)`
-    # `strengths`: other than 0, all of one sign and growing; 0 is put in front
-    # `unit`: what strengths count: 1 "reach" is the paper's strength
+    """Edit points `(b, k)` at several strengths and read what became of their images."""
+    # `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
     target = target or direction.name
     if target not in names:
         raise NameNotFound(f"{target!r} is none of the attributes {list(names)}.", cure="Say `target`.")
@@ -158,7 +150,7 @@ def edit_curve(
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
         raise UsageError(f"The strengths {list(strengths)} do not grow from 0.", cure="Give such as 0.25, 0.5, 1.")
     scale = torch.tensor(ranges, dtype=torch.float64)
-    originals, before = _look(paint, read, scores, len(names))
+    originals, before = _seen(generate, read, scores, len(names))
     index, others = list(names).index(target), [name for name in names if name != target]
     rest = [list(names).index(name) for name in others]
     effects, costs = [], []
@@ -166,7 +158,7 @@ def edit_curve(
     with progress.task(f"edit {target}", len(places), unit="strengths") as task:
         for strength in places:
             moved = edit(scores, [Move(direction, strength, unit)]) if strength else scores
-            images, after = _look(paint, read, moved, len(names)) if strength else (originals, before)
+            images, after = _seen(generate, read, moved, len(names)) if strength else (originals, before)
             change = (after - before) / scale
             effects.append(sign * change[:, index])
             costs.append(change[:, rest].abs().mean(1) if rest else torch.zeros(len(scores), dtype=torch.float64))
@@ -181,7 +173,7 @@ def edit_curve(
 
 
 def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) -> list[Finding]:
-    """Return the effect at the same cost, the cost of the same effect, and what is left of the images there."""
+    """The effect at the same cost, the cost of the same effect, and what is left of the images there."""
     count = curve.effects.shape[1]
     generator = torch_generator(seed, "points", curve.target)
     draws = [torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES)]
@@ -199,10 +191,10 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
     never = {} if cost is not None else {"reason": f"the effect reaches {float(curve.effects.mean(1).max()):.2f}"}
     found = [
         Finding(f"effect of {title} at a cost of {COST_TARGET}", curve.effect_at(COST_TARGET),
-                ci95=_middle([curve.effect_at(COST_TARGET, drawn) for drawn in draws]), n=count, better="higher",
+                ci95=middle([curve.effect_at(COST_TARGET, drawn) for drawn in draws]), n=count, better="higher",
                 target=EFFECT_TARGET, seeds=(seed,), detail=about),
         Finding(f"cost of {title} at an effect of {EFFECT_TARGET}", cost,
-                ci95=_middle(costs) if cost is not None and len(costs) > 0.95 * _RESAMPLES else None, n=count,
+                ci95=middle(costs) if cost is not None and len(costs) > 0.95 * _RESAMPLES else None, n=count,
                 better="lower", target=COST_TARGET, seeds=(seed,), detail={"kind": curve.label, **never}),
     ]  # fmt: skip
     for name in curve.compared:
@@ -212,16 +204,16 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
     return found
 
 
-def _look(paint: Paint, read: Read, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Images of points, and attributes, the mean over each point's images, shape `(b, a)`."""
     with torch.no_grad():
-        images = paint(scores)
+        images = generate(scores)
         said = read(images.flatten(0, 1)).double().cpu()
     if images.ndim != 5 or len(images) != len(scores) or said.shape != (images.shape[0] * images.shape[1], width):
         raise UsageError(
             f"Images {tuple(images.shape)} and readings {tuple(said.shape)} do not fit {len(scores)} points and "
             f"{width} attributes.",
-            cure="Paint (b, m, 3, height, width), and read one row of attributes per image.",
+            cure="Generate (b, m, 3, height, width), and read one row of attributes per image.",
         )
     return images, said.reshape(*images.shape[:2], width).mean(1)
 
@@ -236,48 +228,8 @@ def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool
     return float(values[-1]), False
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float]:
-    ends = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return float(ends[0]), float(ends[1])
-
-
-# From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`.
-Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-
-
-def identity(embed: Descriptor) -> tuple[str, Compare]:
-    """Return the cosine of embeddings before and after: the identity score."""
-
-    def compare(edited: Tensor, originals: Tensor) -> Tensor:
-        with torch.no_grad():
-            return torch.nn.functional.cosine_similarity(embed(edited).double(), embed(originals).double())
-
-    return f"identity by {embed.name}", compare
-
-
-def perceptual_distance(
-    backbone: str | os.PathLike[str] | Features | None = None, *, heads: Path | None = None
-) -> tuple[str, Compare]:
-    """Return LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is."""
-    if backbone is None:
-        return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
-    return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
-
-
-def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return whether a reader says the same of both: 1 or 0."""
-    # `read`: from images to whole numbers, shape `(n,)`, such as which of the prompt's words is seen
-    return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
-
-
-def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return how well edited images follow the words of the edit, by CLIP or by a stand-in whose name says so."""
-    # `score`: from images to numbers, shape `(n,)`, such as `lambda images: clip.alignment(images, prompts)`
-    return name, lambda edited, originals: score(edited)
-
-
 def calibrated(
-    paint: Paint,
+    generate: Generate,
     read: Read,
     points: Tensor,
     training: Tensor,
@@ -291,9 +243,8 @@ def calibrated(
     progress: Progress = QUIET,
 ) -> Direction:
     """Correct a direction by the others, until its edit leaves other attributes where they were on average."""
-    # `read`: reads attributes of images, in the order of `directions`
-    # `points`: points to try edits on, shape `(b, k)`; some dozen. Audit the result on others.
-    # `training`: scores of the training models, shape `(n, k)`
+    # `read` gives attributes in the order of `directions`. `points`: some dozen to try edits on; audit the result on
+    # others. `training`: scores of the training models.
     names = [each.name for each in directions]
     if target not in names:
         raise NameNotFound(f"There is no direction {target!r} among {names}.", cure="Name one of them.")
@@ -307,12 +258,12 @@ def calibrated(
     scale = torch.tensor(ranges, dtype=torch.float64)
     steps = torch.stack([directions[place].step(1.0) for place in others])
     with progress.task(f"calibrate {target}", len(others) + rounds + 1, unit="trials") as task:
-        before = _means(paint, read, points, scale)
+        before = _means(generate, read, points, scale)
         task.update()
 
         def change(step: Tensor) -> Tensor:
             moved = (points.double() + step.to(points.device)).to(points.dtype)
-            found = (_means(paint, read, moved, scale) - before)[others]
+            found = (_means(generate, read, moved, scale) - before)[others]
             task.update()
             return found
 
@@ -325,13 +276,42 @@ def calibrated(
     return direction_of(training, edit, name=target, kind="encoder" if kind == "reference" else kind)
 
 
-def _means(paint: Paint, read: Read, points: Tensor, scale: Tensor) -> Tensor:
+def _means(generate: Generate, read: Read, points: Tensor, scale: Tensor) -> Tensor:
     """Mean attributes of the points' images, as shares of their ranges."""
     with torch.no_grad():
-        said = read(paint(points).flatten(0, 1)).double().cpu()
+        said = read(generate(points).flatten(0, 1)).double().cpu()
     if said.shape[1:] != scale.shape:
         raise UsageError(
             f"Readings of shape {tuple(said.shape)} came with {len(scale)} directions.",
             cure="Give a direction for every attribute that is read.",
         )
     return (said / scale).mean(0)
+
+
+def identity(embed: Descriptor) -> tuple[str, Compare]:
+    """The cosine of embeddings before and after: the identity score."""
+
+    def compare(edited: Tensor, originals: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.nn.functional.cosine_similarity(embed(edited).double(), embed(originals).double())
+
+    return f"identity by {embed.name}", compare
+
+
+def perceptual_distance(
+    backbone: str | os.PathLike[str] | Features | None = None, *, heads: Path | None = None
+) -> tuple[str, Compare]:
+    """LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is."""
+    if backbone is None:
+        return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
+    return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
+
+
+def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
+    """Whether a reader of whole numbers, such as which of the prompt's words is seen, says the same of both: 1 or 0."""
+    return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
+
+
+def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
+    """How well edited images follow the words of the edit: `lambda images: clip.alignment(images, prompts)`."""
+    return name, lambda edited, originals: score(edited)

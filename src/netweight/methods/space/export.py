@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, Self, final
 
 from netweight.errors import UsageError
 from netweight.nn.lora import Adapter, Truncation, combined
+from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import write_adapter
+
+EXPORTED = "netweight-space.json"
+_VERSION = 1
 
 
 @final
@@ -53,3 +57,31 @@ def export_adapter(
     written = write_adapter(kept.adapter, path, layout=layout, base=base, overwrite=overwrite)
     ranks = [change.rank for change in kept.adapter.factors.values()]
     return Exported(written, (min(ranks), max(ranks)), kept.relative_error)
+
+
+@final
+@dataclass(frozen=True)
+class ExportRecord:
+    """How an adapter was exported."""
+
+    point: str  # what the point is called
+    space: str  # digest of the space's scores
+    adapters: int  # how many adapters the space was fitted to
+    components: int
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
+    relative_error: float
+    layout: str  # whose files
+
+    def write(self, folder: str | Path) -> None:
+        """Write the record into the adapter's folder, over one that is there."""
+        write_record(Path(folder) / EXPORTED, asdict(self), version=_VERSION)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Read the record of an adapter's folder."""
+
+        def made(values: dict[str, Any]) -> Self:
+            low, high = values.pop("ranks")
+            return cls(ranks=(low, high), **values)
+
+        return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")

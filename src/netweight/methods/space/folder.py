@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Literal, final
 
 from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import read_labels, scores_digest
-from netweight.methods.space.export import Exported
-from netweight.methods.space.points import Points, read_points
+from netweight.methods.space.export import Exported, ExportRecord
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.points import Points, read_points, scores_digest
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
 from netweight.methods.space.space import WeightSpace
-from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import read_adapter
 
 
@@ -107,39 +106,7 @@ def points_of(space: WeightSpace, text: str) -> Points:
     raise NameNotFound(f"{text!r} is no point: give {_POINT}.", cure=f"The nearest models are {near}.")
 
 
-EXPORTED = "netweight-space.json"
-_VERSION = 1
-
-
-@final
-@dataclass(frozen=True)
-class ExportRecord:
-    """How an adapter was exported."""
-
-    point: str  # what the point is called
-    space: str  # digest of the space's scores
-    adapters: int  # how many adapters the space was fitted to
-    components: int
-    ranks: tuple[int, int]  # the least and the greatest rank of a module
-    relative_error: float
-    layout: str  # whose files
-
-    def write(self, folder: str | Path) -> None:
-        """Write the record into the adapter's folder, over one that is there."""
-        write_record(Path(folder) / EXPORTED, asdict(self), version=_VERSION)
-
-    @classmethod
-    def read(cls, folder: str | Path) -> Self:
-        """Read the record of an adapter's folder."""
-
-        def made(values: dict[str, Any]) -> Self:
-            low, high = values.pop("ranks")
-            return cls(ranks=(low, high), **values)
-
-        return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")
-
-
-def recorded(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
+def export_record(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
     """Return the record of a point of a space that was exported."""
     return ExportRecord(
         point,

@@ -1,4 +1,7 @@
-"""The loss of inversion: how badly the models of points denoise their target images, with masks where wanted."""
+"""Inversion of images: the points whose models denoise target images best; and images made with the models of points.
+
+`invert` descends on any loss of changes, `invert_targets` on the denoising loss of images, in batches, kept as they go.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +25,136 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.methods.space.directions import scores_digest
 from netweight.methods.space.edits import Delay
-from netweight.methods.space.points import Points
+from netweight.methods.space.points import Points, scores_digest
 from netweight.nn.apply_lora import applied
 from netweight.nn.text_to_image import Prediction, TextToImage
+
+_DENOISERS = ("unet", "transformer")  # parts of a pipeline that are one
+
+
+class Space(Protocol):
+    """What is asked of a space."""
+
+    @property
+    def scores(self) -> Tensor: ...  # of the training models, shape `(n, k)`
+
+    @property
+    def deviations(self) -> Tensor: ...  # of the training scores, shape `(k,)`
+
+    def changes(self, scores: Tensor) -> Mapping[str, Tensor]:
+        """Module name → ΔW, shape `(b, rows, columns)`, of scores `(b, k)`; gradients flow to these."""
+
+
+# From changes, module name → ΔW, shape `(b, rows, columns)`, to one number per target, shape `(b,)`.
+Loss: TypeAlias = Callable[[Mapping[str, Tensor], torch.Generator], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class InversionSettings:
+    """Settings of an inversion."""
+
+    steps: int = 400
+    learning_rate: float = 0.05  # in standard deviations of the training models, if `scaled`
+    components: int | None = None  # only the first so many components move; None for all
+    # Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a mean
+    # over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
+    prior: float = 0.0
+    weight_decay: float = 0.0
+    scaled: bool = True  # whether components are moved in units of their deviations, or as they are
+    # The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
+    averaged: float = 0.25
+
+    def __post_init__(self) -> None:
+        wrong = self.steps < 1 or not self.learning_rate > 0 or self.prior < 0 or self.weight_decay < 0
+        if wrong or not 0 <= self.averaged <= 1 or (self.components is not None and self.components < 1):
+            raise UsageError(f"Invalid settings of an inversion: {self}.", cure="Begin with the defaults.")
+
+
+# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
+SETTINGS: Mapping[str, InversionSettings] = {
+    "default": InversionSettings(),
+    "reference": InversionSettings(
+        learning_rate=0.1, components=10_000, weight_decay=1e-10, scaled=False, averaged=0.0
+    ),
+    "reference out of distribution": InversionSettings(
+        steps=800, learning_rate=1.0, components=1_000, scaled=False, averaged=0.0
+    ),
+}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Inverted:
+    """Points of targets."""
+
+    scores: Tensor  # shape `(b, k)`, fp32
+    losses: Tensor  # before each step, the prior left out, shape `(steps, b)`, fp32
+    # Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`: about 1 for
+    # training models; much more is outside of what they span.
+    distances: Tensor
+
+    @property
+    def improvements(self) -> Tensor:
+        """Mean loss of the first tenth of the steps over that of the last tenth, shape `(b,)`."""
+        tenth = max(1, len(self.losses) // 10)
+        return self.losses[:tenth].mean(0) / self.losses[-tenth:].mean(0)
+
+
+def invert(
+    space: Space,
+    loss: Loss,
+    count: int,
+    settings: InversionSettings | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    progress: Progress = QUIET,
+) -> Inverted:
+    """Find the points of targets by descent on a loss, from the mean of the adapters."""
+    # Source: weights2weights (arXiv 2406.09413), inversion of single images.
+    if count < 1:
+        raise UsageError("There is no target to invert.", cure="Give at least one image.")
+    settings = settings or SETTINGS["default"]
+    deviations = space.deviations.detach().float().to(device)
+    moving = min(settings.components or len(deviations), len(deviations))
+    divisor = deviations[:moving].clamp_min(1e-12)
+    unit = deviations[:moving] if settings.scaled else torch.ones(moving, device=deviations.device)
+    moved = torch.zeros(count, moving, device=deviations.device, requires_grad=True)
+    adam = torch.optim.Adam([moved], lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    still = torch.zeros(count, len(deviations) - moving, device=deviations.device)
+    first = settings.steps - max(1, round(settings.averaged * settings.steps))
+    total, losses = torch.zeros_like(moved), []
+    with progress.task("invert", settings.steps, unit="steps") as task:
+        for step in range(settings.steps):
+            scores = torch.cat([moved * unit, still], 1)
+            found = loss(space.changes(scores), torch_generator(seed, "step", step))
+            _check_losses(found, count, step)
+            losses.append(found.detach().float().cpu())
+            whole = found.sum()
+            if settings.prior:
+                whole = whole + 0.5 * settings.prior * (moved * unit / divisor).square().sum()
+            adam.zero_grad(set_to_none=True)
+            moved.grad = torch.autograd.grad(whole, moved)[0]
+            adam.step()
+            if step >= first:
+                total += moved.detach()
+            task.update()
+    mean = total * unit / (settings.steps - first)
+    distances = (mean / divisor).square().mean(1).sqrt()
+    return Inverted(torch.cat([mean, still], 1).cpu(), torch.stack(losses), distances.cpu())
+
+
+def _check_losses(losses: Tensor, count: int, step: int) -> None:
+    if losses.shape != (count,):
+        raise UsageError(f"The loss of {count} targets has shape {tuple(losses.shape)}.", cure="Return one per target.")
+    bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        raise TrainingStopped(
+            f"The loss of target {', '.join(map(str, bad))} is not finite at step {step}: the inversion diverged.",
+            cure="Lower the learning rate, or move fewer components; look at the images if this is step 0.",
+        )
 
 
 @final
@@ -50,7 +178,7 @@ class DenoisingLoss:
         said: Said = "noise",
     ) -> None:
         images = images[:, None] if images.ndim == 4 else images
-        _check(images, prompts, draws)
+        _check_images(images, prompts, draws)
         self._model, self._said, self._draws = model, said, draws
         self._each = images.shape[1] * draws
         latents = model.to_latents(images.flatten(0, 1))
@@ -69,9 +197,9 @@ class DenoisingLoss:
         drawn = torch.randint(len(self._schedule), (len(latents),), generator=generator)
         times = self._schedule.cpu()[drawn].to(latents.device)
         with applied(model.denoiser, of_denoiser(changes, model.denoiser), self._groups):
-            told = model.predict(model.add_noise(latents, noise, times), times, self._text)
+            prediction = model.predict(model.add_noise(latents, noise, times), times, self._text)
         first, second = (
-            chosen(model, one, times, self._said) for one in (told, Prediction(noise=noise, sample=latents))
+            chosen(model, one, times, self._said) for one in (prediction, Prediction(noise=noise, sample=latents))
         )
         errors = (first - second).float().square()
         if self._masks is None:
@@ -81,7 +209,7 @@ class DenoisingLoss:
         return found.reshape(-1, self._each).mean(1)
 
 
-def _check(images: Tensor, prompts: Sequence[str], draws: int) -> None:
+def _check_images(images: Tensor, prompts: Sequence[str], draws: int) -> None:
     if images.ndim != 5 or images.shape[2] != 3 or not images.numel():
         raise UsageError(
             f"Images of shape {tuple(images.shape)} cannot be inverted.",
@@ -124,249 +252,10 @@ def _masks(masks: Tensor, images: Tensor, latents: Tensor) -> Tensor:
     return small.to(latents)
 
 
-_DENOISERS = ("unet", "transformer")
-
-
-def paint(
-    model: TextToImage,
-    space: Space,
-    scores: Tensor,
-    prompts: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    guidance: float = 3.0,
-    steps: int = 50,
-    delay: Delay | None = None,
-    before: Tensor | None = None,
-    rows: int = 64,
-) -> Tensor:
-    """Make images of prompts with the models of points."""
-    # `scores`: points, shape `(b, k)`
-    # `before`: points before an edit, shape `(b, k)`; None, with a delay, for the base model alone
-    # Returns: Shape `(b, seeds, 3, height, width)`, within 0 and 1, on the CPU.
-    if scores.ndim != 2 or not seeds or len(prompts) not in (1, len(seeds)):
-        raise UsageError(
-            f"Points of shape {tuple(scores.shape)} came with {len(prompts)} prompts and {len(seeds)} seeds.",
-            cure="Give points (b, k) and one prompt, or one per seed.",
-        )
-    if before is not None and before.shape != scores.shape:
-        raise UsageError(f"Points {tuple(scores.shape)} cannot follow on {tuple(before.shape)}.")
-    text = model.embed(list(prompts) * (len(seeds) // len(prompts)))
-    at_once = max(1, rows // len(seeds))
-    found = []
-    for start in range(0, len(scores), at_once):
-        part = slice(start, start + at_once)
-        count = len(scores[part])
-        after = _own_changes(model, space, scores[part])
-        then = None if before is None else _own_changes(model, space, before[part])
-        groups = torch.arange(count, device=_device(model)).repeat_interleave(len(seeds))
-        with _held(model.denoiser, after, then, delay, groups):
-            repeated = text.rows(list(range(len(seeds))) * count)
-            images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
-        found.append(images.reshape(count, len(seeds), *images.shape[1:]))
-    return torch.cat(found)
-
-
-@contextmanager
-def _held(
-    denoiser: nn.Module,
-    after: Mapping[str, Tensor],
-    before: Mapping[str, Tensor] | None,
-    delay: Delay | None,
-    groups: Tensor,
-) -> Iterator[None]:
-    """Keep the denoiser's weights changed; with a delay as the timestep of each run has it."""
-    if delay is None:
-        with applied(denoiser, after, groups):
-            yield
-        return
-    with ExitStack() as stack, ExitStack() as now:
-        shown: list[bool] = []
-
-        def look(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
-            edited = delay.edited(timestep.float().max())
-            if shown != [edited]:
-                shown[:] = [edited]
-                now.close()
-                wanted = after if edited else before
-                if wanted is not None:
-                    now.enter_context(applied(denoiser, wanted, groups))
-
-        stack.callback(denoiser.register_forward_pre_hook(look, with_kwargs=True).remove)
-        yield
-
-
-def _own_changes(model: TextToImage, space: Space, scores: Tensor) -> dict[str, Tensor]:
-    with torch.no_grad():
-        return of_denoiser(space.changes(scores.to(_device(model))), model.denoiser)
-
-
-def _device(model: TextToImage) -> torch.device:
-    return next(model.denoiser.parameters()).device
-
-
-def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return changes under the denoiser's own names, without the pipeline's name of it in front."""
-    # `changes`: module → ΔW, shape `(…, rows, columns)`
-    own = dict(denoiser.named_modules())
-    found = {}
-    for name, change in changes.items():
-        part, _, rest = name.partition(".")
-        if name not in own and part not in _DENOISERS:
-            raise Unsupported(
-                f"The space changes {name}, which is no module of the denoiser.",
-                cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",
-            )
-        found[name if name in own else rest] = change
-    return found
-
-
-class Space(Protocol):
-    """What is asked of a space.
-
-    Attributes:
-        deviations: Standard deviations of the training scores, shape `(k,)`.
-    """
-
-    @property
-    def deviations(self) -> Tensor: ...
-
-    def changes(self, scores: Tensor) -> Mapping[str, Tensor]:
-        """Return module name → ΔW, shape `(b, rows, columns)`, of scores `(b, k)`; gradients flow to these."""
-
-
-class Loss(Protocol):
-    """How far the models of points are from their targets."""
-
-    def __call__(self, changes: Mapping[str, Tensor], generator: torch.Generator, /) -> Tensor:
-        """Return one number per target, shape `(b,)`."""
-        # `changes`: module name → ΔW, shape `(b, rows, columns)`
-
-
-@final
-@dataclass(frozen=True)
-class InversionSettings:
-    """How points are sought."""
-
-    steps: int = 400
-    learning_rate: float = 0.05  # in standard deviations of the training models, if `scaled`
-    components: int | None = None  # only the first so many components move; None for all
-    # Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a mean
-    # over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
-    prior: float = 0.0
-    weight_decay: float = 0.0
-    scaled: bool = True  # whether components are moved in units of their deviations, or as they are
-    # The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
-    averaged: float = 0.25
-
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot be meant."""
-        wrong = self.steps < 1 or not self.learning_rate > 0 or self.prior < 0 or self.weight_decay < 0
-        if wrong or not 0 <= self.averaged <= 1 or (self.components is not None and self.components < 1):
-            raise UsageError(
-                f"These settings of an inversion cannot be meant: {self}.", cure="Begin with the defaults."
-            )
-
-
-# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
-SETTINGS: Mapping[str, InversionSettings] = {
-    "default": InversionSettings(),
-    "reference": InversionSettings(
-        learning_rate=0.1, components=10_000, weight_decay=1e-10, scaled=False, averaged=0.0
-    ),
-    "reference out of distribution": InversionSettings(
-        steps=800, learning_rate=1.0, components=1_000, scaled=False, averaged=0.0
-    ),
-}
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Inverted:
-    """Where targets were found."""
-
-    scores: Tensor  # shape `(b, k)`, fp32
-    losses: Tensor  # before each step, the prior left out, shape `(steps, b)`, fp32
-    # Root mean square of the scores in standard deviations, over the components that moved, shape `(b,)`: about 1 for
-    # training models; much more is outside of what they span.
-    distances: Tensor
-
-    @property
-    def improvements(self) -> Tensor:
-        """Mean loss of the first tenth of the steps over that of the last tenth, shape `(b,)`."""
-        tenth = max(1, len(self.losses) // 10)
-        return self.losses[:tenth].mean(0) / self.losses[-tenth:].mean(0)
-
-
-def invert(
-    space: Space,
-    loss: Loss,
-    count: int,
-    settings: InversionSettings | None = None,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    progress: Progress = QUIET,
-) -> Inverted:
-    """Seek points of targets."""
-    # Source: weights2weights (arXiv 2406.09413), inversion of single images.
-    if count < 1:
-        raise UsageError("There is no target to invert.", cure="Give at least one image.")
-    settings = settings or SETTINGS["default"]
-    deviations = space.deviations.detach().float().to(device)
-    moving = min(settings.components or len(deviations), len(deviations))
-    unit = deviations[:moving] if settings.scaled else torch.ones(moving, device=deviations.device)
-    moved = torch.zeros(count, moving, device=deviations.device, requires_grad=True)
-    adam = torch.optim.Adam([moved], lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    still = torch.zeros(count, len(deviations) - moving, device=deviations.device)
-    first = settings.steps - max(1, round(settings.averaged * settings.steps))
-    total, losses = torch.zeros_like(moved), []
-    with progress.task("invert", settings.steps, unit="steps") as task:
-        for step in range(settings.steps):
-            scores = torch.cat([moved * unit, still], 1)
-            found = loss(space.changes(scores), torch_generator(seed, "step", step))
-            _check_inversion(found, count, step)
-            losses.append(found.detach().float().cpu())
-            whole = found.sum()
-            if settings.prior:
-                whole = whole + 0.5 * settings.prior * (moved * unit / _apart(deviations[:moving])).square().sum()
-            adam.zero_grad(set_to_none=True)
-            moved.grad = torch.autograd.grad(whole, moved)[0]
-            adam.step()
-            if step >= first:
-                total += moved.detach()
-            task.update()
-    mean = total * unit / (settings.steps - first)
-    distances = (mean / _apart(deviations[:moving])).square().mean(1).sqrt()
-    return Inverted(torch.cat([mean, still], 1).cpu(), torch.stack(losses), distances.cpu())
-
-
-def _apart(deviations: Tensor) -> Tensor:
-    """Deviations to divide by."""
-    return deviations.clamp_min(1e-12)
-
-
-def _check_inversion(losses: Tensor, count: int, step: int) -> None:
-    if losses.shape != (count,):
-        raise UsageError(f"The loss of {count} targets has shape {tuple(losses.shape)}.", cure="Return one per target.")
-    bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
-    if bad:
-        raise TrainingStopped(
-            f"The loss of target {', '.join(map(str, bad))} is not finite at step {step}: the inversion diverged.",
-            cure="Lower the learning rate, or move fewer components; look at the images if this is step 0.",
-        )
-
-
-class _Space(Space, Protocol):
-    @property
-    def scores(self) -> Tensor: ...
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is to be inverted."""
+    """Images to be inverted."""
 
     name: str
     images: Tensor  # shape `(m, 3, height, width)`, within 0 and 1: one image, or several of the same thing
@@ -389,7 +278,7 @@ class InversionTask:
 
 def invert_targets(
     model: TextToImage,
-    space: _Space,
+    space: Space,
     targets: Sequence[Target],
     task: InversionTask,
     *,
@@ -483,3 +372,96 @@ def _batches(targets: Sequence[Target], most: int) -> Iterator[list[int]]:
 def _digest(target: Target) -> Mapping[str, Any]:
     mask = None if target.mask is None else digest.of_tensor(target.mask)
     return {"shape": list(target.images.shape), "images": digest.of_tensor(target.images), "mask": mask}
+
+
+def generate_images(
+    model: TextToImage,
+    space: Space,
+    scores: Tensor,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    guidance: float = 3.0,
+    steps: int = 50,
+    delay: Delay | None = None,
+    before: Tensor | None = None,
+    rows: int = 64,
+) -> Tensor:
+    """Images of prompts by the models of points `(b, k)`, shape `(b, seeds, 3, height, width)`, within 0 and 1."""
+    # `before`: points before an edit, shape `(b, k)`; None, with a delay, for the base model alone
+    if scores.ndim != 2 or not seeds or len(prompts) not in (1, len(seeds)):
+        raise UsageError(
+            f"Points of shape {tuple(scores.shape)} came with {len(prompts)} prompts and {len(seeds)} seeds.",
+            cure="Give points (b, k) and one prompt, or one per seed.",
+        )
+    if before is not None and before.shape != scores.shape:
+        raise UsageError(f"Points {tuple(scores.shape)} cannot follow on {tuple(before.shape)}.")
+    text = model.embed(list(prompts) * (len(seeds) // len(prompts)))
+    at_once = max(1, rows // len(seeds))
+    found = []
+    for start in range(0, len(scores), at_once):
+        part = slice(start, start + at_once)
+        count = len(scores[part])
+        after = _own_changes(model, space, scores[part])
+        then = None if before is None else _own_changes(model, space, before[part])
+        groups = torch.arange(count, device=_device(model)).repeat_interleave(len(seeds))
+        with _held(model.denoiser, after, then, delay, groups):
+            repeated = text.rows(list(range(len(seeds))) * count)
+            images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
+        found.append(images.reshape(count, len(seeds), *images.shape[1:]))
+    return torch.cat(found)
+
+
+@contextmanager
+def _held(
+    denoiser: nn.Module,
+    after: Mapping[str, Tensor],
+    before: Mapping[str, Tensor] | None,
+    delay: Delay | None,
+    groups: Tensor,
+) -> Iterator[None]:
+    """Keep the denoiser's weights changed; with a delay as the timestep of each run has it."""
+    if delay is None:
+        with applied(denoiser, after, groups):
+            yield
+        return
+    with ExitStack() as stack, ExitStack() as now:
+        shown: list[bool] = []
+
+        def look(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
+            edited = delay.edited(timestep.float().max())
+            if shown != [edited]:
+                shown[:] = [edited]
+                now.close()
+                wanted = after if edited else before
+                if wanted is not None:
+                    now.enter_context(applied(denoiser, wanted, groups))
+
+        stack.callback(denoiser.register_forward_pre_hook(look, with_kwargs=True).remove)
+        yield
+
+
+def _own_changes(model: TextToImage, space: Space, scores: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return of_denoiser(space.changes(scores.to(_device(model))), model.denoiser)
+
+
+def _device(model: TextToImage) -> torch.device:
+    return next(model.denoiser.parameters()).device
+
+
+def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return changes under the denoiser's own names, without the pipeline's name of it in front."""
+    # `changes`: module → ΔW, shape `(…, rows, columns)`
+    own = dict(denoiser.named_modules())
+    found = {}
+    for name, change in changes.items():
+        part, _, rest = name.partition(".")
+        if name not in own and part not in _DENOISERS:
+            raise Unsupported(
+                f"The space changes {name}, which is no module of the denoiser.",
+                cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",
+            )
+        found[name if name in own else rest] = change
+    return found

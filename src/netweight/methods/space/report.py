@@ -1,40 +1,52 @@
-"""The audits of a space made step by step: of its fit, of points drawn or moved, and of adapters written.
+"""Audits of a space: of its fit, of directions, edits, samples and inversions, and of adapters written.
 
-Importing this module declares the treatments `space-fit`, `space-sample`, `space-edit` and `space-export` and registers
-their audits, which look at weights. Each of the last three also names `images`, which no recipe runs: what points look
-like is read from pictures by readers that users bring, see `methods.space.audit`, so reports show it as left out.
+The treatments `space-fit`, `space-sample`, `space-edit` and `space-export` are what recipes run; their audits look at
+weights. The last three also name `images`, which no recipe runs: what points look like is read from pictures by readers
+that users bring, so reports show it as left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from netweight.core.progress import Progress
+from netweight.core.seeds import numpy_generator, torch_generator
 from netweight.errors import UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
 from netweight.evidence.prediction_scores import explained_variance
-from netweight.methods.space.directions import Direction, Entanglement, entanglement_findings
+from netweight.methods.space.directions import FittedKind, fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fit import Accuracy
-from netweight.methods.space.points import neighbor_findings, spread_findings
+from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.points import Direction, distances, nearest_distances
 from netweight.nn.lora import Adapter, combined
 
-# The treatments.
+# The treatments of recipes, and that of images.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
-# Points that are needed to say how they lie among models.
-LEAST_AUDITED = 5
-# Largest relative error of an adapter that was written at its own rank: that of fp32.
-EXACT = 1e-4
+TREATMENT = "space"
+DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
+
+LEAST_AUDITED = 5  # points that are needed to say how they lie among models
+EXACT = 1e-4  # largest relative error of an adapter that was written at its own rank: that of fp32
+INVERSION_TARGET = 0.9  # least R² of inversion from one image, as a share of that of an adapter trained on many
+SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
+
+_RESAMPLES = 500
+_NEIGHBORHOOD = 3  # as in the paper of precision and recall
+_TRIES = 20  # draws for one subsample that has both classes of every attribute
 
 register_treatment(FIT, audits=("fit",))
 register_treatment(SAMPLE, audits=("neighbors", "images"))
 register_treatment(EDIT, audits=("directions", "images"))
 register_treatment(EXPORT, audits=("files", "images"))
+register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
 
 
 @final
@@ -93,16 +105,6 @@ def written_adapters(subject: WrittenSubject, config: object, *, seed: int, prog
 def _error(point: Adapter, written: Adapter) -> float:
     """Norm of the difference of two adapters' changes over that of the first; in fp64, from the factors."""
     return combined([point, written], [1.0, -1.0]).norm() / (point.norm() or 1.0)
-
-
-TREATMENT = "space"
-# Names of the audits.
-DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
-
-# Least R² of inversion from one image, as a share of that of an adapter trained on many.
-INVERSION_TARGET = 0.9
-
-register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
 
 
 @final
@@ -210,3 +212,168 @@ def _explained(said: Tensor, truth: Tensor) -> list[float]:
         explained_variance(ours.numpy(), theirs.numpy(), theirs.mean().expand(len(theirs)).numpy()).estimate
         for ours, theirs in pairs
     ]
+
+
+def spread_findings(
+    samples: Tensor, training: Tensor, names: Sequence[str], *, seed: int = 0, what: str = "attribute"
+) -> list[Finding]:
+    """How far attributes `(b, a)` of samples spread, as shares of how far those of the training models `(n, a)` do."""
+    ours, theirs = _checked(samples, training, names)
+    ratios = _ratios(ours, theirs)
+    generator = numpy_generator(seed, "spread")
+    drawn = torch.stack([
+        _ratios(*(part[generator.integers(0, len(part), len(part))] for part in (ours, theirs)))
+        for _ in range(_RESAMPLES)
+    ])  # fmt: skip
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    each, mean = drawn.nanquantile(limits, 0).T.tolist(), drawn.mean(1).nanquantile(limits).tolist()
+    about = {"training models": len(theirs), "least": float(ratios.min()), "least of": names[int(ratios.argmin())]}
+    return [
+        Finding(f"{what} spread of samples against training, mean", float(ratios.mean()), ci95=(mean[0], mean[1]),
+                n=len(ours), better="higher", target=SPREAD_TARGET, seeds=(seed,), detail=about),
+        *(
+            Finding(f"spread of {name}", float(ratio), ci95=(low, high), n=len(ours), seeds=(seed,))
+            for name, ratio, (low, high) in zip(names, ratios, each, strict=True)
+        ),
+    ]  # fmt: skip
+
+
+def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
+    """Whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none."""
+    # Distance to the nearest training model over that between training models (medians); copies, nearer to a training
+    # model than half of what lies between training models in the median; precision, the share of samples within the
+    # neighborhood of a training model; recall, the share of training models within that of a sample.
+    # Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
+    ours, theirs = _checked(samples, training, None)
+    own = nearest_distances(theirs)
+    middle = float(own.median())
+    near = nearest_distances(ours, theirs)
+    if not middle > 0:
+        raise UsageError("Most training models have a twin: distances tell nothing.", cure="Take the copies out.")
+    precision = _within(ours, theirs)
+    recall = _within(theirs, ours)
+    return [
+        Finding("distance to the nearest training model, relative", float(near.median()) / middle, n=len(ours),
+                baseline=1.0, detail={"between training models": middle}),
+        Finding("samples that copy a training model", float((near < middle / 2).double().mean()), n=len(ours),
+                better="lower", baseline=float((own < middle / 2).double().mean())),
+        Finding("precision of samples", precision, n=len(ours), better="higher"),
+        Finding("recall of samples", recall, n=len(theirs), better="higher"),
+    ]  # fmt: skip
+
+
+def _within(points: Tensor, others: Tensor) -> float:
+    """Share of points that lie within the neighborhood of one of the others."""
+    reach = nearest_distances(others, rank=min(_NEIGHBORHOOD, len(others) - 1))
+    inside = [(distances(part, others) <= reach).any(1) for part in torch.split(points, 1024)]
+    return float(torch.cat(inside).double().mean())
+
+
+def _ratios(samples: Tensor, training: Tensor) -> Tensor:
+    return samples.std(0) / training.std(0)
+
+
+def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> tuple[Tensor, Tensor]:
+    ours, theirs = samples.detach().double().cpu(), training.detach().double().cpu()
+    wrong = ours.ndim != 2 or theirs.ndim != 2 or ours.shape[1:] != theirs.shape[1:] or min(len(ours), len(theirs)) < 5
+    if wrong or (names is not None and len(names) != ours.shape[1]):
+        raise UsageError(
+            f"Samples of shape {tuple(ours.shape)} cannot be held against training models of {tuple(theirs.shape)}.",
+            cure="Give at least 5 of each, with the same columns, and a name for each.",
+        )
+    if not (ours.isfinite().all() and theirs.isfinite().all()):
+        raise UsageError("Samples or training models hold NaN or infinity.")
+    if names is not None and not (theirs.std(0) > 0).all():
+        still = names[int((theirs.std(0) > 0).int().argmin())]
+        raise UsageError(f"The training models do not differ in {still!r}.", cure="Leave it out.")
+    return ours, theirs
+
+
+@final
+@dataclass(frozen=True)
+class Entanglement:
+    """Directions found from subsamples of one size."""
+
+    models: int  # size of a subsample
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over subsamples."""
+        return sum(self.each) / len(self.each)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """The middle 95 % of the subsamples."""
+        return middle(self.each)
+
+
+def entanglement(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    repeats: int = 20,
+    kind: FittedKind = "difference",
+    fidelity: Literal["corrected", "reference"] = "corrected",
+    seed: int = 0,
+) -> list[Entanglement]:
+    """Cosines between directions that are found from subsamples of the models, by their sizes."""
+    # The axes stay those of all models: this shows how many models directions need, not axes.
+    # Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
+    if len(columns) < 2 or not sizes or max(sizes) > len(scores) or min(sizes) < 4 or repeats < 1:
+        raise UsageError(
+            f"{len(columns)} attributes in subsamples of {list(sizes)} of {len(scores)} models cannot be compared.",
+            cure="Give two attributes or more, and sizes from 4 to the number of models.",
+        )
+    found = []
+    for size in sizes:
+        draws = [_drawn(labels, columns, size, seed, number) for number in range(repeats if size < len(scores) else 1)]
+        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, kind, fidelity) for d in draws)))
+    return found
+
+
+def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, seed: int = 0) -> list[Finding]:
+    """One finding per number of models, the smallest number as their baseline."""
+    return [
+        Finding(f"mean |cos| between directions, {each.models} models", each.mean,
+                ci95=each.middle if len(each.each) > 1 else None, n=len(each.each), better="lower",
+                baseline=found[0].mean, seeds=(seed,),
+                detail={"attributes": attributes, "subsamples": len(each.each)})
+        for each in found
+    ]  # fmt: skip
+
+
+def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number: int) -> Tensor:
+    """A subsample in which every attribute can be told."""
+    generator = torch_generator(seed, "subsample", size, number)
+    for _ in range(_TRIES):
+        rows = torch.randperm(len(labels.names), generator=generator)[:size]
+        parts = [Column(name, labels[name].values[rows]) for name in columns]
+        if all(len(part.levels) > 1 and _counts(part) >= 2 for part in parts):
+            return rows
+    raise UsageError(f"Subsamples of {size} models lack a class of an attribute.", cure="Take larger ones.")
+
+
+def _counts(column: Column) -> int:
+    if column.kind == "continuous":
+        return int(column.known.sum())
+    return min(int((column.values == level).sum()) for level in column.levels)
+
+
+def _mean_cosine(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    rows: Tensor,
+    kind: FittedKind,
+    fidelity: Literal["corrected", "reference"],
+) -> float:
+    part = Labels(
+        tuple(labels.names[row] for row in rows.tolist()),
+        {name: Column(name, labels[name].values[rows]) for name in columns},
+    )
+    directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
+    cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
+    return sum(cosines) / len(cosines)

@@ -1,7 +1,8 @@
-"""A space at rest: a folder with `space.json`, what it is, and `space.safetensors`, its numbers. No pickle anywhere.
+"""A space of adapters: fitted, sampled, edited and projected into, extended, and kept in a folder.
 
-A space whose components are combinations of adapters needs these to make points: its bank is named by digest and place,
-or written along as `adapters.safetensors`.
+A folder holds `space.json`, what the space is, and `space.safetensors`, its numbers. Components that are combinations
+of adapters need these to make points: the bank is named by digest and place, or written along as
+`adapters.safetensors`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from netweight.core.environment import describe
 from netweight.core.files import whole_folder
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.space.basis import CombinationBasis, Layout, RowBasis, Sketch, SpaceBasis
 from netweight.methods.space.export import Exported, export_adapter
-from netweight.methods.space.fit import Accuracy, Combinations, Layout, Sketch, SpaceBasis, VectorBasis, Work, fit_bank
+from netweight.methods.space.fit import Accuracy, Work, fit_bank
 from netweight.methods.space.gram import (
     Bank,
     StackBank,
@@ -37,8 +39,8 @@ from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.settings import FitConfig, Representation
 from netweight.nn.lora import Adapter, AdapterStack
-from netweight.nn.pca import Basis as RowBasis
-from netweight.nn.streaming_pca import Workers
+from netweight.nn.pca import Basis
+from netweight.nn.streaming_pca import ALONE, Workers
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record
 
@@ -46,201 +48,6 @@ RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
 _VERSION = 1
 _PARTS = ("down", "up", "scale", "ranks")
-_OF_SPACE = ("scores", "deviations", "fingerprints")
-_Numbers = Mapping[str, Tensor]
-
-
-def write_space(space: WeightSpace, folder: Path, *, standalone: bool, bank: Path | None) -> None:
-    """Write a space; see `WeightSpace.save`."""
-    numbers, basis = _of_basis(space.basis)
-    with whole_folder(folder) as part:
-        part.mkdir()
-        numbers |= {name: getattr(space, name) for name in _OF_SPACE}
-        digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
-        if standalone and isinstance(space.basis, Combinations):
-            digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
-        record = {
-            "config": vars(space.config),
-            "accuracy": space.accuracy.to_json(),
-            "bank": space.bank_digest,
-            "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
-            "fitted": space.fitted,
-            "components": space.components,
-            "names": list(space.names),
-            "shapes": {name: list(shape) for name, shape in space.shapes.items()},
-            "basis": basis,
-            "digests": digests,
-            "environment": describe(),
-        }
-        write_record(part / RECORD, record, version=_VERSION)
-
-
-def read_space(cls: type[WeightSpace], folder: Path, bank: Bank | None) -> WeightSpace:
-    """Read a space; see `WeightSpace.open`."""
-    values = read_about(folder)
-    numbers = _read(folder / _NUMBERS, values["digests"][_NUMBERS])
-    shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
-    basis: SpaceBasis
-    if "layout" in values["basis"]:
-        basis = VectorBasis(_layout(values["basis"]["layout"], shapes, numbers), _row_basis(numbers, values["basis"]))
-    else:
-        basis = _combinations(folder, values, numbers, bank)
-    return cls(
-        tuple(values["names"]), values["fitted"], numbers["scores"], numbers["deviations"], numbers["fingerprints"],
-        shapes, basis,
-        FitConfig(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
-    )  # fmt: skip
-
-
-def read_about(folder: Path) -> dict[str, Any]:
-    """Read what a space is, without its numbers: the values of its record."""
-    if not (folder / RECORD).is_file():
-        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
-    values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
-    return values
-
-
-def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A basis as tensors and JSON values."""
-    if isinstance(basis, Combinations):
-        numbers = {"weights": basis.weights, "offsets": basis.offsets}
-        products = {"mean_square": basis.mean_square}
-        if basis.sketch is None:
-            return numbers, products
-        rows, sketch = basis.sketch
-        return {**numbers, **_of_rows(rows)}, {
-            **products,
-            "total": rows.total,
-            "side": sketch.side,
-            "seed": sketch.seed,
-        }
-    assert isinstance(basis, VectorBasis)
-    layout = basis.layout
-    downs = {f"shared|{name}": down for name, down in layout.downs.items()}
-    about = {"kind": layout.kind, "ranks": dict(layout.ranks), "scales": dict(layout.scales)}
-    return {**_of_rows(basis.basis), **downs}, {"total": basis.basis.total, "layout": about}
-
-
-def _of_rows(basis: RowBasis) -> dict[str, Tensor]:
-    found = {"mean": basis.mean, "components": basis.components, "variances": basis.variances}
-    return found if basis.deviation is None else {**found, "deviation": basis.deviation}
-
-
-def _row_basis(numbers: _Numbers, about: Mapping[str, Any]) -> RowBasis:
-    return RowBasis(
-        numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
-    )  # fmt: skip
-
-
-def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: _Numbers) -> Layout:
-    downs = {name.removeprefix("shared|"): value for name, value in numbers.items() if name.startswith("shared|")}
-    return Layout(
-        about["kind"], {name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"], downs
-    )
-
-
-def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Numbers, bank: Bank | None) -> Combinations:
-    fitted = values["names"][: values["fitted"]]
-    if bank is not None:
-        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
-    elif _ADAPTERS in values["digests"]:
-        bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
-    else:
-        bank = _bank_at(folder, values["bank_at"])
-        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
-    sketch = None
-    if "side" in values["basis"]:
-        maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
-        sketch = _row_basis(numbers, values["basis"]), maps
-    return Combinations(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
-
-
-def _bank_at(folder: Path, place: str | None) -> AdapterBank:
-    """The bank where it lay when the space was written, seen from the space's folder."""
-    if place is not None and (folder.resolve() / place).is_dir():
-        return AdapterBank.open(folder.resolve() / place)
-    where = "" if place is None else f", which lay at {place} as seen from it"
-    raise UsageError(
-        f"The components of {folder} are combinations of the adapters of its bank{where}.",
-        cure="Name the bank (--bank), or write the space standalone.",
-    )
-
-
-def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
-    """Refuse a bank that is neither the one of the fit nor that one grown."""
-    if bank.digest == digest:
-        return
-    if list(bank.names[: len(fitted)]) == list(fitted):
-        if same_fingerprints(fingerprints(bank, len(fitted)), known):
-            return
-    raise UsageError(
-        f"This is another bank than the space was fitted to: its digest is {bank.digest}, not {digest}, and its first "
-        "adapters are others.",
-        cure="Open the space with its own bank, or fit a new one.",
-    )
-
-
-def _adapters(basis: Combinations) -> dict[str, Tensor]:
-    """The factors of all adapters, by part and module."""
-    whole = stack_of(basis.bank, 0, len(basis.weights))
-    parts = zip(_PARTS, (whole.down, whole.up, whole.scale, whole.ranks), strict=True)
-    return {f"{part}|{name}": value for part, values in parts for name, value in values.items()}
-
-
-def _bank(tensors: _Numbers, names: Sequence[str]) -> StackBank:
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
-    for name, value in tensors.items():
-        part, _, module = name.partition("|")
-        parts[part][module] = value
-    return StackBank(names, AdapterStack(**parts))
-
-
-def _write(path: Path, tensors: _Numbers) -> str:
-    """Write tensors and return the file's digest."""
-    safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, path)
-    return of_file(path)
-
-
-def _read(path: Path, digest: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CorruptBlob(f"{path} is missing.")
-    if of_file(path) != digest:
-        raise CorruptBlob(f"{path} is not the file that was written: its digest is another.")
-    return safetensors.torch.load_file(path)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Point:
-    """A point of a space.
-
-    Attributes:
-        space: The space.
-        scores: Shape `(k,)`, fp32.
-    """
-
-    space: WeightSpace
-    scores: Tensor
-
-    @property
-    def adapter(self) -> Adapter:
-        """The point as an adapter, exactly; see `WeightSpace.adapter`."""
-        return self.space.adapter(self.scores)
-
-    def export(
-        self,
-        path: str | Path,
-        *,
-        rank: int | None = None,
-        layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
-        base: str | None = None,
-        overwrite: bool = False,
-    ) -> Exported:
-        """Write the point as an adapter; arguments, result and errors are those of `exporting.export_adapter`."""
-        return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
-
-
-_ALONE = Workers()
 
 
 @final
@@ -249,7 +56,7 @@ class WeightSpace:
     """A space of adapters.
 
     Attributes:
-        names: Of the n adapters that it was fitted to, and then of those appended.
+        names: Names of the n adapters that it was fitted to, and then of those appended.
         fitted: How many it was fitted to.
         scores: Shape `(n, k)`, fp32: their coordinates.
         deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
@@ -258,7 +65,7 @@ class WeightSpace:
         basis: Mean and components.
         config: How it was fitted.
         accuracy: What is known of how good the fit is.
-        bank_digest: Of the bank that it was fitted to.
+        bank_digest: Digest of the bank that it was fitted to.
 
     Source: weights2weights (arXiv 2406.09413); see docs/differences.md for what departs from it.
     """
@@ -282,7 +89,7 @@ class WeightSpace:
         components: int | None = None,
         representation: Representation = "delta",
         folder: str | Path | None = None,
-        workers: Workers = _ALONE,
+        workers: Workers = ALONE,
         engine: Engine | None = None,
         progress: Progress = QUIET,
         **settings: Any,
@@ -322,7 +129,6 @@ class WeightSpace:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        """Say what it is in a line, not all of its numbers."""
         kind = self.config.representation
         return f"WeightSpace({len(self.names)} adapters, {self.components} components, representation {kind!r})"
 
@@ -361,7 +167,7 @@ class WeightSpace:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
 
         Args:
-            adapter: Of the same modules; any rank.
+            adapter: An adapter of the same modules; any rank.
 
         Raises:
             NameNotFound: It has other modules than the space.
@@ -455,10 +261,10 @@ class WeightSpace:
             OutputExists: The folder exists already.
             OutputFailed: The place cannot be written.
         """
-        write_space(self, Path(folder), standalone=standalone, bank=None if bank is None else Path(bank))
+        _write_space(self, Path(folder), standalone, None if bank is None else Path(bank))
 
-    @classmethod
-    def open(cls, folder: str | Path, bank: Bank | None = None) -> Self:
+    @staticmethod
+    def open(folder: str | Path, bank: Bank | None = None) -> WeightSpace:
         """Open a saved space.
 
         Args:
@@ -470,7 +276,7 @@ class WeightSpace:
             UsageError: The bank is missing, or another.
             CorruptBlob: The folder is damaged.
         """
-        return read_space(cls, Path(folder), bank)
+        return _read_space(Path(folder), bank)
 
 
 @final
@@ -497,3 +303,189 @@ class Appended:
         if 4 * since > self.space.fitted:
             return f"{since} adapters have been added to the {self.space.fitted} that the space was fitted to."
         return None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A point of a space.
+
+    Attributes:
+        space: The space.
+        scores: Shape `(k,)`, fp32.
+    """
+
+    space: WeightSpace
+    scores: Tensor
+
+    @property
+    def adapter(self) -> Adapter:
+        """The point as an adapter, exactly; see `WeightSpace.adapter`."""
+        return self.space.adapter(self.scores)
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        rank: int | None = None,
+        layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
+        base: str | None = None,
+        overwrite: bool = False,
+    ) -> Exported:
+        """Write the point as an adapter; see `export_adapter`."""
+        return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
+
+
+def _write_space(space: WeightSpace, folder: Path, standalone: bool, bank: Path | None) -> None:
+    numbers, basis = _of_basis(space.basis)
+    numbers |= {"scores": space.scores, "deviations": space.deviations, "fingerprints": space.fingerprints}
+    with whole_folder(folder) as part:
+        part.mkdir()
+        digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
+        if standalone and isinstance(space.basis, CombinationBasis):
+            digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
+        record = {
+            "config": vars(space.config),
+            "accuracy": space.accuracy.to_json(),
+            "bank": space.bank_digest,
+            "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
+            "fitted": space.fitted,
+            "components": space.components,
+            "names": list(space.names),
+            "shapes": {name: list(shape) for name, shape in space.shapes.items()},
+            "basis": basis,
+            "digests": digests,
+            "environment": describe(),
+        }
+        write_record(part / RECORD, record, version=_VERSION)
+
+
+def _read_space(folder: Path, bank: Bank | None) -> WeightSpace:
+    values = read_about(folder)
+    numbers = _read(folder / _NUMBERS, values["digests"][_NUMBERS])
+    shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
+    basis: SpaceBasis
+    if "layout" in values["basis"]:
+        basis = RowBasis(_layout(values["basis"]["layout"], shapes, numbers), _components(numbers, values["basis"]))
+    else:
+        basis = _combinations(folder, values, numbers, bank)
+    return WeightSpace(
+        tuple(values["names"]), values["fitted"], numbers["scores"], numbers["deviations"], numbers["fingerprints"],
+        shapes, basis,
+        FitConfig(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
+    )  # fmt: skip
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Read what a space is, without its numbers: the values of its record."""
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
+    values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
+    return values
+
+
+def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A basis as tensors and JSON values."""
+    if isinstance(basis, CombinationBasis):
+        numbers = {"weights": basis.weights, "offsets": basis.offsets}
+        products = {"mean_square": basis.mean_square}
+        if basis.sketch is None:
+            return numbers, products
+        rows, sketch = basis.sketch
+        return {**numbers, **_of_rows(rows)}, {
+            **products, "total": rows.total, "side": sketch.side, "seed": sketch.seed,
+        }  # fmt: skip
+    layout = basis.layout
+    downs = {f"shared|{name}": down for name, down in layout.downs.items()}
+    about = {"kind": layout.kind, "ranks": dict(layout.ranks), "scales": dict(layout.scales)}
+    return {**_of_rows(basis.basis), **downs}, {"total": basis.basis.total, "layout": about}
+
+
+def _of_rows(basis: Basis) -> dict[str, Tensor]:
+    found = {"mean": basis.mean, "components": basis.components, "variances": basis.variances}
+    return found if basis.deviation is None else {**found, "deviation": basis.deviation}
+
+
+def _components(numbers: Mapping[str, Tensor], about: Mapping[str, Any]) -> Basis:
+    return Basis(
+        numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
+    )  # fmt: skip
+
+
+def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: Mapping[str, Tensor]) -> Layout:
+    downs = {name.removeprefix("shared|"): value for name, value in numbers.items() if name.startswith("shared|")}
+    return Layout(
+        about["kind"], {name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"], downs
+    )
+
+
+def _combinations(
+    folder: Path, values: Mapping[str, Any], numbers: Mapping[str, Tensor], bank: Bank | None
+) -> CombinationBasis:
+    fitted = values["names"][: values["fitted"]]
+    if bank is not None:
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
+    elif _ADAPTERS in values["digests"]:
+        bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
+    else:
+        bank = _bank_at(folder, values["bank_at"])
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
+    sketch = None
+    if "side" in values["basis"]:
+        maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
+        sketch = _components(numbers, values["basis"]), maps
+    return CombinationBasis(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
+
+
+def _bank_at(folder: Path, place: str | None) -> AdapterBank:
+    """The bank where it lay when the space was written, seen from the space's folder."""
+    if place is not None and (folder.resolve() / place).is_dir():
+        return AdapterBank.open(folder.resolve() / place)
+    where = "" if place is None else f", which lay at {place} as seen from it"
+    raise UsageError(
+        f"The components of {folder} are combinations of the adapters of its bank{where}.",
+        cure="Name the bank (--bank), or write the space standalone.",
+    )
+
+
+def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
+    """Refuse a bank that is neither the one of the fit nor that one grown."""
+    if bank.digest == digest:
+        return
+    if list(bank.names[: len(fitted)]) == list(fitted):
+        if same_fingerprints(fingerprints(bank, len(fitted)), known):
+            return
+    raise UsageError(
+        f"This is another bank than the space was fitted to: its digest is {bank.digest}, not {digest}, and its first "
+        "adapters are others.",
+        cure="Open the space with its own bank, or fit a new one.",
+    )
+
+
+def _adapters(basis: CombinationBasis) -> dict[str, Tensor]:
+    """The factors of all adapters, by part and module."""
+    whole = stack_of(basis.bank, 0, len(basis.weights))
+    parts = zip(_PARTS, (whole.down, whole.up, whole.scale, whole.ranks), strict=True)
+    return {f"{part}|{name}": value for part, values in parts for name, value in values.items()}
+
+
+def _bank(tensors: Mapping[str, Tensor], names: Sequence[str]) -> StackBank:
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    for name, value in tensors.items():
+        part, _, module = name.partition("|")
+        parts[part][module] = value
+    return StackBank(names, AdapterStack(**parts))
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors and return the file's digest."""
+    safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    return of_file(path)
+
+
+def _read(path: Path, digest: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CorruptBlob(f"{path} is missing.")
+    if of_file(path) != digest:
+        raise CorruptBlob(f"{path} is not the file that was written: its digest is another.")
+    return safetensors.torch.load_file(path)

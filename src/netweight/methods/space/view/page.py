@@ -1,23 +1,14 @@
-"""What a page about a weight space shows, as plain arrays: traversals, planes, a map of the models, samples.
-
-    page = View("Faces", traversals=[Traversal("beard", "direction", (-1, 0, 1), images)], points=points)
-    write_view(page, Path("faces.html"))                # view_page.py
-
-Whoever paints the pictures (`zoo/space_view.py` does so with a pipeline) hands them over here, one for every point that
-can be looked at: the page never mixes two pictures into a third. Everything is checked when it is made.
-"""
+"""The page of a view: one self-contained HTML file, its images as sprite sheets, its script from this folder."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -27,290 +18,15 @@ from netweight.errors import UsageError
 from netweight.evidence.image_files import png_bytes
 from netweight.evidence.page import page_template
 from netweight.evidence.report import MAX_BYTES
+from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Pictures: TypeAlias = NDArray[np.uint8]
-
-
-_NUMBER = (int, float, np.number, np.bool_)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Traversal:
-    """A walk along one direction or component through a start point, painted at every step."""
-
-    name: str  # what the slider is called
-    # "direction" if it was found from labels, "component" if it is a principal one.
-    kind: Literal["direction", "component"]
-    strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
-    images: Pictures  # shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength
-    note: str = ""  # a line below the name, such as the held-out score or the share of variance
-    # Attribute → what was measured in the images, one number per strength (the mean over noises): what the walk
-    # changes, and what else changes with it.
-    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse what makes no slider."""
-        _check_strengths(self.name, self.strengths)
-        _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
-        for attribute, values in self.readings.items():
-            if len(values) != len(self.strengths) or not all(map(math.isfinite, values)):
-                raise UsageError(
-                    f"The readings of {attribute!r} along {self.name!r} are no {len(self.strengths)} finite numbers.",
-                    cure="Give one per strength.",
-                )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Plane:
-    """Two directions or components walked together, painted at every pair of steps."""
-
-    names: tuple[str, str]  # what the two sliders are called
-    strengths: Sequence[float]
-    others: Sequence[float]
-    images: Pictures  # shape `(strengths, others, noises, height, width, 3)`, uint8
-    note: str = ""  # a line below the names
-
-    def __post_init__(self) -> None:
-        """Refuse what makes no pair of sliders."""
-        for name, strengths in zip(self.names, (self.strengths, self.others), strict=True):
-            _check_strengths(name, strengths)
-        what = f"The images of {self.names[0]!r} with {self.names[1]!r}"
-        _check_images(what, self.images, (len(self.strengths), len(self.others), None))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Neighbors:
-    """The adapters nearest to each of n points."""
-
-    numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
-    similarities: NDArray[np.float64]  # shape `(n, m)`, finite: how near, larger is nearer
-    measure: str = "cosine of scores"  # what the similarity is, in a few words
-
-    def __post_init__(self) -> None:
-        """Refuse neighbors without a similarity each."""
-        if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
-            raise UsageError(
-                f"Neighbors {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
-                f"{self.similarities.shape}.",
-                cure="Give whole numbers and similarities of one shape (n, m).",
-            )
-        _check_finite("A similarity", self.similarities)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class AdapterMap:
-    """Where the adapters lie, and what is known of each."""
-
-    names: Sequence[str]  # one per adapter, no two alike
-    # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
-    coordinates: NDArray[np.float64]
-    axes: Sequence[str]  # d names
-    thumbnails: Pictures  # shape `(n, height, width, 3)`, uint8: a picture painted with each adapter
-    # Name → n values, all numbers or all texts (or truth values); None where one is not known.
-    labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
-    neighbors: Neighbors | None = None
-    note: str = ""  # a line above the map, such as which adapters of how many are on it
-
-    def __post_init__(self) -> None:
-        """Refuse a map that does not fit together."""
-        n, repeated = len(self.names), _repeated(self.names)
-        if not n:
-            raise UsageError("A map needs at least one adapter.")
-        if repeated is not None:
-            raise UsageError(f"Two adapters on the map are called {repeated!r}.", cure="Give each a name of its own.")
-        _check_coordinates("the map", self.coordinates, (n, len(self.axes)))
-        if len(self.axes) < 2:
-            raise UsageError("A map needs two axes.", cure="Fit at least two components.")
-        _check_images("The thumbnails of the map", self.thumbnails, (n,))
-        for name, values in self.labels.items():
-            _check_label(name, values, n)
-        if self.neighbors is not None:
-            _check_neighbors("the map", self.neighbors, n, n)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Models drawn from the space, which nobody trained."""
-
-    images: Pictures  # shape `(n, noises, height, width, 3)`, uint8
-    neighbors: Neighbors | None = None
-    coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
-    note: str = ""  # a line above them, such as how they were drawn
-
-    def __post_init__(self) -> None:
-        """Refuse images of another shape."""
-        _check_images("The images of samples", self.images, (None, None))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class View:
-    """A page about a space."""
-
-    title: str  # heading
-    traversals: Sequence[Traversal]  # at least one; all images of one size
-    planes: Sequence[Plane] = ()  # pairs of directions
-    points: AdapterMap | None = None  # the map
-    samples: Samples | None = None  # drawn models; their neighbors need a map
-    summary: str = ""  # a sentence or two below the heading
-    reader: str = ""  # what took the readings, in a few words
-    # Name → what was shown and how: model, collection, prompt, seeds, versions.
-    facts: Mapping[str, str] = field(default_factory=dict)
-    command: str | None = None  # the command line that made the page
-
-    def __post_init__(self) -> None:
-        """Refuse a page without a slider, or whose parts do not fit each other."""
-        if not self.traversals:
-            raise UsageError("There is no traversal to show.", cure="Name a direction, or ask for components.")
-        repeated = _repeated([each.name for each in self.traversals])
-        if repeated is not None:
-            raise UsageError(f"Two traversals are called {repeated!r}.", cure="Give each a name of its own.")
-        self._check_sizes()
-        if self.samples is not None:
-            self._check_samples(self.samples)
-
-    def _check_sizes(self) -> None:
-        sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals}
-        sizes |= {" with ".join(each.names): each.images.shape[-3:-1] for each in self.planes}
-        sizes |= {"the samples": self.samples.images.shape[-3:-1]} if self.samples is not None else {}
-        sizes |= {"the map": self.points.thumbnails.shape[-3:-1]} if self.points is not None else {}
-        first, size = next(iter(sizes.items()))
-        for name, other in sizes.items():
-            if other != size:
-                raise UsageError(
-                    f"Images of {name} have {other[1]} × {other[0]} pixels, those of {first} {size[1]} × {size[0]}.",
-                    cure="Paint all with one model, in one size.",
-                )
-
-    def _check_samples(self, samples: Samples) -> None:
-        if self.points is None and (samples.neighbors is not None or samples.coordinates is not None):
-            raise UsageError("Samples have neighbors or places on a map, and there is no map.", cure="Give points.")
-        if self.points is not None and samples.neighbors is not None:
-            _check_neighbors("the samples", samples.neighbors, len(samples.images), len(self.points.names))
-        if self.points is not None and samples.coordinates is not None:
-            _check_coordinates("the samples", samples.coordinates, (len(samples.images), len(self.points.axes)))
-
-
-def _check_strengths(name: str, strengths: Sequence[float]) -> None:
-    if not all(math.isfinite(each) for each in strengths):
-        raise UsageError(f"A strength of {name!r} is NaN or infinite.", cure="Give finite standard deviations.")
-    if len(strengths) < 2 or any(a >= b for a, b in itertools.pairwise(strengths)):
-        raise UsageError(f"The strengths of {name!r} do not ascend.", cure="Give two or more, from low to high.")
-
-
-def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
-    """Lead is what stands before height, width, 3; None for any number above 0."""
-    shape: tuple[int, ...] = images.shape if isinstance(images, np.ndarray) else ()
-    fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
-    fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
-    if not fits or images.dtype != np.uint8:
-        wanted = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
-        raise UsageError(
-            f"{what} have shape {shape} and type {getattr(images, 'dtype', type(images).__name__)}.",
-            cure=f"Give a numpy array, uint8, of shape ({wanted}), all of one size.",
-        )
-
-
-def _check_coordinates(what: str, coordinates: NDArray[np.float64], shape: tuple[int, int]) -> None:
-    if coordinates.shape != shape:
-        raise UsageError(f"The coordinates of {what} have shape {coordinates.shape}, not {shape}.")
-    _check_finite(f"A coordinate of {what}", coordinates)
-
-
-def _check_label(name: str, values: Sequence[Any], n: int) -> None:
-    known = [each for each in values if each is not None]
-    if len(values) != n:
-        raise UsageError(f"The label {name!r} has {len(values)} values for {n} adapters.")
-    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, _NUMBER) for each in known)):
-        raise UsageError(f"The label {name!r} mixes texts and numbers.", cure="Give one kind, and None for unknown.")
-    if not all(isinstance(each, str) or math.isfinite(each) for each in known):
-        raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")
-
-
-def _check_neighbors(what: str, neighbors: Neighbors, n: int, adapters: int) -> None:
-    if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
-        raise UsageError(
-            f"Neighbors of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
-            if len(neighbors.numbers) == n
-            else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
-            cure=f"Give {n} rows of numbers of adapters.",
-        )
-
-
-def _check_finite(what: str, values: NDArray[np.float64]) -> None:
-    if not np.isfinite(values).all():
-        raise UsageError(f"{what} is NaN or infinite.", cure="Leave the model out that it belongs to.")
-
-
-def _repeated(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
-
-
-_HIGH, _COLUMN = 48, 20  # of the drawing: its height, and the width of one position
-_NAMED = 2  # lines that have a color and a name; the others are thin
-
-
-def scale_of(traversals: Sequence[Traversal]) -> tuple[float, float]:
-    """Return the least and the largest change of any reading, against the position nearest to 0."""
-    # `traversals`: at least one
-    changes = [change for each in traversals for values in _changes(each).values() for change in values]
-    return min(changes, default=0.0), max(changes, default=0.0)
-
-
-def traces(traversal: Traversal, scale: tuple[float, float]) -> dict[str, Any] | None:
-    """Return lines for the page, or None where nothing was measured."""
-    # Returns: `lines`, the thin ones first: `points` of a polyline, its `place` among the named ones (0 is the
-    # attribute that the slider is called after, or the one that changes most; None for the others) and `name`; `named`,
-    # in order; the `width` and `height` of the drawing, the height `zero` of no change, and `alt`, all of it in words.
-    changes = _changes(traversal)
-    if not changes:
-        return None
-    low, high = scale
-    spread = (high - low) or 1.0
-
-    def height(change: float) -> float:
-        return round(2 + (_HIGH - 4) * (high - change) / spread, 1)
-
-    order = sorted(changes, key=lambda name: (name != traversal.name, -np.ptp(changes[name])))
-    lines = [
-        {
-            "points": " ".join(f"{_COLUMN * (i + 0.5):g},{height(value)}" for i, value in enumerate(changes[name])),
-            "place": place if place < _NAMED else None,
-            "name": name,
-        }
-        for place, name in enumerate(order)
-    ]
-    told = "; ".join(f"{name} {changes[name][0]:+.2f} to {changes[name][-1]:+.2f}" for name in order)
-    return {
-        "lines": lines[::-1],
-        "named": order[:_NAMED],
-        "width": _COLUMN * len(traversal.strengths),
-        "height": _HIGH,
-        "zero": height(0.0),
-        "alt": f"Measured in the pictures, first to last position, against 0: {told}.".replace("-", "\u2212"),
-    }
-
-
-def _changes(traversal: Traversal) -> dict[str, list[float]]:
-    start = int(np.abs(np.array(traversal.strengths)).argmin())
-    return {name: [value - values[start] for value in values] for name, values in traversal.readings.items()}
-
 
 _HERE = "netweight.methods.space.view"
-_SMALL = 96  # pixels: pictures below are enlarged without smoothing, so that their pixels can be seen
+_SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen
+_HIGH, _COLUMN = 48, 20  # pixels of a drawing of traces: its height, and the width of one position
+_NAMED = 2  # traces that have a color and a name; the others are thin
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
     "component": ("Principal components", "Where models differ most; nobody named what they change."),
@@ -323,7 +39,7 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
     if len(page) > MAX_BYTES:
         raise UsageError(
             f"The page would have {len(page) / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f} MB: {_largest(view)}.",
-            cure="Show fewer adapters, strengths, noises or samples, or paint smaller pictures.",
+            cure="Show fewer adapters, strengths, noises or samples, or generate smaller images.",
         )
     with whole_file(path, overwrite=overwrite) as file:
         file.write(page)
@@ -505,3 +221,49 @@ def _largest(view: View) -> str:
         tiles = _samples(view.samples, None)
         sizes[f"{len(tiles)} samples"] = sum(len(each["image"]) for each in tiles)
     return ", ".join(f"{name} take {size / 2**20:.1f} MB" for name, size in sizes.items() if size)
+
+
+def scale_of(traversals: Sequence[Traversal]) -> tuple[float, float]:
+    """Return the least and the largest change of any reading, against the position nearest to 0."""
+    # `traversals`: at least one
+    changes = [change for each in traversals for values in _changes(each).values() for change in values]
+    return min(changes, default=0.0), max(changes, default=0.0)
+
+
+def traces(traversal: Traversal, scale: tuple[float, float]) -> dict[str, Any] | None:
+    """Return lines for the page, or None where nothing was measured."""
+    # Returns: `lines`, the thin ones first: `points` of a polyline, its `place` among the named ones (0 is the
+    # attribute that the slider is called after, or the one that changes most; None for the others) and `name`; `named`,
+    # in order; the `width` and `height` of the drawing, the height `zero` of no change, and `alt`, all of it in words.
+    changes = _changes(traversal)
+    if not changes:
+        return None
+    low, high = scale
+    spread = (high - low) or 1.0
+
+    def height(change: float) -> float:
+        return round(2 + (_HIGH - 4) * (high - change) / spread, 1)
+
+    order = sorted(changes, key=lambda name: (name != traversal.name, -np.ptp(changes[name])))
+    lines = [
+        {
+            "points": " ".join(f"{_COLUMN * (i + 0.5):g},{height(value)}" for i, value in enumerate(changes[name])),
+            "place": place if place < _NAMED else None,
+            "name": name,
+        }
+        for place, name in enumerate(order)
+    ]
+    words = "; ".join(f"{name} {changes[name][0]:+.2f} to {changes[name][-1]:+.2f}" for name in order)
+    return {
+        "lines": lines[::-1],
+        "named": order[:_NAMED],
+        "width": _COLUMN * len(traversal.strengths),
+        "height": _HIGH,
+        "zero": height(0.0),
+        "alt": f"Measured in the pictures, first to last position, against 0: {words}.".replace("-", "\u2212"),
+    }
+
+
+def _changes(traversal: Traversal) -> dict[str, list[float]]:
+    start = int(np.abs(np.array(traversal.strengths)).argmin())
+    return {name: [value - values[start] for value in values] for name, values in traversal.readings.items()}

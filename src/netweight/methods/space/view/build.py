@@ -1,4 +1,4 @@
-"""Models of a space as marks on a page's map: which are shown, where, beside which others; drawn models likewise."""
+"""The view of a space: images of points along directions and components, of the adapters on a map, and of samples."""
 
 from __future__ import annotations
 
@@ -14,94 +14,24 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-from netweight.methods.space.directions import Direction, Labels
-from netweight.methods.space.inversion import paint
+from netweight.methods.space.inversion import generate_images
+from netweight.methods.space.labels import Labels
+from netweight.methods.space.points import Direction
 from netweight.methods.space.sampling import KernelSampler, Sampler
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.page import AdapterMap, Neighbors, Plane, Samples, Traversal, View
+from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.nn.text_to_image import TextToImage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 _AXES = 4  # components that can be put on the map's axes
-
-
-def thinned(n: int, most: int) -> list[int]:
-    """Return the numbers of at most so many of n models, evenly chosen."""
-    # `most`: how many to show, at least 1
-    if most < 1:
-        raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
-    found: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
-    return found
-
-
-def map_of(
-    space: WeightSpace, shown: Sequence[int], faces: NDArray[np.uint8], labels: Labels | None, neighbors: int
-) -> AdapterMap:
-    """Put models on a map of the first components."""
-    # `faces`: a picture of each, shape `(shown, height, width, 3)`
-    names = [space.names[number] for number in shown]
-    known = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
-    scores = space.scores[list(shown)]
-    fewer = f"{len(shown)} of {len(space.names)} are shown. " if len(shown) < len(space.names) else ""
-    return AdapterMap(
-        names,
-        _coordinates(space, scores),
-        [f"component {number + 1} (σ)" for number in range(min(_AXES, space.components))],
-        faces,
-        {name: [None if value != value else value for value in values.tolist()] for name, values in known.items()},
-        _nearest(space, scores, shown, neighbors, themselves=True),
-        f"{fewer}Its picture is painted at its place in the space of {space.components} components.",
-    )
-
-
-def samples_of(
-    space: WeightSpace,
-    shown: Sequence[int],
-    drawn: Tensor,
-    images: NDArray[np.uint8],
-    neighbors: int,
-    sampler: Sampler,
-) -> Samples:
-    """Put drawn models beside the models on the map that are nearest to them."""
-    # `drawn`: points, shape `(n, k)`
-    # `images`: shape `(n, noises, height, width, 3)`
-    width = f" of bandwidth {sampler.bandwidth:.2f}" if isinstance(sampler, KernelSampler) else ""
-    note = f"A {type(sampler).__name__}{width} drew them."
-    return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
-
-
-def _coordinates(space: WeightSpace, points: Tensor) -> NDArray[np.float64]:
-    """First components in standard deviations; one in which no model differs is 0 everywhere."""
-    axes = min(_AXES, space.components)
-    scale = space.deviations[:axes].double().clamp_min(torch.finfo(torch.float32).tiny)
-    found: NDArray[np.float64] = (points[:, :axes].double() / scale).numpy()
-    return found
-
-
-def _nearest(
-    space: WeightSpace, points: Tensor, shown: Sequence[int], count: int, *, themselves: bool = False
-) -> Neighbors | None:
-    """Models on the map nearest to points, by the cosine of what both add to the mean of all models."""
-    # Where the points are the models on the map themselves, none is its own neighbor.
-    count = min(count, len(shown) - themselves)
-    if count < 1:
-        return None
-    center = space.scores.double().mean(0)
-    towards = torch.nn.functional.normalize(space.scores[list(shown)].double() - center)
-    cosines = torch.nn.functional.normalize(points.double() - center) @ towards.T
-    if themselves:
-        cosines.fill_diagonal_(-torch.inf)
-    found = cosines.topk(count)
-    return Neighbors(found.indices.numpy(), found.values.numpy())
 
 
 @final
 @dataclass(frozen=True)
-class Look:
-    """What is painted, and how."""
+class RenderSettings:
+    """What a page shows, and how images are generated."""
 
     prompts: tuple[str, ...] = ("",)  # one for all seeds, or one per seed
     seeds: tuple[int, ...] = (0, 1, 2, 3)  # thumbnails and the map take the first
@@ -110,14 +40,13 @@ class Look:
     strengths: tuple[float, ...] = tuple(half / 2 for half in range(-6, 7))
     grid: tuple[float, ...] = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
     components: int = 4  # how many principal ones get a slider
-    adapters: int = 400  # most on the map; more are thinned out evenly
+    adapters: int = 400  # most on the map; more are _thinned out evenly
     samples: int = 12  # how many models are drawn
     neighbors: int = 4
     rows: int = 64  # most images at a time
     seed: int = 0  # decides on samples
 
     def __post_init__(self) -> None:
-        """Refuse what would only be found out after painting."""
         if len(self.prompts) not in (1, len(self.seeds)) or not self.seeds:
             raise UsageError(
                 f"There are {len(self.prompts)} prompts and {len(self.seeds)} seeds.",
@@ -150,7 +79,7 @@ class _Step:
     note: str
 
 
-def painted_view(
+def build_view(
     model: TextToImage,
     space: WeightSpace,
     *,
@@ -161,48 +90,48 @@ def painted_view(
     start: tuple[str, Tensor] | None = None,
     sampler: Sampler | None = None,
     reader: Reader | None = None,
-    look: Look = Look(),
+    settings: RenderSettings = RenderSettings(),
     summary: str = "",
     facts: Mapping[str, str] | None = None,
     command: str | None = None,
     progress: Progress = QUIET,
 ) -> View:
-    """Paint a page."""
+    """Generate the images of a page."""
     # `pairs`: names of two directions, or of components as in "component 1", that are moved together
     # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
-    steps = _steps(space, directions, min(look.components, space.components))
+    steps = _steps(space, directions, min(settings.components, space.components))
     if not steps:
-        raise UsageError("There is no slider to paint.", cure="Give a direction, or ask for components.")
+        raise UsageError("There is no slider to show.", cure="Give a direction, or ask for components.")
     chosen = [_pair(pair, steps) for pair in pairs]
     if labels is not None and tuple(labels.names) != tuple(space.names):
         raise UsageError("The labels are of other adapters than the space.", cure="Read them with space.names.")
     name, center = start or ("the mean of the adapters", torch.zeros(space.components))
     if center.shape != (space.components,) or not center.isfinite().all():
         raise UsageError(f"{name} is no point of a space of {space.components} components.", cure="Choose another.")
-    shown = thinned(len(space.names), look.adapters)
-    walks = [_walk(center, step, look.strengths) for step in steps]
-    planes = [_plane(center, pair, look.grid) for pair in chosen]
+    shown = _thinned(len(space.names), settings.adapters)
+    walks = [_walk(center, step, settings.strengths) for step in steps]
+    planes = [_plane(center, pair, settings.grid) for pair in chosen]
     sampler = sampler or KernelSampler.fit(space.scores)
-    drawn = sampler.draw(look.samples, seed=look.seed) if look.samples else space.scores[:0]
-    total = sum(len(points) for points in (*walks, *planes, drawn)) * len(look.seeds) + len(shown)
-    with progress.task("Painting", total, unit="images") as task:
-        brush = partial(_painted, model, space, look, task)
+    drawn = sampler.draw(settings.samples, seed=settings.seed) if settings.samples else space.scores[:0]
+    total = sum(len(points) for points in (*walks, *planes, drawn)) * len(settings.seeds) + len(shown)
+    with progress.task("Generating", total, unit="images") as task:
+        images = partial(_images, model, space, settings, task)
         traversals = [
-            _traversal(step, place < len(directions), look.strengths, brush(points), reader)
+            _traversal(step, place < len(directions), settings.strengths, images(points), reader)
             for place, (step, points) in enumerate(zip(steps, walks, strict=True))
         ]
-        painted = [_square(pair, look.grid, brush(points)) for pair, points in zip(chosen, planes, strict=True)]
-        samples = samples_of(space, shown, drawn, brush(drawn), look.neighbors, sampler) if len(drawn) else None
-        faces = brush(space.scores[shown], seeds=1)[:, 0]
+        squares = [_square(pair, settings.grid, images(points)) for pair, points in zip(chosen, planes, strict=True)]
+        samples = _samples_of(space, shown, drawn, images(drawn), settings.neighbors, sampler) if len(drawn) else None
+        faces = images(space.scores[shown], seeds=1)[:, 0]
     return View(
         title=title,
         traversals=traversals,
-        planes=painted,
-        points=map_of(space, shown, faces, labels, look.neighbors),
+        planes=squares,
+        points=_map_of(space, shown, faces, labels, settings.neighbors),
         samples=samples,
         summary=summary,
         reader="" if reader is None else reader.name,
-        facts={**_facts(model, space, name, look), **(facts or {})},
+        facts={**_facts(model, space, name, settings), **(facts or {})},
         command=command,
     )
 
@@ -264,29 +193,104 @@ def _square(pair: tuple[_Step, _Step], grid: Sequence[float], images: NDArray[np
     return Plane((pair[0].name, pair[1].name), grid, grid, images.reshape(len(grid), len(grid), *images.shape[1:]))
 
 
-def _painted(
-    model: TextToImage, space: WeightSpace, look: Look, task: Task, points: Tensor, seeds: int | None = None
+def _images(
+    model: TextToImage,
+    space: WeightSpace,
+    settings: RenderSettings,
+    task: Task,
+    points: Tensor,
+    seeds: int | None = None,
 ) -> NDArray[np.uint8]:
     """Images of points, shape `(points, seeds, height, width, 3)`; `seeds` for the first so many noises only."""
-    chosen, found = look.seeds[:seeds], []
-    prompts = look.prompts[:seeds] if len(look.prompts) > 1 else look.prompts
+    chosen, found = settings.seeds[:seeds], []
+    prompts = settings.prompts[:seeds] if len(settings.prompts) > 1 else settings.prompts
     device = next(model.denoiser.parameters()).device
-    for part in torch.split(points, max(1, look.rows // len(chosen))):
-        images = paint(
-            model, space, part.to(device), prompts, chosen, guidance=look.guidance, steps=look.steps, rows=look.rows
+    for part in torch.split(points, max(1, settings.rows // len(chosen))):
+        images = generate_images(
+            model, space, part.to(device), prompts, chosen, guidance=settings.guidance, steps=settings.steps, rows=settings.rows
         )  # fmt: skip
         found.append((images * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy())
         task.update(len(part) * len(chosen))
     return np.concatenate(found)
 
 
-def _facts(model: TextToImage, space: WeightSpace, start: str, look: Look) -> dict[str, str]:
+def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderSettings) -> dict[str, str]:
     return {
         "model": f"{model.name}, {model.digest()}",
         "adapters": f"{len(space.names)}, digest {space.bank_digest}",
         "space": f"{space.components} components",
         "sliders begin at": start,
-        "prompts": "; ".join(repr(prompt) for prompt in look.prompts),
-        "seeds of the noises": ", ".join(map(str, look.seeds)),
-        "sampling": f"{look.steps} steps, guidance {look.guidance:g}",
+        "prompts": "; ".join(repr(prompt) for prompt in settings.prompts),
+        "seeds of the noises": ", ".join(map(str, settings.seeds)),
+        "sampling": f"{settings.steps} steps, guidance {settings.guidance:g}",
     }
+
+
+def _thinned(n: int, most: int) -> list[int]:
+    """Return the numbers of at most so many of n models, evenly chosen."""
+    # `most`: how many to show, at least 1
+    if most < 1:
+        raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
+    found: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
+    return found
+
+
+def _map_of(
+    space: WeightSpace, shown: Sequence[int], faces: NDArray[np.uint8], labels: Labels | None, neighbors: int
+) -> AdapterMap:
+    """Put models on a map of the first components."""
+    # `faces`: a picture of each, shape `(shown, height, width, 3)`
+    names = [space.names[number] for number in shown]
+    known = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
+    scores = space.scores[list(shown)]
+    fewer = f"{len(shown)} of {len(space.names)} are shown. " if len(shown) < len(space.names) else ""
+    return AdapterMap(
+        names,
+        _coordinates(space, scores),
+        [f"component {number + 1} (σ)" for number in range(min(_AXES, space.components))],
+        faces,
+        {name: [None if value != value else value for value in values.tolist()] for name, values in known.items()},
+        _nearest(space, scores, shown, neighbors, themselves=True),
+        f"{fewer}Its picture is painted at its place in the space of {space.components} components.",
+    )
+
+
+def _samples_of(
+    space: WeightSpace,
+    shown: Sequence[int],
+    drawn: Tensor,
+    images: NDArray[np.uint8],
+    neighbors: int,
+    sampler: Sampler,
+) -> Samples:
+    """Put drawn models beside the models on the map that are nearest to them."""
+    # `drawn`: points, shape `(n, k)`
+    # `images`: shape `(n, noises, height, width, 3)`
+    width = f" of bandwidth {sampler.bandwidth:.2f}" if isinstance(sampler, KernelSampler) else ""
+    note = f"A {type(sampler).__name__}{width} drew them."
+    return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
+
+
+def _coordinates(space: WeightSpace, points: Tensor) -> NDArray[np.float64]:
+    """First components in standard deviations; one in which no model differs is 0 everywhere."""
+    axes = min(_AXES, space.components)
+    scale = space.deviations[:axes].double().clamp_min(torch.finfo(torch.float32).tiny)
+    found: NDArray[np.float64] = (points[:, :axes].double() / scale).numpy()
+    return found
+
+
+def _nearest(
+    space: WeightSpace, points: Tensor, shown: Sequence[int], count: int, *, themselves: bool = False
+) -> Neighbors | None:
+    """Models on the map nearest to points, by the cosine of what both add to the mean of all models."""
+    # Where the points are the models on the map themselves, none is its own neighbor.
+    count = min(count, len(shown) - themselves)
+    if count < 1:
+        return None
+    center = space.scores.double().mean(0)
+    towards = torch.nn.functional.normalize(space.scores[list(shown)].double() - center)
+    cosines = torch.nn.functional.normalize(points.double() - center) @ towards.T
+    if themselves:
+        cosines.fill_diagonal_(-torch.inf)
+    found = cosines.topk(count)
+    return Neighbors(found.indices.numpy(), found.values.numpy())
