@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +170,7 @@ def digest_of(path: Path, progress: Progress = QUIET) -> str:
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:
     """Digests of what settings name, and of the files that these lead to: another content makes another step."""
     found: dict[str, Any] = {}
-    for name, value in ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config)):
+    for name, value in vars(config).items():
         if isinstance(value, Path):
             found[name] = digest_of(value, progress)
         elif isinstance(value, Mapping) and any(isinstance(each, Path) for each in value.values()):
