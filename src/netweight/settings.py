@@ -233,7 +233,7 @@ def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "
     """One line for each of pydantic's complaints."""
     lines = []
     for problem in error.errors(include_url=False):
-        place = where + ".".join(map(str, problem["loc"]))
+        place = where + _place(kind, problem["loc"])
         value = str(problem["input"]) if isinstance(problem["input"], Path) else problem["input"]
         if problem["type"] == "extra_forbidden":
             owner = functools.reduce(_nested, problem["loc"][:-1], kind)
@@ -246,6 +246,17 @@ def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "
         else:
             lines.append(f"{place.rstrip('.')}: {problem['msg']}, not {value!r}.".removeprefix(": "))
     return lines
+
+
+def _place(kind: Any, location: Sequence[Any]) -> str:
+    """A field's place, without pydantic's names for the members of a union."""
+    parts = []
+    for part in location:
+        parts.append(str(part))
+        kind = peel(kind.model_fields[part].annotation)[0] if part in getattr(kind, "model_fields", {}) else None
+        if get_origin(kind) in (Union, UnionType):
+            break
+    return ".".join(parts)
 
 
 def _nested(kind: Any, name: Any) -> Any:

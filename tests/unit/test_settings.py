@@ -326,6 +326,17 @@ def test_nested_settings_that_may_be_missing():
         call("--clip", "1")
 
 
+def test_a_number_or_a_file():
+    class Limit(Settings):
+        threshold: Annotated[float | FilePath, Cli(metavar="FILE|NUMBER")] = Field(description="A number, or its file.")
+
+    call = command(Limit)
+    assert call("--threshold", "0.5").threshold == 0.5
+    assert call("--threshold", HERE).threshold == HERE
+    with pytest.raises(UsageError, match=r"threshold: Path does not point to a file, not 'nothing'\."):
+        call("--threshold", "nothing")
+
+
 def test_settings_travel_between_processes():
     settings = Holder(range={"low": 4})
     again = pickle.loads(pickle.dumps(settings))
