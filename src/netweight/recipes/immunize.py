@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from netweight.attacks.finetuning.folder import FolderAttack, attack_folders, goal_words, plan
+from netweight.attacks.finetuning.folder import attack_folders, goal_words, plan
+from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.core.progress import Progress
 from netweight.data.rows import read_rows
 from netweight.data.text import text_examples, text_pairs
@@ -16,8 +16,6 @@ from netweight.methods.immunize.folder import FolderDefense, immunize_folder
 from netweight.methods.immunize.report import ATTACKED, REPORT, TITLE, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
-
-__all__ = ["FINETUNE", "IMMUNIZE"]
 
 
 def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:
@@ -57,7 +55,7 @@ def _finetune(target: Target, settings: FolderAttack, report: Report, progress: 
     from netweight.attacks.finetuning.report import add_section
 
     base = settings.base or target.before
-    attack = dataclasses.replace(settings, base=base)
+    attack = settings.replace(base=base)
     ledger = target.output / "attacks.jsonl"
     with attack.running() as engine:
         planned = plan(attack, target.model, ledger=ledger, engine=engine, seed=target.seed, progress=progress)
