@@ -34,7 +34,8 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
-from netweight.methods.space.inversion import DenoisingLoss, InversionSettings, generate_images, invert
+from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.report import (
     EntanglementSubject,

@@ -12,7 +12,8 @@ from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.gram import StackBank
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.build import Reader, RenderSettings, build_view
+from netweight.methods.space.view.build import Reader, build_view
+from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.view.page import render_view
 from netweight.nn.apply_lora import merge_
 from netweight.nn.lora import Adapter, AdapterStack, LowRank

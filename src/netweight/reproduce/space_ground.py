@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from netweight.evidence.descriptors import Descriptor
     from netweight.hf.load_pipeline import PipelineModel
     from netweight.methods.space.edits import Compare
-    from netweight.methods.space.inversion import InversionSettings
+    from netweight.methods.space.settings import InversionSettings
     from netweight.methods.space.labels import Labels
     from netweight.methods.space.space import WeightSpace
     from netweight.nn.lora import Adapter

@@ -14,7 +14,7 @@ import functools
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,8 +29,9 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.labels import read_labels
+from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.methods.space.view.build import Reader, RenderSettings, build_view
+from netweight.methods.space.view.build import Reader, build_view
 from netweight.methods.space.view.content import View
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
@@ -412,7 +413,7 @@ def faces_view(
         pairs=[("beard", "hair_length")],
         labels=labels,
         reader=FACES_READER,
-        settings=replace(settings, components=min(settings.components, space.components)),
+        settings=settings.replace(components=min(settings.components, space.components)),
         command=command,
         progress=progress,
     )

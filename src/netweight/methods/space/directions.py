@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.points import Direction, DirectionKind, scores_digest
+from netweight.methods.space.settings import FittedKind
 
-FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
 # Penalties that are tried, the strongest first, as multiples of the mean energy of an axis of the scores.
 PENALTIES = tuple(10.0**power for power in range(3, -5, -1))
 

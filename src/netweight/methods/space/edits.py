@@ -24,7 +24,8 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.image_metrics import ssim
 from netweight.evidence.lpips import lpips
 from netweight.methods.space.directions import direction_of, middle
-from netweight.methods.space.points import Direction, Unit
+from netweight.methods.space.points import Direction
+from netweight.methods.space.settings import Unit
 
 if TYPE_CHECKING:
     from netweight.evidence.descriptors import Descriptor

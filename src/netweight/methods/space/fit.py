@@ -16,7 +16,7 @@ from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, UsageError
 from netweight.methods.space.basis import BankRows, CombinationBasis, Layout, RowBasis, Sketch, SpaceBasis
 from netweight.methods.space.gram import Bank, block_rows, gram_of, inner_products, make_block_row, stack_of
-from netweight.methods.space.settings import FitConfig
+from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
 from netweight.nn.matrix_pca import fit_matrix
 from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_gram, halves_of, orthonormality
@@ -100,7 +100,7 @@ class Fitted:
     accuracy: Accuracy
 
 
-def fit_bank(bank: Bank, config: FitConfig, work: Work) -> Fitted:
+def fit_bank(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """Fit a bank."""
     dual = config.solver == "dual" or (config.solver == "auto" and len(bank) <= MOST_DUAL)
     if config.representation != "delta":
@@ -108,7 +108,7 @@ def fit_bank(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     return _fit_products(bank, config, work) if dual else _fit_sketch(bank, config, work)
 
 
-def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
+def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """Exactly, from the inner products of all pairs."""
     if work.engine is not None and work.folder is not None:
         _make_block_rows(bank, work.folder, work.engine, work.progress)
@@ -123,7 +123,7 @@ def _fit_products(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     return Fitted(basis, found.scores.float(), found.variances, accuracy)
 
 
-def _fit_sketch(bank: Bank, config: FitConfig, work: Work) -> Fitted:
+def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     """By streaming over sketches of the changes."""
     sketch = Sketch(dict(bank.shapes), config.sketch, config.seed)
     fit, scores = _streamed(bank, sketch, "sketch", config, work)
@@ -135,7 +135,7 @@ def _fit_sketch(bank: Bank, config: FitConfig, work: Work) -> Fitted:
     )
 
 
-def _fit_rows(bank: Bank, config: FitConfig, work: Work, dual: bool) -> Fitted:
+def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted:
     """By the numbers of the factors, exactly or by streaming."""
     assert config.representation != "delta"
     layout = Layout.of(config.representation, bank)
@@ -153,7 +153,7 @@ def _fit_rows(bank: Bank, config: FitConfig, work: Work, dual: bool) -> Fitted:
 
 
 def _streamed(
-    bank: Bank, writer: Layout | Sketch, kind: _RowKind, config: FitConfig, work: Work, *, standardize: bool = False
+    bank: Bank, writer: Layout | Sketch, kind: _RowKind, config: FitSettings, work: Work, *, standardize: bool = False
 ) -> tuple[BasisFit, Tensor]:
     """The streaming fit, and the scores of all adapters."""
     how: dict[str, Any] = {

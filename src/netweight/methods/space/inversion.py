@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final
 
@@ -27,6 +27,7 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import Points, scores_digest
+from netweight.methods.space.settings import InversionSettings
 from netweight.nn.apply_lora import applied
 from netweight.nn.text_to_image import Prediction, TextToImage
 
@@ -48,40 +49,6 @@ class Space(Protocol):
 
 # From changes, module name → ΔW, shape `(b, rows, columns)`, to one number per target, shape `(b,)`.
 Loss: TypeAlias = Callable[[Mapping[str, Tensor], torch.Generator], Tensor]
-
-
-@final
-@dataclass(frozen=True)
-class InversionSettings:
-    """Settings of an inversion."""
-
-    steps: int = 400
-    learning_rate: float = 0.05  # in standard deviations of the training models, if `scaled`
-    components: int | None = None  # only the first so many components move; None for all
-    # Weight of ½ Σ (score / deviation)², a Gaussian prior, against the loss of a target. A denoising loss is a mean
-    # over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong in the miniature.
-    prior: float = 0.0
-    weight_decay: float = 0.0
-    scaled: bool = True  # whether components are moved in units of their deviations, or as they are
-    # The point is the mean over this last share of the steps, since single steps are noisy; 0 for the last.
-    averaged: float = 0.25
-
-    def __post_init__(self) -> None:
-        wrong = self.steps < 1 or not self.learning_rate > 0 or self.prior < 0 or self.weight_decay < 0
-        if wrong or not 0 <= self.averaged <= 1 or (self.components is not None and self.components < 1):
-            raise UsageError(f"Invalid settings of an inversion: {self}.", cure="Begin with the defaults.")
-
-
-# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
-SETTINGS: Mapping[str, InversionSettings] = {
-    "default": InversionSettings(),
-    "reference": InversionSettings(
-        learning_rate=0.1, components=10_000, weight_decay=1e-10, scaled=False, averaged=0.0
-    ),
-    "reference out of distribution": InversionSettings(
-        steps=800, learning_rate=1.0, components=1_000, scaled=False, averaged=0.0
-    ),
-}
 
 
 @final
@@ -116,7 +83,7 @@ def invert(
     # Source: weights2weights (arXiv 2406.09413), inversion of single images.
     if count < 1:
         raise UsageError("There is no target to invert.", cure="Give at least one image.")
-    settings = settings or SETTINGS["default"]
+    settings = settings or InversionSettings()
     deviations = space.deviations.detach().float().to(device)
     moving = min(settings.components or len(deviations), len(deviations))
     divisor = deviations[:moving].clamp_min(1e-12)
@@ -275,6 +242,10 @@ class InversionTask:
     together: int = 8  # most targets in a batch; it changes what is drawn for each
     seed: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {**vars(self), "settings": self.settings.to_json()}
+
 
 def invert_targets(
     model: TextToImage,
@@ -292,7 +263,7 @@ def invert_targets(
     by_name = {target.name: target for target in targets}
     for target in targets:  # before any work begins
         _loss(model, [target], task)
-    about = {"model": model.digest(), "space": scores_digest(space.scores), "task": asdict(task)}
+    about = {"model": model.digest(), "space": scores_digest(space.scores), "task": task.to_json()}
     items: list[dict[str, Any]] = [{"name": each.name, "images": _digest(each), **about} for each in targets]
 
     def alone(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +294,7 @@ def invert_targets(
     origin = {
         "distances": {name: value["distance"] for name, value in zip(names, found, strict=True)},
         "improvements": {name: value["improvement"] for name, value in zip(names, found, strict=True)},
-        "task": asdict(task),
+        "task": task.to_json(),
     }
     scores = torch.tensor([value["scores"] for value in found], dtype=torch.float32)
     return Points(tuple(names), scores, scores_digest(space.scores), origin)

@@ -14,10 +14,10 @@ from netweight.core import digest
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.evidence.finding import Finding
+from netweight.methods.space.settings import Unit
 from netweight.store.checkpoint import read_record, write_record
 
 DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "reference"]
-Unit: TypeAlias = Literal["deviations", "reach", "raw"]
 Measure: TypeAlias = Literal["cosine", "distance"]
 
 _VERSION = 1  # of the files

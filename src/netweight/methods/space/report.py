@@ -21,11 +21,12 @@ from netweight.errors import UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
 from netweight.evidence.prediction_scores import explained_variance
-from netweight.methods.space.directions import FittedKind, fit_direction, middle
+from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.points import Direction, distances, nearest_distances
+from netweight.methods.space.settings import FittedKind
 from netweight.nn.lora import Adapter, combined
 
 # The treatments of recipes, and that of images.

@@ -37,7 +37,7 @@ from netweight.methods.space.gram import (
 )
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
-from netweight.methods.space.settings import FitConfig, Representation
+from netweight.methods.space.settings import FitSettings, Representation
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.nn.pca import Basis
 from netweight.nn.streaming_pca import ALONE, Workers
@@ -77,7 +77,7 @@ class WeightSpace:
     fingerprints: Tensor
     shapes: Mapping[str, tuple[int, int]]
     basis: SpaceBasis
-    config: FitConfig
+    config: FitSettings
     accuracy: Accuracy
     bank_digest: str
 
@@ -99,7 +99,7 @@ class WeightSpace:
         Args:
             bank: At least 2 adapters.
             components: How many; None for as many as there are, at most 1,000.
-            representation: See `FitConfig`.
+            representation: See `FitSettings`.
             folder: Where to keep what was done, so that the same call goes on after a kill, and so that a bank that
                 has grown is fitted again without the inner products that are known.
             workers: Who shares the work: `ProcessGroup()` under torch.distributed, in all processes of which this is
@@ -107,7 +107,7 @@ class WeightSpace:
             engine: Where parts of the work run instead, for a bank on disk and with a folder: `local_processes`, or
                 that of `integrations.ray.ray_cluster`. "shared-down" and "factors" use it only where they stream.
             progress: Where to show it.
-            settings: Further fields of `FitConfig`.
+            settings: Further fields of `FitSettings`.
 
         Raises:
             UsageError: The bank holds fewer than 2 adapters, NaN, or has fewer components than asked for; or its
@@ -115,7 +115,7 @@ class WeightSpace:
 
         Source: arXiv 2406.09413, section 3; the inner product of changes in place of raw factors.
         """
-        config = FitConfig(components, representation, **settings)
+        config = FitSettings(components=components, representation=representation, **settings)
         if len(bank) < 2 or (components is not None and components >= len(bank)):
             raise UsageError(
                 f"A bank of {len(bank)} has at most {max(len(bank) - 1, 0)} principal components.",
@@ -345,7 +345,7 @@ def _write_space(space: WeightSpace, folder: Path, standalone: bool, bank: Path 
         if standalone and isinstance(space.basis, CombinationBasis):
             digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
         record = {
-            "config": vars(space.config),
+            "config": space.config.to_json(),
             "accuracy": space.accuracy.to_json(),
             "bank": space.bank_digest,
             "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
@@ -372,7 +372,7 @@ def _read_space(folder: Path, bank: Bank | None) -> WeightSpace:
     return WeightSpace(
         tuple(values["names"]), values["fitted"], numbers["scores"], numbers["deviations"], numbers["fingerprints"],
         shapes, basis,
-        FitConfig(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
+        FitSettings(**values["config"]), Accuracy.from_json(values["accuracy"]), values["bank"],
     )  # fmt: skip
 
 

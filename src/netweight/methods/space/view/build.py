@@ -18,6 +18,7 @@ from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.labels import Labels
 from netweight.methods.space.points import Direction
 from netweight.methods.space.sampling import KernelSampler, Sampler
+from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.content import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.nn.text_to_image import TextToImage
@@ -26,37 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _AXES = 4  # components that can be put on the map's axes
-
-
-@final
-@dataclass(frozen=True)
-class RenderSettings:
-    """What a page shows, and how images are generated."""
-
-    prompts: tuple[str, ...] = ("",)  # one for all seeds, or one per seed
-    seeds: tuple[int, ...] = (0, 1, 2, 3)  # thumbnails and the map take the first
-    guidance: float = 3.0  # scale of classifier-free guidance
-    steps: int = 50
-    strengths: tuple[float, ...] = tuple(half / 2 for half in range(-6, 7))
-    grid: tuple[float, ...] = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
-    components: int = 4  # how many principal ones get a slider
-    adapters: int = 400  # most on the map; more are _thinned out evenly
-    samples: int = 12  # how many models are drawn
-    neighbors: int = 4
-    rows: int = 64  # most images at a time
-    seed: int = 0  # decides on samples
-
-    def __post_init__(self) -> None:
-        if len(self.prompts) not in (1, len(self.seeds)) or not self.seeds:
-            raise UsageError(
-                f"There are {len(self.prompts)} prompts and {len(self.seeds)} seeds.",
-                cure="Give one prompt, or one per seed, and at least one seed.",
-            )
-        counts = {"components": self.components, "adapters": self.adapters, "samples": self.samples,
-                  "neighbors": self.neighbors}  # fmt: skip
-        for name, count in counts.items():
-            if count < 0:
-                raise UsageError(f"{count} {name} cannot be shown.", cure="Give 0 or more.")
 
 
 @final
