@@ -11,9 +11,9 @@ from netweight.errors import UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.gram import StackBank
 from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.methods.space.view.build import Reader, build_view
-from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.view.page import render_view
 from netweight.nn.apply_lora import merge_
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
@@ -57,8 +57,9 @@ def view(model, space, labels, age):
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
     reader = Reader("a meter", lambda pictures: {"red": pictures[:, 0].mean((1, 2))})
     settings = RenderSettings(
-        PROMPTS, (3, 8), 2.0, 4, STRENGTHS, GRID, components=2, adapters=5, samples=3, neighbors=2, rows=5
-    )
+        prompts=PROMPTS, seeds=(3, 8), guidance=2.0, steps=4, strengths=STRENGTHS, grid=GRID, components=2, adapters=5,
+        samples=3, neighbors=2, rows=5,
+    )  # fmt: skip
     made = build_view(
         model, space, title="Tiny", directions=[age], pairs=[("component 1", "age")], labels=labels,
         start=("model 2", space.scores[2]), reader=reader, settings=settings,
@@ -126,7 +127,7 @@ def test_samples_readings_and_facts_are_told(view):
 
 
 def test_what_cannot_be_shown_is_refused_before_painting(model, space, age):
-    few = RenderSettings(PROMPTS, (3, 8), components=0)
+    few = RenderSettings(prompts=PROMPTS, seeds=(3, 8), components=0)
     for changes, says in [
         ({"settings": few}, "no slider"),
         ({"directions": [age], "pairs": [("age", "hue")], "settings": few}, "'hue' has no slider.*age"),
@@ -134,11 +135,11 @@ def test_what_cannot_be_shown_is_refused_before_painting(model, space, age):
         ({"start": ("nowhere", torch.zeros(2))}, "nowhere is no point"),
         ({"start": ("nan", torch.full((space.components,), torch.nan))}, "nan is no point"),
         ({"labels": Labels(("other",), {})}, "other adapters"),
-        ({"settings": RenderSettings(adapters=0)}, "at least one"),
     ]:
         with pytest.raises(UsageError, match=says):
             build_view(model, space, title="No", **changes)
     with pytest.raises(UsageError, match="2 prompts and 3 seeds"):
-        RenderSettings(PROMPTS, (1, 2, 3))
-    with pytest.raises(UsageError, match="-1 samples"):
-        RenderSettings(samples=-1)
+        RenderSettings(prompts=PROMPTS, seeds=(1, 2, 3))
+    for wrong in ({"samples": -1}, {"adapters": 0}, {"seeds": ()}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            RenderSettings(**wrong)

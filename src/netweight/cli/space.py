@@ -30,11 +30,11 @@ from netweight.methods.space.settings import (
 )
 
 if TYPE_CHECKING:
-    from netweight.methods.space.export import Exported
     from netweight.methods.space.fit import Accuracy
     from netweight.methods.space.space import WeightSpace
     from netweight.methods.space.view.content import View
     from netweight.store.bank.bank import AdapterBank
+    from netweight.store.lora_formats.files import Exported
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -303,10 +303,10 @@ def merge(
 
     They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere.
     """
-    from netweight.methods.space.export import export_adapter, merged
-    from netweight.store.lora_formats.files import read_adapter
+    from netweight.nn.lora import combined
+    from netweight.store.lora_formats.files import export_adapter, read_adapter
 
-    whole = merged([read_adapter(path) for path in adapters], list(weights) or None).adapter
+    whole = combined([read_adapter(path) for path in adapters], list(weights) or None)
     found = export_adapter(whole, destination, overwrite=overwrite, **dict(settings))
     output.table(("rank", "relative error", "where"), [_cells(found)])
     output.result(_payload(found))

@@ -19,7 +19,7 @@ from netweight.methods.forget.edit import FOLDER as EDITS
 from netweight.methods.forget.edit import read_records
 from netweight.methods.immunize.train import RECORD as IMMUNIZED
 from netweight.methods.immunize.train import Record
-from netweight.methods.space.export import EXPORTED, ExportRecord
+from netweight.methods.space.folder import EXPORTED, ExportRecord
 
 
 @final

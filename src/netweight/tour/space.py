@@ -21,7 +21,7 @@ from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import EditCurve, Move, agreement, curve_findings, edit, edit_curve
-from netweight.methods.space.export import export_adapter
+from netweight.store.lora_formats.files import export_adapter
 from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.inversion import InversionTask, Target, generate_images, invert_targets
 from netweight.methods.space.labels import Labels, read_labels

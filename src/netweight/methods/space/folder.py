@@ -1,60 +1,47 @@
-"""Spaces and points as files: what `netweight space` and recipes call.
-
-A recipe's folder of points holds `points.json` and, after edits, the directions that were used; the points say where
-their space lies, as seen from the folder, so that a recipe's output can be moved as a whole.
-"""
+"""From files to points and back: what `netweight space` and recipes call."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, final
 
 from netweight.core.engines import Engine
-from netweight.core.files import whole_folder
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.export import Exported, ExportRecord
-from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.inversion import InversionTask, Target, invert_targets
-from netweight.methods.space.labels import check_columns, read_labels
+from netweight.methods.space.labels import read_labels
 from netweight.methods.space.points import (
-    Direction,
     Points,
     read_direction,
     read_points,
     scores_digest,
-    write_direction,
-    write_points,
 )
-from netweight.methods.space.report import WrittenSubject
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
 from netweight.methods.space.settings import (
-    EditSettings,
-    FolderExport,
     FolderFit,
     FolderInversion,
     FolderView,
     RenderSettings,
     SampleSettings,
 )
-from netweight.methods.space.space import RECORD, WeightSpace
+from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter
+from netweight.store.checkpoint import read_record, write_record
+from netweight.store.lora_formats.files import Exported, read_adapter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.methods.space.view.content import View
 
-_POINTS, _DIRECTIONS = "points.json", "directions"
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
+EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
+_VERSION = 1
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -91,12 +78,12 @@ def points_of(space: WeightSpace, text: str) -> Points:
 def draw(space: WeightSpace, how: SampleSettings) -> Points:
     """Draw points of a space."""
     names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
-    origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.given)}
+    origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.attributes)}
     sampler: Sampler
     if how.labels is not None:
         labels = read_labels(how.labels, space.names, key=how.name_column)
         fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=how.bandwidth, emphasis=how.emphasis)
-        scores = fitted.draw(how.count, seed=how.seed, given=dict(how.given))
+        scores = fitted.draw(how.count, seed=how.seed, given=dict(how.attributes))
     else:
         if how.sampler == "kernel":
             sampler = KernelSampler.fit(space.scores, bandwidth=how.bandwidth)
@@ -194,143 +181,29 @@ def export_record(space: WeightSpace, point: str, exported: Exported, layout: st
     )  # fmt: skip
 
 
-# What recipes call: each step takes (source, destination, settings, progress); `check_…` finds before any work what
-# would fail later, and `examine_…` returns the subject of an audit.
+@final
+@dataclass(frozen=True)
+class ExportRecord:
+    """How an adapter was exported."""
 
+    point: str  # what the point is called
+    space: str  # digest of the space's scores
+    adapters: int  # how many adapters the space was fitted to
+    components: int
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
+    relative_error: float
+    layout: str  # whose files
 
-def fit_step(source: Path, destination: Path, settings: FolderFit, progress: Progress) -> None:
-    """Fit a bank of adapters."""
-    work = destination.with_name(f".{destination.name}.netweight-work")
-    fit_folder(source, destination, settings, progress, work=work)
-    if work.exists():
-        shutil.rmtree(work)
+    def write(self, folder: str | Path) -> None:
+        """Write the record into the adapter's folder, over one that is there."""
+        write_record(Path(folder) / EXPORTED, asdict(self), version=_VERSION)
 
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Read the record of an adapter's folder."""
 
-def check_fit(source: Path | None, settings: FolderFit) -> None:
-    """Refuse more components than there are."""
-    if source is not None:
-        count = len(AdapterBank.open(source))
-        if settings.components is not None and settings.components >= count:
-            raise UsageError(f"A bank of {count} has at most {count - 1} principal components.", cure="Ask for fewer.")
+        def made(values: dict[str, Any]) -> Self:
+            low, high = values.pop("ranks")
+            return cls(ranks=(low, high), **values)
 
-
-def examine_fit(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[Accuracy, None]:
-    """How good the fit is."""
-    return WeightSpace.open(destination).accuracy, None
-
-
-def sample_step(source: Path, destination: Path, settings: SampleSettings, progress: Progress) -> None:
-    """Draw points of a space."""
-    with whole_folder(destination) as part:
-        _write_points(draw(WeightSpace.open(source), settings), part, destination, source)
-
-
-def check_sample(source: Path | None, settings: SampleSettings) -> None:
-    """Refuse labels without the given columns."""
-    if settings.labels is not None:
-        check_columns(settings.labels, list(settings.given), key=settings.name_column)
-    _check_space(source)
-
-
-def examine_sample(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[tuple[Tensor, Tensor], None]:
-    """Scores of the points and of the models."""
-    space, _, points = _points_in(destination, "")
-    return (points.scores, space.scores), None
-
-
-def edit_step(source: Path, destination: Path, settings: EditSettings, progress: Progress) -> None:
-    """Move points along directions found from labels."""
-    space, at, before = _points_in(source, settings.point)
-    columns = [*settings.moves, *(name for name in settings.confounders if name not in settings.moves)]
-    labels = read_labels(settings.labels, space.names, columns=columns, key=settings.name_column)
-    directions = [
-        fit_direction(
-            space.scores, labels, column, kind=settings.kind, folds=settings.folds, seed=settings.seed,
-            confounders=[name for name in settings.confounders if name != column],
-        )
-        for column in settings.moves
-    ]  # fmt: skip
-    steps = [Move(found, settings.moves[found.name], settings.unit) for found in directions]
-    with whole_folder(destination) as part:
-        _write_points(moved(before, steps, dict(before.origin)), part, destination, at)
-        for number, found in enumerate(directions, start=1):
-            write_direction(found, part / _DIRECTIONS / f"{number:03d}.json")
-
-
-def check_edit(source: Path | None, settings: EditSettings) -> None:
-    """Refuse labels without the columns of moves and confounders."""
-    check_columns(settings.labels, [*settings.moves, *settings.confounders], key=settings.name_column)
-    _check_space(source, settings.point)
-
-
-def examine_edit(
-    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
-) -> tuple[list[Direction], None]:
-    """The directions that were used."""
-    return [read_direction(file) for file in sorted((destination / _DIRECTIONS).iterdir())], None
-
-
-def export_step(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
-    """Write points as adapters, each into a folder of its name."""
-    space, _, points = _points_in(source, settings.point)
-    with whole_folder(destination) as part:
-        part.mkdir()
-        for place, scores in zip(_places(points), points.scores, strict=True):
-            space.point(scores).export(part / place, rank=settings.rank, layout=settings.layout, base=settings.base)
-
-
-def check_export(source: Path | None, settings: FolderExport) -> None:
-    """Refuse a point that the space lacks."""
-    _check_space(source, settings.point)
-
-
-def examine_export(
-    audit: str, destination: Path, source: Path, settings: FolderExport, progress: Progress
-) -> tuple[WrittenSubject, None]:
-    """The adapters that were written, beside the points that they are of."""
-    space, _, points = _points_in(source, settings.point)
-    exact = {name: space.adapter(scores) for name, scores in zip(points.names, points.scores, strict=True)}
-    written = {
-        name: read_adapter(destination / place, modules=list(space.shapes))
-        for name, place in zip(points.names, _places(points), strict=True)
-    }
-    return WrittenSubject(exact, written, settings.rank), None
-
-
-def _write_points(points: Points, folder: Path, destination: Path, space: Path) -> None:
-    """Write points that say where their space lies, as seen from where they will be."""
-    origin = {**points.origin, "space_at": os.path.relpath(space.resolve(), destination.resolve())}
-    write_points(dataclasses.replace(points, origin=origin), folder / _POINTS)
-
-
-def _points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
-    """The space of a step's input, where it lies, and the points to go on with."""
-    if not (source / _POINTS).is_file():
-        space = WeightSpace.open(source)
-        return space, source, points_of(space, point)
-    points = read_points(source / _POINTS)
-    at = (source / str(points.origin["space_at"])).resolve()
-    space = WeightSpace.open(at)
-    points.check(space.scores)
-    return space, at, points
-
-
-def _places(points: Points) -> list[str]:
-    """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
-    return [
-        name if name == Path(name).name and name not in (".", "..") else f"point-{number}"
-        for number, name in enumerate(points.names)
-    ]
-
-
-def _check_space(source: Path | None, point: str = "mean") -> None:
-    """Refuse what is no space, or folder of points, or a point that it lacks."""
-    if source is None:
-        return
-    if not any((source / name).is_file() for name in (RECORD, _POINTS)):
-        raise UsageError(f"{source} is neither a space nor points of one.", cure="Fit one: netweight space fit.")
-    _points_in(source, point)
+        return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import DirectoryPath, Field, FilePath
+from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
@@ -16,31 +16,40 @@ FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
 Unit: TypeAlias = Literal["deviations", "reach", "raw"]
 Layout: TypeAlias = Literal["diffusers", "peft", "kohya"]
 
-_NAME_COLUMN = Field("name", description="The column that names the model.")
+_NAME_COLUMN = "The column that names the model."
 
 
 class FitSettings(Settings):
     """How a space is fitted."""
 
-    components: int | None = Field(None, ge=1, description="How many; else as many as there are, at most 1,000.")
+    components: int | None = Field(
+        default=None, ge=1, description="How many; else as many as there are, at most 1,000."
+    )
     representation: Representation = Field(
-        "delta", description="Changes, up factors over a shared down factor, or raw numbers."
+        default="delta", description="Changes, up factors over a shared down factor, or raw numbers."
     )
-    standardize: bool = Field(True, description="Divide the numbers of factors by their standard deviations first.")
+    standardize: bool = Field(
+        default=True, description="Divide the numbers of factors by their standard deviations first."
+    )
     solver: Literal["auto", "dual", "streaming"] = Field(
-        "auto", description="Exactly from inner products, or by passes over the bank; auto by the number of adapters."
+        default="auto",
+        description="Exactly from inner products, or by passes over the bank; auto by the number of adapters.",
     )
-    halves: bool = Field(True, description="Fit two halves, too, to see what comes back.")
-    sketch: int = Field(32, ge=1, description="Side of the sketch of a module's change, for streaming.")
-    passes: int = Field(6, ge=1, description="Passes of streaming iteration at most.")
-    tolerance: float = Field(2e-3, ge=0, description="A pass that adds less than this share to the variance is last.")
-    seed: int = Field(0, description="Random seed.")
+    halves: bool = Field(default=True, description="Fit two halves, too, to see what comes back.")
+    sketch: int = Field(default=32, ge=1, description="Side of the sketch of a module's change, for streaming.")
+    passes: int = Field(default=6, ge=1, description="Passes of streaming iteration at most.")
+    tolerance: float = Field(
+        default=2e-3, ge=0, description="A pass that adds less than this share to the variance is last."
+    )
+    seed: int = Field(default=0, description="Random seed.")
 
 
 class FolderFit(FitSettings):
     """How a space is fitted to a bank of adapters and written."""
 
-    standalone: bool = Field(False, description="Copy the adapters into the space, so that it opens without its bank.")
+    standalone: bool = Field(
+        default=False, description="Copy the adapters into the space, so that it opens without its bank."
+    )
 
 
 class DirectionSettings(Settings):
@@ -48,50 +57,55 @@ class DirectionSettings(Settings):
 
     labels: FilePath = Field(description="Attributes of models: .csv, .tsv, .json or .jsonl with one row per model.")
     column: str = Field(description="The attribute.")
-    name_column: str = _NAME_COLUMN
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
     confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
-        (), description="An attribute that should stay as it is."
+        default=(), description="An attribute that should stay as it is."
     )
     kind: FittedKind = Field(
-        "encoder", description="How models change with it, how it is predicted from them, or a difference of means."
+        default="encoder",
+        description="How models change with it, how it is predicted from them, or a difference of means.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
-        "corrected", description="The authors' code's numbers, or without its quirks; see docs/differences.md."
+        default="corrected", description="The authors' code's numbers, or without its quirks; see docs/differences.md."
     )
-    folds: int = Field(5, ge=2, description="Folds of the cross-validation.")
-    resamples: int = Field(0, ge=0, description="Also resample the labeled models so often: how stable is it?")
-    seed: int = Field(0, description="Seed of folds and resamples.")
+    folds: int = Field(default=5, ge=2, description="Folds of the cross-validation.")
+    resamples: int = Field(default=0, ge=0, description="Also resample the labeled models so often: how stable is it?")
+    seed: int = Field(default=0, description="Seed of folds and resamples.")
 
 
 class SampleSettings(Settings):
     """How points are drawn."""
 
-    count: int = Field(1, ge=1, description="How many points.")
+    count: int = Field(default=1, ge=1, description="How many points.")
     sampler: Literal["gaussian", "kernel", "mixture", "conditional"] = Field(
-        "gaussian",
+        default="gaussian",
         description="Independent per component, around models, of clusters, or conditional on labels, which it needs.",
     )
-    factor: float = Field(1.0, gt=0, description="Factor of the gaussian's standard deviations.")
+    factor: float = Field(default=1.0, gt=0, description="Factor of the gaussian's standard deviations.")
     bandwidth: float | None = Field(
-        None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
+        default=None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
     )
     clusters: int | None = Field(
-        None, ge=1, description="Clusters of the mixture; else as many as held-out models ask for."
+        default=None, ge=1, description="Clusters of the mixture; else as many as held-out models ask for."
     )
-    labels: FilePath | None = Field(None, description="Attributes of models, for conditional.")
-    name_column: str = _NAME_COLUMN
+    labels: FilePath | None = Field(default=None, description="Attributes of models, for conditional.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
     emphasis: float = Field(
-        1.0, gt=0, description="Factor of attributes, for conditional; images of new combinations show less of them."
+        default=1.0,
+        gt=0,
+        description="Factor of attributes, for conditional; images of new combinations show less of them.",
     )
-    given: Annotated[Mapping[str, float], Cli(metavar="COLUMN=VALUE")] = Field(
-        {}, description="An attribute that all points have, for conditional."
-    )
-    seed: int = Field(0, description="Seed of the draw.")
+    # Not `given`, which `Settings` has; recipes and the command call it so.
+    attributes: Annotated[Mapping[str, float], Cli(name="--given", metavar="COLUMN=VALUE")] = Field(
+        default={}, validation_alias=AliasChoices("given", "attributes"),
+        description="An attribute that all points have, for conditional.",
+    )  # fmt: skip
+    seed: int = Field(default=0, description="Seed of the draw.")
 
     def check(self) -> None:
         """Labels and the conditional sampler go together."""
         cure = "Name the sampler conditional and labels together."
-        if self.sampler != "conditional" and (self.labels is not None or self.given):
+        if self.sampler != "conditional" and (self.labels is not None or self.attributes):
             reason = f"Labels and given attributes belong to the conditional sampler, not to {self.sampler}."
             raise UsageError(reason, cure=cure)
         if self.sampler == "conditional" and self.labels is None:
@@ -103,15 +117,18 @@ class EditSettings(Settings):
 
     labels: FilePath = Field(description="Attributes of the space's models, a file with one row per model.")
     moves: Mapping[str, float] = Field(description="How far to go along each attribute, negative for back.")
-    unit: Unit = Field("deviations", description="What that counts: models' deviations, their farthest, or the vector.")
-    point: str = Field(
-        "mean", description="Where to start in a space: a model or mean; points of an earlier step are all moved."
+    unit: Unit = Field(
+        default="deviations", description="What that counts: models' deviations, their farthest, or the vector."
     )
-    kind: FittedKind = Field("encoder", description="How directions are found.")
-    confounders: tuple[str, ...] = Field((), description="Attributes that are to stay as they are.")
-    name_column: str = _NAME_COLUMN
-    folds: int = Field(5, ge=2, description="Folds of the cross-validation of directions.")
-    seed: int = Field(0, description="Seed of the folds.")
+    point: str = Field(
+        default="mean",
+        description="Where to start in a space: a model or mean; points of an earlier step are all moved.",
+    )
+    kind: FittedKind = Field(default="encoder", description="How directions are found.")
+    confounders: tuple[str, ...] = Field(default=(), description="Attributes that are to stay as they are.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    folds: int = Field(default=5, ge=2, description="Folds of the cross-validation of directions.")
+    seed: int = Field(default=0, description="Seed of the folds.")
 
     def check(self) -> None:
         """There is a move."""
@@ -122,34 +139,35 @@ class EditSettings(Settings):
 class ExportSettings(Settings):
     """How points are written as adapters."""
 
-    layout: Layout = Field("diffusers", description="Whose files to write.")
-    rank: int | None = Field(None, ge=1, description="Rank of each module; else as high as is needed.")
-    base: str | None = Field(None, description="Name of the base model, to be said in the files.")
+    layout: Layout = Field(default="diffusers", description="Whose files to write.")
+    rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
+    base: str | None = Field(default=None, description="Name of the base model, to be said in the files.")
 
 
 class FolderExport(ExportSettings):
     """Which points are written as adapters, and how."""
 
     point: str = Field(
-        "mean", description="What to write of a space: a model or mean; of points of an earlier step, each is written."
+        default="mean",
+        description="What to write of a space: a model or mean; of points of an earlier step, each is written.",
     )
 
 
 class InversionSettings(Settings):
     """How points are sought."""
 
-    steps: int = Field(400, ge=1, description="Steps of the descent.")
-    learning_rate: float = Field(0.05, gt=0, description="In standard deviations of the models, where scaled.")
-    components: int | None = Field(None, ge=1, description="Move only the first so many.")
+    steps: int = Field(default=400, ge=1, description="Steps of the descent.")
+    learning_rate: float = Field(default=0.05, gt=0, description="In standard deviations of the models, where scaled.")
+    components: int | None = Field(default=None, ge=1, description="Move only the first so many.")
     # A denoising loss is a mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong
     # in the miniature.
     prior: float = Field(
-        0.0, ge=0, description="Weight of the Gaussian prior, ½ Σ (score / deviation)², per image loss."
+        default=0.0, ge=0, description="Weight of the Gaussian prior, ½ Σ (score / deviation)², per image loss."
     )
-    weight_decay: float = Field(0.0, ge=0, description="Weight decay of the optimizer.")
-    scaled: bool = Field(True, description="Move components in units of their deviations.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of the optimizer.")
+    scaled: bool = Field(default=True, description="Move components in units of their deviations.")
     averaged: float = Field(
-        0.25, ge=0, le=1, description="The point is the mean over this last share of the steps; 0 for the last."
+        default=0.25, ge=0, le=1, description="The point is the mean over this last share of the steps; 0 for the last."
     )
 
 
@@ -171,16 +189,17 @@ class FolderInversion(InversionSettings):
     pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
     prompt: str = Field(description="What the adapters' own prompt was, such as 'sks person'.")
     masks: DirectoryPath | None = Field(
-        None, description="Folder with masks of the images' names; white is what counts."
+        default=None, description="Folder with masks of the images' names; white is what counts."
     )
     settings: Literal["default", "reference", "reference out of distribution"] = Field(
-        "default", description="Our settings, or those of the authors' code, where an option does not replace them."
+        default="default",
+        description="Our settings, or those of the authors' code, where an option does not replace them.",
     )
-    draws: int = Field(1, ge=1, description="Timesteps per image and step.")
-    schedule: int = Field(50, ge=1, description="Timesteps are drawn from a schedule of so many steps.")
-    together: int = Field(8, ge=1, description="Most targets in a batch.")
-    device: str = Field("cpu", description="Where the pipeline goes, such as cuda.")
-    seed: int = Field(0, description="Seed of all draws.")
+    draws: int = Field(default=1, ge=1, description="Timesteps per image and step.")
+    schedule: int = Field(default=50, ge=1, description="Timesteps are drawn from a schedule of so many steps.")
+    together: int = Field(default=8, ge=1, description="Most targets in a batch.")
+    device: str = Field(default="cpu", description="Where the pipeline goes, such as cuda.")
+    seed: int = Field(default=0, description="Seed of all draws.")
 
     @property
     def descent(self) -> InversionSettings:
@@ -193,25 +212,25 @@ class RenderSettings(Settings):
     """What a page shows, and how its images are generated."""
 
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
-        ("",), description="One for all noises, or one for each."
+        default=("",), description="One for all noises, or one for each."
     )
     seeds: Annotated[tuple[int, ...], Cli(own=False)] = Field(
-        (0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map take the first."
+        default=(0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map take the first."
     )
-    guidance: float = Field(3.0, description="Scale of classifier-free guidance; the miniature's is 1.")
-    steps: int = Field(50, ge=1, description="Steps of the scheduler; the miniature's are 20.")
+    guidance: float = Field(default=3.0, description="Scale of classifier-free guidance; the miniature's is 1.")
+    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; the miniature's are 20.")
     strengths: Annotated[tuple[float, ...], Cli(own=False)] = Field(
-        tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
+        default=tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
     )
     grid: Annotated[tuple[float, ...], Cli(own=False)] = Field(
-        (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0), description="Standard deviations along each of two sliders."
+        default=(-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0), description="Standard deviations along each of two sliders."
     )
-    components: int = Field(4, ge=0, description="Principal components that get a slider.")
-    adapters: int = Field(400, ge=1, description="Most adapters on the map; more are thinned out evenly.")
-    samples: int = Field(12, ge=0, description="Models that are drawn.")
-    neighbors: Annotated[int, Cli(own=False)] = Field(4, ge=0, description="Nearest models that are named.")
-    rows: Annotated[int, Cli(own=False)] = Field(64, ge=1, description="Most images at a time.")
-    seed: int = Field(0, description="Seed of samples and folds.")
+    components: int = Field(default=4, ge=0, description="Principal components that get a slider.")
+    adapters: int = Field(default=400, ge=1, description="Most adapters on the map; more are thinned out evenly.")
+    samples: int = Field(default=12, ge=0, description="Models that are drawn.")
+    neighbors: Annotated[int, Cli(own=False)] = Field(default=4, ge=0, description="Nearest models that are named.")
+    rows: Annotated[int, Cli(own=False)] = Field(default=64, ge=1, description="Most images at a time.")
+    seed: int = Field(default=0, description="Seed of samples and folds.")
 
     def check(self) -> None:
         """There is one prompt, or one for each noise."""
@@ -226,22 +245,22 @@ class FolderView(RenderSettings):
     """What a page about a space shows, and the pipeline that generates its images."""
 
     pipeline: DirectoryPath | None = Field(
-        None, description="A diffusers pipeline, of whose adapters the space is made."
+        default=None, description="A diffusers pipeline, of whose adapters the space is made."
     )
     directions: Annotated[tuple[FilePath, ...], Cli(name="--direction")] = Field(
-        (), description="A file of `netweight space direction`; gets a slider."
+        default=(), description="A file of `netweight space direction`; gets a slider."
     )
-    labels: FilePath | None = Field(None, description="Attributes of models: the map is colored by them.")
-    name_column: str = _NAME_COLUMN
+    labels: FilePath | None = Field(default=None, description="Attributes of models: the map is colored by them.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
     attributes: Annotated[tuple[str, ...], Cli(name="--attribute", metavar="COLUMN")] = Field(
-        (), description="A column of the labels that gets a slider, with the other such columns held."
+        default=(), description="A column of the labels that gets a slider, with the other such columns held."
     )
     pairs: Annotated[tuple[tuple[str, str], ...], Cli(name="--pair", metavar="NAME NAME")] = Field(
-        (), description="Two sliders that can be moved together, such as 'component 1' 'component 2'."
+        default=(), description="Two sliders that can be moved together, such as 'component 1' 'component 2'."
     )
-    start: Annotated[str, Cli(metavar="POINT")] = Field("mean", description="Where sliders begin.")
-    noises: int | None = Field(None, ge=1, description="Pictures of every point, of seeds 0, 1, …; else 4.")
-    device: str = Field("cpu", description="Where the pipeline generates.")
+    start: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="Where sliders begin.")
+    noises: int | None = Field(default=None, ge=1, description="Pictures of every point, of seeds 0, 1, …; else 4.")
+    device: str = Field(default="cpu", description="Where the pipeline generates.")
 
     def check(self) -> None:
         """Several prompts take turns over the noises, see `rendering`."""

@@ -24,7 +24,6 @@ from netweight.core.files import whole_folder
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.space.basis import CombinationBasis, Layout, RowBasis, Sketch, SpaceBasis
-from netweight.methods.space.export import Exported, export_adapter
 from netweight.methods.space.fit import Accuracy, Work, fit_bank
 from netweight.methods.space.gram import (
     Bank,
@@ -43,6 +42,7 @@ from netweight.nn.pca import Basis
 from netweight.nn.streaming_pca import ALONE, Workers
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record
+from netweight.store.lora_formats.files import Exported, export_adapter
 
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"

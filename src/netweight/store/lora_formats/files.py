@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.files import refuse_existing, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
@@ -236,6 +236,36 @@ def write_adapter(
         path.mkdir(parents=True, exist_ok=True)
     _write_safetensors(file, tensors, metadata, overwrite)
     return file
+
+
+@final
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path  # the file or folder
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
+    relative_error: float  # norm of what the rank left out, divided by the norm of the whole change
+
+
+def export_adapter(
+    adapter: Adapter,
+    path: str | Path,
+    *,
+    rank: int | None = None,
+    layout: Layout = "diffusers",
+    base: str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write an adapter at most at a rank, its own by default; arguments otherwise as for `write_adapter`."""
+    for name, change in adapter.factors.items():
+        if not (change.down.isfinite().all() and change.up.isfinite().all()):
+            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Look at the point's scores.")
+    most = rank if rank is not None else max(change.rank for change in adapter.factors.values())
+    kept = adapter.truncated(most)
+    written = write_adapter(kept.adapter, path, layout=layout, base=base, overwrite=overwrite)
+    ranks = [change.rank for change in kept.adapter.factors.values()]
+    return Exported(written, (min(ranks), max(ranks)), kept.relative_error)
 
 
 def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:

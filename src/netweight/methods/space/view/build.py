@@ -60,7 +60,7 @@ def build_view(
     start: tuple[str, Tensor] | None = None,
     sampler: Sampler | None = None,
     reader: Reader | None = None,
-    settings: RenderSettings = RenderSettings(),
+    settings: RenderSettings | None = None,
     summary: str = "",
     facts: Mapping[str, str] | None = None,
     command: str | None = None,
@@ -69,6 +69,7 @@ def build_view(
     """Generate the images of a page."""
     # `pairs`: names of two directions, or of components as in "component 1", that are moved together
     # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
+    settings = settings or RenderSettings()
     steps = _steps(space, directions, min(settings.components, space.components))
     if not steps:
         raise UsageError("There is no slider to show.", cure="Give a direction, or ask for components.")
@@ -177,7 +178,8 @@ def _images(
     device = next(model.denoiser.parameters()).device
     for part in torch.split(points, max(1, settings.rows // len(chosen))):
         images = generate_images(
-            model, space, part.to(device), prompts, chosen, guidance=settings.guidance, steps=settings.steps, rows=settings.rows
+            model, space, part.to(device), prompts, chosen, guidance=settings.guidance, steps=settings.steps,
+            rows=settings.rows,
         )  # fmt: skip
         found.append((images * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy())
         task.update(len(part) * len(chosen))

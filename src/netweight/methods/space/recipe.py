@@ -1,0 +1,180 @@
+"""Spaces in recipes: `space-fit` a bank, `space-sample` or `space-edit` its points, `space-export` them as adapters.
+
+A folder of points holds `points.json` and, after edits, the directions that were used; the points say where their space
+lies, as seen from the folder, so that a recipe's output can be moved as a whole.
+
+A step takes `(source, destination, settings, progress)`; `_check_…` refuses before any work what would fail later, and
+`_examine_…` returns the subject of an audit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from netweight.core.files import whole_folder
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.edits import Move
+from netweight.methods.space.fit import Accuracy
+from netweight.methods.space.folder import draw, fit_folder, moved, points_of
+from netweight.methods.space.labels import check_columns, read_labels
+from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
+from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
+from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
+from netweight.methods.space.space import RECORD, WeightSpace
+from netweight.registry import Method
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter
+
+_HOME = "netweight.methods.space.report"
+_POINTS, _DIRECTIONS = "points.json", "directions"
+
+
+def _fit(source: Path, destination: Path, settings: FolderFit, progress: Progress) -> None:
+    work = destination.with_name(f".{destination.name}.netweight-work")
+    fit_folder(source, destination, settings, progress, work=work)
+    if work.exists():
+        shutil.rmtree(work)
+
+
+def _check_fit(source: Path | None, settings: FolderFit) -> None:
+    if source is not None:
+        count = len(AdapterBank.open(source))
+        if settings.components is not None and settings.components >= count:
+            raise UsageError(f"A bank of {count} has at most {count - 1} principal components.", cure="Ask for fewer.")
+
+
+def _examine_fit(
+    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
+) -> tuple[Accuracy, None]:
+    return WeightSpace.open(destination).accuracy, None
+
+
+def _sample(source: Path, destination: Path, settings: SampleSettings, progress: Progress) -> None:
+    with whole_folder(destination) as part:
+        _write_points(draw(WeightSpace.open(source), settings), part, destination, source)
+
+
+def _check_sample(source: Path | None, settings: SampleSettings) -> None:
+    if settings.labels is not None:
+        check_columns(settings.labels, list(settings.attributes), key=settings.name_column)
+    _check_space(source)
+
+
+def _examine_sample(
+    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
+) -> tuple[tuple[Tensor, Tensor], None]:
+    space, _, points = _points_in(destination, "")
+    return (points.scores, space.scores), None
+
+
+def _edit(source: Path, destination: Path, settings: EditSettings, progress: Progress) -> None:
+    space, at, before = _points_in(source, settings.point)
+    columns = [*settings.moves, *(name for name in settings.confounders if name not in settings.moves)]
+    labels = read_labels(settings.labels, space.names, columns=columns, key=settings.name_column)
+    directions = [
+        fit_direction(
+            space.scores, labels, column, kind=settings.kind, folds=settings.folds, seed=settings.seed,
+            confounders=[name for name in settings.confounders if name != column],
+        )
+        for column in settings.moves
+    ]  # fmt: skip
+    steps = [Move(found, settings.moves[found.name], settings.unit) for found in directions]
+    with whole_folder(destination) as part:
+        _write_points(moved(before, steps, dict(before.origin)), part, destination, at)
+        for number, found in enumerate(directions, start=1):
+            write_direction(found, part / _DIRECTIONS / f"{number:03d}.json")
+
+
+def _check_edit(source: Path | None, settings: EditSettings) -> None:
+    check_columns(settings.labels, [*settings.moves, *settings.confounders], key=settings.name_column)
+    _check_space(source, settings.point)
+
+
+def _examine_edit(
+    audit: str, destination: Path, source: Path, settings: Any, progress: Progress
+) -> tuple[list[Direction], None]:
+    return [read_direction(file) for file in sorted((destination / _DIRECTIONS).iterdir())], None
+
+
+def _export(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
+    space, _, points = _points_in(source, settings.point)
+    with whole_folder(destination) as part:
+        part.mkdir()
+        for place, scores in zip(_places(points), points.scores, strict=True):
+            space.point(scores).export(part / place, rank=settings.rank, layout=settings.layout, base=settings.base)
+
+
+def _check_export(source: Path | None, settings: FolderExport) -> None:
+    _check_space(source, settings.point)
+
+
+def _examine_export(
+    audit: str, destination: Path, source: Path, settings: FolderExport, progress: Progress
+) -> tuple[WrittenSubject, None]:
+    space, _, points = _points_in(source, settings.point)
+    exact = {name: space.adapter(scores) for name, scores in zip(points.names, points.scores, strict=True)}
+    written = {
+        name: read_adapter(destination / place, modules=list(space.shapes))
+        for name, place in zip(points.names, _places(points), strict=True)
+    }
+    return WrittenSubject(exact, written, settings.rank), None
+
+
+def _write_points(points: Points, folder: Path, destination: Path, space: Path) -> None:
+    """Write points that say where their space lies, as seen from where they will be."""
+    origin = {**points.origin, "space_at": os.path.relpath(space.resolve(), destination.resolve())}
+    write_points(dataclasses.replace(points, origin=origin), folder / _POINTS)
+
+
+def _points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
+    """The space of a step's input, where it lies, and the points to go on with."""
+    if not (source / _POINTS).is_file():
+        space = WeightSpace.open(source)
+        return space, source, points_of(space, point)
+    points = read_points(source / _POINTS)
+    at = (source / str(points.origin["space_at"])).resolve()
+    space = WeightSpace.open(at)
+    points.check(space.scores)
+    return space, at, points
+
+
+def _places(points: Points) -> list[str]:
+    """Folders of adapters by points: their names, with numbers where these cannot be names of folders."""
+    return [
+        name if name == Path(name).name and name not in (".", "..") else f"point-{number}"
+        for number, name in enumerate(points.names)
+    ]
+
+
+def _check_space(source: Path | None, point: str = "mean") -> None:
+    """Refuse what is no space, or folder of points, or a point that it lacks."""
+    if source is None:
+        return
+    if not any((source / name).is_file() for name in (RECORD, _POINTS)):
+        raise UsageError(f"{source} is neither a space nor points of one.", cure="Fit one: netweight space fit.")
+    _points_in(source, point)
+
+
+SPACE_FIT = Method(
+    FIT, FolderFit, home=_HOME, apply=_fit, examine=_examine_fit, check=_check_fit, takes=("bank",), makes="space"
+)
+SPACE_SAMPLE = Method(
+    SAMPLE, SampleSettings, home=_HOME, apply=_sample, examine=_examine_sample, check=_check_sample, takes=("space",),
+    makes="points",
+)  # fmt: skip
+SPACE_EDIT = Method(
+    EDIT, EditSettings, home=_HOME, apply=_edit, examine=_examine_edit, check=_check_edit, takes=("space", "points"),
+    makes="points",
+)  # fmt: skip
+SPACE_EXPORT = Method(
+    EXPORT, FolderExport, home=_HOME, apply=_export, examine=_examine_export, check=_check_export,
+    takes=("space", "points"), makes="adapters",
+)  # fmt: skip
