@@ -26,7 +26,7 @@ from netweight.errors import (
     UsageError,
 )
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
-from netweight.store.bank import write as bank_ingest
+from netweight.store.bank import ingest as bank_ingest
 from netweight.store.bank import write as bank_writing
 from netweight.store.bank.write import BankWriter
 

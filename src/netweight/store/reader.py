@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.safetensors import KEY, SUFFIX, Description, Header, Original, Span, read_header
 
-if TYPE_CHECKING:
-    import torch
-
-
 INDEX_SUFFIX = ".safetensors.index.json"
+# The dtypes that factors of adapters may have, by their names in safetensors.
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_DTYPES = {**FLOATS, "I64": torch.int64}
 
 
 @final
@@ -105,7 +104,7 @@ class StoredFile:
             self._compare(name, original)
             return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
+    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
         """The tensor as it was; what is written to it never reaches the file."""
         # `threads`: for decoding, at least 1
         # `check`: whether to compare decoded bytes with their digest
@@ -116,7 +115,7 @@ class StoredFile:
             self._compare(name, original)
             return codec.decode(self.raw(name), threads=threads, check=check)
 
-    def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> torch.Tensor:
+    def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> Tensor:
         """Rows `start` to `stop` of dimension 0, decoding only what they need."""
         # `threads`: for decoding, at least 1
         # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
@@ -165,42 +164,26 @@ class StoredFile:
         if info.digest != original.digest:
             raise CorruptBlob(f"the payload carries digest {info.digest}, described is {original.digest}.")
 
-    def _named(self, name: str) -> _Naming:
-        return _Naming(self.path, name)
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Add file and tensor to a `CorruptBlob` that passes."""
+        try:
+            yield
+        except CorruptBlob as error:
+            cure = "The file is damaged: fetch or compress it again."
+            raise CorruptBlob(f"{self.path}, tensor {name!r}: {error.reason}", cure=cure) from error
 
-    def _library_get(self, name: str, rows: slice | None) -> torch.Tensor:
+    def _library_get(self, name: str, rows: slice | None) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
-
-
-class _Naming:
-    """Add file and tensor to a `CorruptBlob` that passes."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._place = f"{path}, tensor {name!r}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, CorruptBlob):
-            cure = "The file is damaged: fetch or compress it again."
-            raise CorruptBlob(f"{self._place}: {error.reason}", cure=cure) from error
 
 
 @final
 class Store:
-    """Tensors of one or several files under their original names. A context manager.
-
-    Args:
-        files: The files.
-        places: For each tensor the file that holds it.
-    """
+    """Tensors of one or several files under their original names, made by `open_store`. A context manager."""
 
     def __init__(self, files: Sequence[StoredFile], places: Mapping[str, StoredFile]) -> None:
         self.files = tuple(files)
@@ -224,7 +207,7 @@ class Store:
         """
         return self._place(name).info(name)
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
+    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
         """Read a tensor, bit for bit as it was, or as it was rounded (see `rounding`).
 
         Args:
@@ -241,7 +224,7 @@ class Store:
         """
         return self._place(name).get(name, threads=threads, check=check)
 
-    def get_slice(self, name: str, rows: slice, *, threads: int = 1) -> torch.Tensor:
+    def get_slice(self, name: str, rows: slice, *, threads: int = 1) -> Tensor:
         """Read some rows of a tensor, decoding only the chunks that hold them.
 
         Args:
@@ -444,11 +427,6 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
                 )
             places[name] = file
     return Store(files, places)
-
-
-# The dtypes that factors of adapters may have, by their names in safetensors.
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-_DTYPES = {**FLOATS, "I64": torch.int64}
 
 
 def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:

@@ -100,8 +100,8 @@ class AdapterBank:
             CorruptBlob: A file is damaged.
             OutputFailed: The disk is full or the place cannot be written.
         """
+        from netweight.store.bank.ingest import ingest
         from netweight.store.bank.published import find_published, import_published
-        from netweight.store.bank.write import ingest
 
         if find_published(Path(source)) is not None:
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)

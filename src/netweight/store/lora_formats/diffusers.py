@@ -17,7 +17,7 @@ from typing import Any
 
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.lora_formats.names import in_component, split_component
-from netweight.store.lora_formats.parts import Role
+from netweight.store.lora_formats.parts import Role, by_module
 from netweight.store.lora_formats.peft import LoraSettings
 
 METADATA = "lora_adapter_metadata"
@@ -55,13 +55,7 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
         if role == "alpha" and module not in owners:
             found[name] = (_current(module), role)
     full = in_component({module for module, _ in found.values()})
-    located: dict[str, dict[Role, str]] = {}
-    for name, (module, role) in found.items():
-        roles = located.setdefault(full[module], {})
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of one module.")
-        roles[role] = name
-    return located
+    return by_module(((name, full[module], role) for name, (module, role) in found.items()), where)
 
 
 def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,9 +276,7 @@ def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
 
 def _check_kernels(adapter: Adapter, kernels: Mapping[str, tuple[int, ...]]) -> None:
     for name, kernel in kernels.items():
-        points = 1
-        for side in kernel:
-            points *= side
+        points = math.prod(kernel)
         if name in adapter.factors and (points < 1 or adapter.factors[name].shape[1] % points):
             raise UsageError(
                 f"A kernel of {kernel} does not fit {name}, whose change has {adapter.factors[name].shape[1]} columns.",

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.errors import NetweightError, Unsupported, UsageError
 from netweight.store.lora_formats.names import PREFIXES, KohyaNames, kohya_name, split_component
-from netweight.store.lora_formats.parts import Role, alpha_of, scaled_up
+from netweight.store.lora_formats.parts import Role, alpha_of, by_module, scaled_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def is_kohya(names: list[str]) -> bool:
 
 def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
     """Find the factors and alphas of each module."""
-    located: dict[str, dict[Role, str]] = {}
+    found: list[tuple[str, str, Role]] = []
     for name in names:
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -42,12 +42,8 @@ def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[R
             module = known.module(match["name"])
         except NetweightError as error:
             raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
-        roles = located.setdefault(module, {})
-        role = _ROLES[match["part"]]
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of {module}.")
-        roles[role] = name
-    return located
+        found.append((name, module, _ROLES[match["part"]]))
+    return by_module(found, where)
 
 
 def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -105,6 +105,17 @@ class Plan:
         return {name: self.parts[name].kernel for name in sorted(self.parts) if self.parts[name].kernel}
 
 
+def by_module(found: Iterable[tuple[str, str, Role]], where: Path) -> dict[str, dict[Role, str]]:
+    """Gather tensors by the module that they are a part of, from name, module and role; none may come twice."""
+    located: dict[str, dict[Role, str]] = {}
+    for name, module, role in found:
+        roles = located.setdefault(module, {})
+        if role in roles:
+            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of {module}.")
+        roles[role] = name
+    return located
+
+
 def assemble(
     file: Path, store: Store, located: Mapping[str, Mapping[Role, str]], scale_of: Callable[[str, int], float]
 ) -> dict[str, Part]:

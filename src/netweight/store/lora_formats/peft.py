@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.store.lora_formats.parts import Role, alpha_of
+from netweight.store.lora_formats.parts import Role, alpha_of, by_module
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -119,7 +119,7 @@ class LoraSettings:
 
 def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
     """Find the factors of each module."""
-    located: dict[str, dict[Role, str]] = {}
+    found: list[tuple[str, str, Role]] = []
     for name in names:
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -127,12 +127,8 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
                 f"{where}: tensor {name!r} is no factor of a LoRA.",
                 cure="Train without modules_to_save; only low-rank changes can be put into a bank.",
             )
-        roles = located.setdefault(match["module"].removeprefix(PREFIX), {})
-        role: Role = "down" if match["side"] == "A" else "up"
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same factor of one module.")
-        roles[role] = name
-    return located
+        found.append((name, match["module"].removeprefix(PREFIX), "down" if match["side"] == "A" else "up"))
+    return by_module(found, where)
 
 
 def settings_for(scales: Mapping[str, tuple[float, int]], base: str | None = None) -> LoraSettings:
