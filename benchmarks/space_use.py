@@ -35,7 +35,6 @@ from netweight.methods.space.edits import (
     perceptual_distance,
 )
 from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert
-from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.report import (
     EntanglementSubject,
@@ -49,6 +48,7 @@ from netweight.methods.space.report import (
     sample_findings,
 )
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
@@ -228,7 +228,7 @@ def inversion(world):
 
 
 def read_adapter(world, adapter):
-    from netweight.toys.faces_pipeline import faces_drawn
+    from netweight_experiments.toys.drawn_worlds import faces_drawn
 
     images = faces_drawn(world.model, adapter, samples=len(SEEDS), steps=STEPS)
     return attributes(images.flatten(0, 1)).view(1, len(SEEDS), -1).mean(1)

@@ -246,7 +246,7 @@ def test_what_cannot_be_fitted_is_named():
     with pytest.raises(UsageError, match="are the same"):
         WeightSpace.fit(bank_of([adapters[0]] * 4))
     for how in ({"components": 0}, {"representation": "B"}, {"solver": "svd"}, {"sketch": 0}, {"passes": 0}):
-        with pytest.raises(UsageError, match=r"cannot be|unknown"):
+        with pytest.raises(UsageError, match=next(iter(how))):
             WeightSpace.fit(bank_of(adapters), **how)
     for representation in ("factors", "shared-down"):
         with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, others 1"):

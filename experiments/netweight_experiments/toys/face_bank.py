@@ -35,14 +35,8 @@ from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import (
-    FACES_FOLDER,
-    FaceBank,
-    faces_pipeline,
-    identity_fidelity,
-    person_name,
-    write_labels,
-)
+from netweight.toys.faces_pipeline import FACES_FOLDER, FaceBank, faces_pipeline
+from netweight_experiments.toys.drawn_worlds import identity_fidelity, person_name, write_labels
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

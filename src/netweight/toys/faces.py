@@ -158,7 +158,7 @@ _LIPS = ((0.74, 0.48, 0.42), (0.86, 0.08, 0.2))
 _SHIRT, _DARK, _LENS = (0.3, 0.34, 0.4), (0.06, 0.06, 0.1), (0.75, 0.9, 1.0)
 
 
-def _parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
+def _face_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
     """Parts of faces."""
 
     def at(values: Tensor) -> Tensor:
@@ -205,20 +205,18 @@ FACES = DrawnWorld(
     nuisances=NUISANCES,
     grounds=GROUNDS,
     together=("beard", "hair_length", LIKENESS),
-    parts=_parts,
+    parts=_face_parts,
 )
 caption, identities, people, nuisances = FACES.caption, FACES.identities, FACES.crowd, FACES.changes
 photographs, drawn = FACES.photographs, FACES.drawn
 
 
-_RED_DRAWN_VEHICLES, _BLUE_DRAWN_VEHICLES = (0.88, 0.16, 0.1), (0.12, 0.26, 0.86)
+_BODY = (0.88, 0.16, 0.1), (0.12, 0.26, 0.86)  # red and blue
 _CLEAR, _TINTED = (0.8, 0.93, 1.0), (0.1, 0.12, 0.2)
 _TIRE, _HUB, _LAMP, _LOAD = (0.06, 0.06, 0.08), (0.78, 0.78, 0.8), (1.0, 0.95, 0.5), (0.36, 0.2, 0.08)
 
 
-def _parts_drawn_vehicles(
-    looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor
-) -> list[Part]:
+def _vehicle_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
     """Parts of vehicles that drive to the right."""
 
     def at(values: Tensor) -> Tensor:
@@ -227,7 +225,7 @@ def _parts_drawn_vehicles(
     half = at(5.2 + 1.1 * looks["length"])
     roof = at(-3.0 - 1.7 * looks["roof"])  # tall ones are vans, whose cabins reach further
     reach = half * at(0.66 + 0.14 * looks["roof"])
-    body, middle = between(_RED_DRAWN_VEHICLES, _BLUE_DRAWN_VEHICLES, looks["hue"]), x + 0.5
+    body, middle = between(_BODY, looks["hue"]), x + 0.5
     leaning = reach - 0.3 * (1.0 - y).clamp_min(0)
     cabin = (middle.abs() < leaning) & (y > roof) & (y < 1)
     hull = (x.abs() < half) & (y > 0.4) & (y < 3.7)
@@ -261,7 +259,7 @@ VEHICLES = DrawnWorld(
         "white": (0.95, 0.96, 0.97),
     },
     together=("length", "roof", 0.6),
-    parts=_parts_drawn_vehicles,
+    parts=_vehicle_parts,
 )
 
 
