@@ -225,7 +225,7 @@ def _vehicle_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x
     half = at(5.2 + 1.1 * looks["length"])
     roof = at(-3.0 - 1.7 * looks["roof"])  # tall ones are vans, whose cabins reach further
     reach = half * at(0.66 + 0.14 * looks["roof"])
-    body, middle = between(_BODY, looks["hue"]), x + 0.5
+    body, middle = between(*_BODY, looks["hue"]), x + 0.5
     leaning = reach - 0.3 * (1.0 - y).clamp_min(0)
     cabin = (middle.abs() < leaning) & (y > roof) & (y < 1)
     hull = (x.abs() < half) & (y > 0.4) & (y < 3.7)
