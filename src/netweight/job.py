@@ -2,13 +2,14 @@
 
 A job lives in a folder:
 
-    job.json            the key: settings and digests of inputs; another key is refused, and the difference is named
-    job.lock            held while somebody works here; the system releases it when a process is killed
-    state.safetensors   the newest state, compressed, replaced whole
+    state.safetensors   the newest state, compressed, replaced whole; it names the key that it belongs to
     NAME.jsonl          records and results of runs, one line each, synced
+    job.json            the key that records belong to
+    job.lock            held while somebody works here; the system releases it when a process is killed
     tree/               the folder to be published, while it grows
     publishing.json     there while `tree` is put in its place; the next run finishes or undoes that
 
+A key holds settings and digests of inputs; work of another key is refused, and the differences are named.
 What an exception or a kill leaves is continued by the next call. A job that has kept nothing yet leaves nothing.
 """
 
@@ -34,10 +35,12 @@ from netweight.store.record import read_record, write_record
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from netweight.store.reading import Store
+
 C = TypeVar("C")
 
 _KEY, _LOCK, _TREE, _PUBLISHING, _ASIDE = "job.json", "job.lock", "tree", "publishing.json", "aside"
-_STATE = "state.safetensors"
+_STATE, _JOB = "state.safetensors", "job"
 _VERSION = 1
 _NAMED = 5  # differences that a message names
 
@@ -53,6 +56,8 @@ class Job:
     def __init__(self, folder: Path, *, reading: bool, owned: bool) -> None:
         self.folder = folder
         self._state = folder / _STATE
+        self._key: Any = None
+        self._noted = False
         self._reading, self._owned = reading, owned
         self._ledgers: dict[str, Ledger] = {}
 
@@ -143,17 +148,27 @@ class Job:
                 job._claim(key, of, state)
             yield job
 
-    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def load(self, same: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Read the state: its account and its tensors, or None before the first `save`.
 
+        Args:
+            same: Entries that the account must have; for states of earlier releases, which name no key.
+
         Raises:
+            UsageError: It belongs to other work.
             CorruptBlob: The state is damaged; a digest of every tensor is checked.
         """
         if not self._state.exists():
             return None
+        with self._opened(same) as (about, store, names):
+            about.pop(_JOB, None)
+            return about, {name: store.get(name, check=True) for name in names}
+
+    @contextmanager
+    def _opened(self, same: Mapping[str, Any] | None = None) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
         try:
-            with open_checkpoint(self._state) as (about, store, names):
-                return about, {name: store.get(name, check=True) for name in names}
+            with open_checkpoint(self._state, same, refusal="holds work with other settings or inputs") as opened:
+                yield opened
         except (CorruptBlob, UnsafeInput, ValueError, KeyError) as error:
             reason = error.reason if isinstance(error, CorruptBlob | UnsafeInput) else f"{self._state}: {error!r}"
             raise CorruptBlob(reason, cure=f"Delete {self._state} to begin anew.") from error
@@ -162,13 +177,15 @@ class Job:
         """Replace the state, all or nothing.
 
         Args:
-            about: Its account: JSON values.
+            about: Its account: JSON values, by any name but "job".
             tensors: By any name but "about", of any device, dtype and shape; pairs are taken one at a time.
 
         Raises:
             OutputFailed: It could not be written; the older state is kept.
         """
         self._check_writable()
+        if self._key is not None:
+            about = {**about, _JOB: {"version": _VERSION, "key": self._key}}
         write_checkpoint(self._state, about, tensors.items() if isinstance(tensors, Mapping) else tensors)
 
     def drop_state(self) -> None:
@@ -186,7 +203,7 @@ class Job:
         ordered: bool = False,
     ) -> Iterator[Result[C]]:
         """Run a function for every item that `NAME.jsonl` does not remember, see `netweight.core.runs.map_runs`."""
-        self._check_writable()
+        self._note_key()
         return map_runs(fn, items, ledger=self.folder / f"{name}.jsonl", engine=engine, ordered=ordered)
 
     def record(self, name: str, row: Mapping[str, Any], *, key: Any = None) -> None:
@@ -197,7 +214,7 @@ class Job:
             row: JSON values.
             key: What the row is found by; a later row of the same key replaces it. None for a row that only adds.
         """
-        self._check_writable()
+        self._note_key()
         if name not in self._ledgers:
             self._ledgers[name] = Ledger(self.folder / f"{name}.jsonl")
         ledger = self._ledgers[name]
@@ -248,36 +265,46 @@ class Job:
             self._clear()
 
     def _claim(self, key: Any, of: str, state: str) -> None:
+        """Refuse work of another key."""
         self._state = self.folder / state
         if key is None:
             return
-        wanted, file = json.loads(_text(key)), self.folder / _KEY
-        if file.is_file():
-            try:
-                held = read_record(file, lambda values: values["key"], version=_VERSION, of="a job")
-            except CorruptBlob as error:
-                cure = f"Delete {self.folder} to begin anew, or use the version of netweight that wrote it."
-                raise CorruptBlob(error.reason, cure=cure) from error
-            if not differences(held, wanted):
-                return
-            if self._reading or self._begun():
+        self._key = json.loads(_text(key))
+        for held in self._held_keys():
+            if found := differences(held, self._key):
                 raise UsageError(
-                    f"{self.folder} holds {of} with other settings: {_named(differences(held, wanted))}.",
+                    f"{self.folder} holds {of} with other settings: {_named(found)}.",
                     cure="Give the same settings to continue it, choose another folder, or delete it to begin anew.",
                 )
-        if not self._reading:
-            write_record(file, {"key": wanted}, version=_VERSION)
 
-    def _begun(self) -> bool:
-        """Whether there is work that a key speaks for."""
-        written = any(file.stat().st_size for file in self.folder.glob("*.jsonl"))
-        return written or self._state.exists() or any((self.folder / _TREE).rglob(_KEY))
+    def _held_keys(self) -> Iterator[Any]:
+        """The keys of the state and of the records; a state of earlier releases names none."""
+        cure = f"Delete {self.folder} to begin anew, or use the version of netweight that wrote it."
+        if self._state.exists():
+            with self._opened() as (about, _, _):
+                held = about.get(_JOB)
+            if held is not None:
+                if held["version"] != _VERSION:
+                    raise CorruptBlob(f"{self._state} is a state of version {held['version']}.", cure=cure)
+                yield held["key"]
+        if (self.folder / _KEY).is_file() and any(file.stat().st_size for file in self.folder.glob("*.jsonl")):
+            try:
+                yield read_record(self.folder / _KEY, lambda values: values["key"], version=_VERSION, of="a job")
+            except CorruptBlob as error:
+                raise CorruptBlob(error.reason, cure=cure) from error
+
+    def _note_key(self) -> None:
+        """Write whose the records are, before the first."""
+        self._check_writable()
+        if self._key is not None and not self._noted:
+            write_record(self.folder / _KEY, {"key": self._key}, version=_VERSION)
+            self._noted = True
 
     def _empty(self) -> bool:
-        """Whether nothing is lost with the folder: a tree alone is unfinished, unless a job lives in it."""
+        """Whether nothing is lost with the folder; a tree alone is unfinished."""
         names = {path.name for path in self.folder.iterdir() if not path.name.endswith(".netweight-part")}
         names -= {file.name for file in self.folder.glob("*.jsonl") if not file.stat().st_size}
-        return names <= {_KEY, _LOCK, _TREE} and not any((self.folder / _TREE).rglob(_KEY))
+        return names <= {_KEY, _LOCK, _TREE}
 
     def _settle(self) -> None:
         """Finish or undo a publication that a kill cut short."""

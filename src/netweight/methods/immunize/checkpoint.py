@@ -1,22 +1,19 @@
-"""Training at rest: weights, optimizer states and history in one compressed file. `training.py` writes and reads it."""
+"""Training at rest: weights, optimizer states and history, as the state of a job. `training.py` saves and loads it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from netweight.job import Job
 from netweight.methods.immunize.master_weights import MasterWeights
 from netweight.methods.immunize.ranks import ALONE, Ranks
 from netweight.methods.immunize.record import StepLog
 from netweight.methods.immunize.sharded import put, sharded_like, whole
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
-
-__all__ = ["Checkpoint"]
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -77,19 +74,15 @@ class Checkpoint:
                 optimizer.state[master] = state
         weights.write_back()
 
-    def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
-        """Write the checkpoint over the one before it, all or nothing; the first process does, with all others' parts.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            identity: A digest of model, data and settings; only the same may resume it.
-            ranks: The processes that train together.
-
-        Raises:
-            OutputFailed: The file could not be written; the older one is untouched.
-        """
+    def save(self, job: Job | None, identity: str, ranks: Ranks = ALONE) -> None:
+        """Make it the state of a job; the first process does, which alone has the job, with all others' parts."""
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            assert job is not None
+            job.save(about, tensors)
+
+        ranks.first_takes(self._tensors(), write)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.weights.items():
@@ -98,47 +91,36 @@ class Checkpoint:
             yield f"{kind}|{name}", whole(value)
 
     @classmethod
-    def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
-        """Read a checkpoint in the first process; the others get all but its tensors.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-            ranks: The processes that train together.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+    def shared(cls, job: Job | None, identity: str, ranks: Ranks) -> Checkpoint | None:
+        """Read a job's state in the first process, if there is one; the others get all but its tensors."""
         mine: list[Checkpoint] = []
 
-        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-            mine.append(cls.load(path, identity))
-            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]] | None:
+            assert job is not None
+            found = cls.load(job, identity)
+            if found is None:
+                return None
+            mine.append(found)
+            return found.balance, [asdict(step) for step in found.steps]
 
-        balance, steps = ranks.first(read)
-        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
+        known = ranks.first(read)
+        if known is None or mine:
+            return mine[0] if mine else None
+        return cls({}, {}, known[0], [StepLog.from_json(step) for step in known[1]])
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+    def load(cls, job: Job, identity: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"identity": identity})
+        if found is None:
+            return None
+        about, tensors = found
         weights: dict[str, Tensor] = {}
         moments: dict[tuple[str, str], Tensor] = {}
-        refusal = "holds a training of another model, defense, data or settings"
-        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
-            for stored in names:
-                kind, _, name = stored.partition("|")
-                if kind == "weight":
-                    weights[name] = store.get(stored)
-                elif kind in _MOMENTS:
-                    moments[name, kind] = store.get(stored)
+        for stored, value in tensors.items():
+            kind, _, name = stored.partition("|")
+            if kind == "weight":
+                weights[name] = value
+            elif kind in _MOMENTS:
+                moments[name, kind] = value
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
