@@ -78,13 +78,15 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
     assert (tmp_path / "saved").read_bytes() == (tmp_path / "hand").read_bytes()
 
     by_hand(tmp_path / "other", {"settings": "x", "rounds": []}, {"state|w": weight, "private|3|w": moment})
-    federation = FederationCheckpoint.load(tmp_path / "other", "x")
-    assert torch.equal(federation.state["w"], weight)
-    assert torch.equal(federation.private[3]["w"], moment)
-    federation.save(tmp_path / "again", "x")
+    with Job.open(tmp_path, key={"lr": 1}, state="other") as job:
+        federation = FederationCheckpoint.load(job, "x")
+        assert torch.equal(federation.state["w"], weight)
+        assert torch.equal(federation.private[3]["w"], moment)
+        with pytest.raises(UsageError, match="other settings or inputs"):
+            FederationCheckpoint.load(job, "y")
+    with Job.open(tmp_path, state="again") as job:
+        federation.save(job, "x")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "other").read_bytes()
-    with pytest.raises(UsageError, match="other settings, data or model"):
-        FederationCheckpoint.load(tmp_path / "other", "y")
     with open_store(tmp_path / "again") as store:
         assert store.names() == ["about", "state|w", "private|3|w"]
 

@@ -1,4 +1,4 @@
-"""A federation at rest: the server's state, every client's private tensors and the history, in one compressed file.
+"""A federation at rest: the server's state, every client's private tensors and the history, as the state of a job.
 
 The engine in this process calls it. A Flower server and its clients keep theirs apart, see `integrations/flower`.
 """
@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from torch import Tensor
 
+from netweight.job import Job
 from netweight.methods.federate.rounds import Round
 from netweight.methods.federate.updates import Tensors
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
-
-__all__ = ["Checkpoint"]
 
 
 @final
@@ -34,15 +31,9 @@ class Checkpoint:
     private: Mapping[int, Tensors]
     rounds: Sequence[Round]
 
-    def save(self, path: Path, settings: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            settings: A digest of what the federation was asked for; only the same may resume it.
-        """
-        about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
-        write_checkpoint(path, about, self._tensors())
+    def save(self, job: Job, settings: str) -> None:
+        """Make it the state of a job; `settings` is the digest by which earlier releases know a federation."""
+        job.save({"settings": settings, "rounds": [round.to_json() for round in self.rounds]}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.state.items():
@@ -52,26 +43,19 @@ class Checkpoint:
                 yield f"private|{client}|{name}", value
 
     @classmethod
-    def load(cls, path: Path, settings: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            settings: Digest of the federation's settings.
-
-        Raises:
-            UsageError: It belongs to a federation with other settings.
-            CorruptBlob: It is damaged.
-        """
+    def load(cls, job: Job, settings: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"settings": settings})
+        if found is None:
+            return None
+        about, tensors = found
         state: dict[str, Tensor] = {}
         private: dict[int, dict[str, Tensor]] = {}
-        refusal = "holds a federation with other settings, data or model"
-        with open_checkpoint(path, {"settings": settings}, refusal=refusal) as (about, store, names):
-            for name in names:
-                kind, _, rest = name.partition("|")
-                if kind == "state":
-                    state[rest] = store.get(name)
-                elif kind == "private":
-                    client, _, own = rest.partition("|")
-                    private.setdefault(int(client), {})[own] = store.get(name)
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("|")
+            if kind == "state":
+                state[rest] = value
+            elif kind == "private":
+                client, _, own = rest.partition("|")
+                private.setdefault(int(client), {})[own] = value
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
