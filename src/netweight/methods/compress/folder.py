@@ -2,8 +2,8 @@
 
 The work is done beside the target, in `.NAME.netweight-part`: the folder to be under `tree/`, and a journal of
 finished files. A run that is killed or interrupted leaves it; the next run takes from it what still fits its inputs and
-settings: whole files, so a single weights file is begun anew. A run that fails removes it. At the end `tree` takes the
-target's place in one step.
+settings: whole files, so a single weights file is begun anew. So does a run that fails, on a full disk for example. At
+the end `tree` takes the target's place in one step.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
+from netweight.job import Job, check_destination
 from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.loaders import mark_config, rewrite_index
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.plan import Item, Plan, lies_in_diffusers_model, make_plan
 from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
-from netweight.methods.compress.workplace import Workplace, settle, workplace
-from netweight.store.atomic import refuse_existing, whole_file
+from netweight.store.atomic import part_of, whole_file
 from netweight.store.reading import weight_map
 from netweight.store.writing import Level
 
 __all__ = ["Summary", "compress_folder", "decompress_folder"]
 
+_FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
 
 
@@ -114,7 +116,7 @@ def compress_folder(
         Unsupported: There are tensors that cannot be rounded with this fidelity.
         UsageError: The source is not there, holds no weights or is compressed already; or the target lies in it.
         OutputExists: The target exists.
-        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         UnsafeInput: Weights are pickles, or a link or index leads out of the folder.
         CorruptBlob: A weights file is damaged.
     """
@@ -136,14 +138,15 @@ def compress_folder(
         return _summary_of_file(source, target, result, started)
     plan = make_plan(source, config)
     total = sum(item.size for item in plan.items)
-    with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
+    with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
         compression = _Compression(source, plan, config, ready, work, task)
         resumed = compression.run()
         precision = None if config.precision.lossless else config.precision
         files = tuple(compression.done[item.path] for item in plan.items)
         manifest = Manifest(level, files, plan.folders, plan.left_out, precision)
         _write(work.tree / MANIFEST, manifest.to_json().encode())
-        work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
+        _finish(work, [MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
+        work.publish(target, overwrite=overwrite)
     return _summary(source, target, manifest, resumed, plan.left_out, started)
 
 
@@ -170,7 +173,7 @@ def decompress_folder(
     Raises:
         UsageError: The source is not there or not compressed, or the target lies in it.
         OutputExists: The target exists.
-        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         CorruptBlob: A file is damaged; the tensor is named.
         UnsafeInput: The manifest points outside the folder.
     """
@@ -184,19 +187,20 @@ def decompress_folder(
     manifest = Manifest.read(source)
     manifest.check_present(source)
     total = sum(entry.nbytes for entry in manifest.files)
-    with workplace(target, overwrite=overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
+    with _job(target, overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
         resumed = 0
         for entry in manifest.files:
             task.describe(entry.path)
             status = (source / entry.stored).stat()
             key = {"path": entry.path, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "digest": entry.digest}
-            if work.finished(key) is not None:
+            if _finished(work, key) is not None:
                 resumed += 1
                 task.update(entry.nbytes)
                 continue
-            _restore(source / entry.stored, work.place(entry.path), entry, config.workers, task)
-            work.record(key, {}, work.tree / entry.path)
-        work.finish([entry.path for entry in manifest.files], manifest.folders)
+            _restore(source / entry.stored, work.file(entry.path), entry, config.workers, task)
+            _record(work, key, {}, entry.path)
+        _finish(work, [entry.path for entry in manifest.files], manifest.folders)
+        work.publish(target, overwrite=overwrite)
     return _summary(source, target, manifest, resumed, (), started)
 
 
@@ -213,8 +217,38 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
         raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
     if target.is_file() and source.is_dir():
         raise UsageError(f"{target} is a file, {source} a folder.", cure="Choose another name.")
-    settle(target)
-    refuse_existing(target, overwrite=overwrite)
+    check_destination(target, overwrite=overwrite, folder=part_of(target))
+
+
+def _job(target: Path, overwrite: bool) -> AbstractContextManager[Job]:
+    return Job.beside(target, overwrite=overwrite, folder=part_of(target))
+
+
+def _record(work: Job, key: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> None:
+    """Note that a file is finished, by everything that it depends on."""
+    size = (work.tree / name).stat().st_size
+    work.record(_FINISHED, {"entry": dict(entry), "file": name, "size": size}, key=key)
+
+
+def _finished(work: Job, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The entry of a file that an earlier run finished from the same input, if the file is still there."""
+    row = work.recorded(_FINISHED, key)
+    if row is None:
+        return None
+    file = work.tree / row["file"]
+    if not file.is_file() or file.stat().st_size != row["size"]:
+        return None
+    entry: dict[str, Any] = row["entry"]
+    return entry
+
+
+def _finish(work: Job, files: Iterable[str], folders: Iterable[str]) -> None:
+    """Make empty folders, and remove files of earlier runs that do not belong to the result."""
+    for folder in folders:
+        (work.tree / folder).mkdir(parents=True, exist_ok=True)
+    expected = {work.tree / name for name in files}
+    for file in [path for path in work.tree.rglob("*") if not path.is_dir() and path not in expected]:
+        file.unlink()
 
 
 @final
@@ -226,7 +260,7 @@ class _Compression:
     plan: Plan
     config: CompressConfig
     ready: Mapping[str, memoryview]
-    work: Workplace
+    work: Job
     task: Task
     done: dict[str, FileEntry] = field(default_factory=dict)
 
@@ -238,10 +272,10 @@ class _Compression:
             self.task.describe(item.path)
             key = {**vars(item), "level": self.config.level, **_rounding_key(self.config)}
             # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
-            known = self.work.finished(key) if item.role in ("weights", "other") else None
+            known = _finished(self.work, key) if item.role in ("weights", "other") else None
             if known is None:
                 entry = how[item.role](item)
-                self.work.record(key, vars(entry), self.work.tree / item.stored)
+                _record(self.work, key, vars(entry), item.stored)
             else:
                 entry = FileEntry(**known)
                 resumed += 1
@@ -253,7 +287,7 @@ class _Compression:
         """Compress a weights file."""
         result = compress_shard(
             self.source / item.path,
-            self.work.place(item.stored),
+            self.work.file(item.stored),
             level=self.config.level,
             threads=self.config.workers,
             overwrite=True,
@@ -295,7 +329,7 @@ class _Compression:
 
     def other(self, item: Item) -> FileEntry:
         """Carry a file over."""
-        target = self.work.place(item.stored)
+        target = self.work.file(item.stored)
         _copy(self.source / item.path, target)
         self.task.update(item.size)
         found, size = digest.of_file(target), target.stat().st_size
@@ -303,7 +337,7 @@ class _Compression:
 
     def rewrite(self, item: Item, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
-        _write(self.work.place(item.stored), stored)
+        _write(self.work.file(item.stored), stored)
         self.task.update(len(content))
         digests = digest.of_bytes(content), digest.of_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
