@@ -32,16 +32,7 @@ def work_of(target: Path) -> Path:
 
 
 def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
-    """Check that an output may be written.
-
-    Args:
-        target: The output.
-        overwrite: Whether one that is there may be replaced; None if nobody can allow that.
-
-    Raises:
-        OutputExists: `target` exists and `overwrite` is false.
-        UsageError: The folder it should lie in does not exist.
-    """
+    """Check that an output may be written."""
     if (target.exists() or target.is_symlink()) and not overwrite:
         cure = "Choose another name, or move it away." if overwrite is None else (
             "Choose another name, or pass overwrite (--overwrite)."
@@ -53,12 +44,7 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
 
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
-    """Turn the system's refusals into errors with a cure.
-
-    Raises:
-        OutputFailed: `target` or what is written beside it was refused; the cause is the `OSError`.
-        UsageError: Another file, one that is read, was refused.
-    """
+    """Turn the system's refusals into errors with a cure."""
     part, work = part_of(target), work_of(target)
     cures = {
         errno.ENOSPC: "The disk is full: free space, or choose another disk.",
@@ -87,18 +73,7 @@ def naming_failures(target: Path) -> Iterator[None]:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths of one file system in a single step.
-
-    Args:
-        first: A file or folder that exists.
-        second: Another one.
-
-    Returns:
-        False if the system cannot: then nothing was done.
-
-    Raises:
-        OSError: The system can but refused.
-    """
+    """Swap two paths of one file system in a single step."""
     if _WINDOWS:
         return False
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
@@ -138,13 +113,7 @@ def sync_tree(path: Path) -> None:
 
 
 def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
-    """Sync a file or folder with all in it, put it in the place of `target` in one step, and make that survive.
-
-    Args:
-        part: What is finished, on the file system of `target`.
-        target: Where it goes. A file replaces a file there; a folder is exchanged with what is there.
-        aside: Where an older folder goes if the system cannot exchange; None if there is none.
-    """
+    """Sync a file or folder with all in it, put it in the place of `target` in one step, and make that survive."""
     sync_tree(part)
     if aside is None or not target.exists():
         os.replace(part, target)
@@ -156,17 +125,7 @@ def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to read and write, made if absent, that no other run may open this way meanwhile.
-
-    Args:
-        path: The file.
-
-    Yields:
-        The open file, locked until the block ends.
-
-    Raises:
-        UsageError: Another run holds it.
-    """
+    """Open a file to read and write, made if absent, that no other run may open this way meanwhile."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     while True:
         file = os.fdopen(os.open(path, flags, 0o666), "r+b")
@@ -183,21 +142,7 @@ def lock(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
-    """Write a file that appears whole or not at all.
-
-    Args:
-        target: The file's final path.
-        overwrite: Whether an existing file may be replaced.
-
-    Yields:
-        The temporary file, empty, open to read and write. It is synced and renamed when the block ends, and removed if
-        the block raises.
-
-    Raises:
-        OutputExists: The file exists already.
-        OutputFailed: The disk is full or the place cannot be written.
-        UsageError: Another run is writing the same file.
-    """
+    """Write a file that appears whole or not at all."""
     refuse_existing(target, overwrite=overwrite)
     part = part_of(target)
     with naming_failures(target), lock(part) as file:
@@ -217,18 +162,7 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Write a folder that appears whole or not at all.
-
-    Args:
-        target: The folder's final path, which must not exist.
-
-    Yields:
-        The path to write it under; nothing is there. It is renamed when the block ends, removed if the block raises.
-
-    Raises:
-        OutputExists: The target exists already.
-        OutputFailed: The disk is full or the place cannot be written.
-    """
+    """Write a folder that appears whole or not at all."""
     refuse_existing(target, overwrite=None)
     part = part_of(target)
     with naming_failures(target):

@@ -40,20 +40,9 @@ from netweight.store.writer import Level
 
 
 def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
-    """Write a file beside weights; in a compressed folder its manifest is told.
-
-    What was changed by hand before counts as the original from then on. Writing what is there already changes nothing.
-
-    Args:
-        folder: A model's folder, compressed or not.
-        name: The file's path in it, with slashes.
-        content: The new content.
-
-    Raises:
-        UsageError: The file holds weights, or an index or configuration that loaders of compressed weights need.
-        CorruptBlob: The manifest is damaged.
-        OutputFailed: The folder cannot be written.
-    """
+    """Write a file beside weights; in a compressed folder its manifest is told."""
+    # What was changed by hand before counts as the original from then on. Writing what is there already changes
+    # nothing.
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         _write(folder / name, content)
@@ -99,35 +88,20 @@ _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index ne
 @final
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        source: What was read.
-        target: What was written.
-        tensors: Number of tensors.
-        nbytes: Bytes of the plain weight files.
-        stored_nbytes: Bytes of the compressed weight files.
-        files: Number of all files of the plain folder.
-        resumed: How many of them an earlier, interrupted run had finished.
-        left_out: Files left out by variant or exclusion.
-        seconds: Time taken.
-        rounded: Number of tensors that are rounded.
-        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
-        worst_change: How much it did change one at most.
-    """
-
-    source: Path
-    target: Path
-    tensors: int
-    nbytes: int
-    stored_nbytes: int
-    files: int
-    resumed: int
-    left_out: tuple[str, ...]
-    seconds: float
-    rounded: int = 0
-    bound: float = 0.0
-    worst_change: float = 0.0
+    source: Path  # what was read
+    target: Path  # what was written
+    tensors: int  # number of tensors
+    nbytes: int  # bytes of the plain weight files
+    stored_nbytes: int  # bytes of the compressed weight files
+    files: int  # number of all files of the plain folder
+    resumed: int  # how many of them an earlier, interrupted run had finished
+    left_out: tuple[str, ...]  # files left out by variant or exclusion
+    seconds: float  # time taken
+    rounded: int = 0  # number of tensors that are rounded
+    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
+    worst_change: float = 0.0  # how much it did change one at most
 
     @property
     def ratio(self) -> float:
