@@ -36,10 +36,9 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
+from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn.matrix import MatrixFile
-from netweight.nn.matrix_pca import fit_matrix
 from netweight.nn.pca import orthonormality
-from netweight.nn.streaming_pca import fit_streaming
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512

@@ -21,7 +21,7 @@ import torch
 from netweight_experiments.toys.drawn_worlds import r_squared
 
 from netweight.core.environment import describe
-from netweight.methods.space.gram import inner_products
+from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn import matrix as matrices
 from netweight.nn.matrix import MatrixArray, MatrixFile
-from netweight.nn.matrix_pca import fit_matrix
 from netweight.nn.pca import orthonormality
-from netweight.nn.streaming_pca import fit_streaming
 
 
 def rows_of(count=60, length=90, *, seed=0, rank=None):

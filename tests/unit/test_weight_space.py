@@ -5,10 +5,10 @@ import torch
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.methods.space import gram
-from netweight.methods.space.basis import Sketch
-from netweight.methods.space.fit import sketch_error
-from netweight.methods.space.gram import inner_products
+from netweight.methods.space.fitting import gram
+from netweight.methods.space.fitting.basis import Sketch
+from netweight.methods.space.fitting.fit import sketch_error
+from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter, AdapterStack, combined
 from netweight.store.lora_formats.files import read_adapter

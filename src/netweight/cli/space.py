@@ -30,7 +30,7 @@ from netweight.methods.space.settings import (
 )
 
 if TYPE_CHECKING:
-    from netweight.methods.space.fit import Accuracy
+    from netweight.methods.space.fitting.fit import Accuracy
     from netweight.methods.space.space import WeightSpace
     from netweight.methods.space.view.content import View
     from netweight.store.bank.bank import AdapterBank
@@ -94,7 +94,8 @@ def fit(bank: Path, space: Path, settings: FolderFit, work: Path | None, process
 
     refuse_existing(space, overwrite=None)
     engine = None if processes is None else functools.partial(local_processes, workers=processes)
-    fit_folder(bank, space, settings, _progress(output), work=work, engine=engine)
+    fitted = fit_folder(bank, settings, _progress(output), work=work, engine=engine)
+    fitted.save(space, standalone=settings.standalone, bank=bank)
     _show_space(space, output)
 
 
@@ -443,7 +444,7 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
 
 def _show_space(folder: Path, output: Output) -> None:
     """Say what a fitted space is and how good its fit is; its bank is not needed."""
-    from netweight.methods.space.fit import Accuracy
+    from netweight.methods.space.fitting.fit import Accuracy
     from netweight.methods.space.space import read_about
 
     about = read_about(folder)

@@ -1,4 +1,4 @@
-"""Principal components of a matrix's rows: exactly through their Gram matrix, or by streaming when that is too large.
+"""Exact principal components of a matrix's rows through their Gram matrix: for many more columns than rows.
 
 Blocks of columns give mean, deviation and Gram matrix in one pass; products are made in fp32 and added up in fp64.
 """
@@ -11,38 +11,23 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import UsageError
 from netweight.nn.matrix import Columns, Moments, Rows, blocks, check_finite
-from netweight.nn.pca import MOST_DUAL, Basis, BasisFit, Solver, fit_gram, halves_of
-from netweight.nn.streaming_pca import fit_streaming
+from netweight.nn.pca import Basis, BasisFit, fit_gram, halves_of
 
 _BYTES = 1 << 24  # of a block of columns
 _PANEL = 512  # rows of the Gram matrix that are made at a time
 _EPS = torch.finfo(torch.float32).eps
 
 
-def fit_matrix(
+def fit_exactly(
     matrix: Rows,
     components: int | None = None,
     *,
     standardize: bool = False,
-    solver: Solver = "auto",
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of a matrix's rows."""
-    # `components`: how many; None for as many as there are, at most 1,000
-    # `standardize`: whether to divide every column by its standard deviation (n − 1 in the denominator) first
-    # `solver`: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
-    # takes the first up to 10,000 rows
-    count, length = matrix.shape
-    if components is not None and components >= min(count, length + 1):
-        raise UsageError(
-            f"{count} rows of {length} numbers have at most {min(count - 1, length)} components, not {components}.",
-            cure="Ask for fewer.",
-        )
-    if solver == "streaming" or (solver == "auto" and count > MOST_DUAL):
-        return fit_streaming(matrix, components, standardize=standardize, progress=progress)
+    """Find the principal components of a matrix's rows, by columns if it can be read so."""
     if isinstance(matrix, Columns):
         return _fit_by_columns(matrix, components, standardize, halves, progress)
     return _fit_by_rows(matrix, components, standardize, halves, progress)

@@ -46,12 +46,11 @@ _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def fit_folder(
-    bank: Path, space: Path, settings: FolderFit, progress: Progress, *, work: Path | None, engine: Engine | None = None
-) -> None:
-    """Fit a bank and write the space."""
+    bank: Path, settings: FolderFit, progress: Progress, *, work: Path | None, engine: Engine | None = None
+) -> WeightSpace:
+    """Fit a bank."""
     how = {name: value for name, value in settings if name != "standalone"}
-    fitted = WeightSpace.fit(AdapterBank.open(bank), folder=work, engine=engine, progress=progress, **how)
-    fitted.save(space, standalone=settings.standalone, bank=bank)
+    return WeightSpace.fit(AdapterBank.open(bank), folder=work, engine=engine, progress=progress, **how)
 
 
 def points_of(space: WeightSpace, text: str) -> Points:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,16 @@ from torch import Tensor
 from netweight.core.files import whole_folder
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
+from netweight.job import Job
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move
-from netweight.methods.space.fit import Accuracy
+from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.folder import draw, fit_folder, moved, points_of
 from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
 from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
 from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
-from netweight.methods.space.space import RECORD, WeightSpace
+from netweight.methods.space.space import RECORD, WeightSpace, write_space
 from netweight.registry import Method
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
@@ -38,10 +38,10 @@ _POINTS, _DIRECTIONS = "points.json", "directions"
 
 
 def _fit(source: Path, destination: Path, settings: FolderFit, progress: Progress) -> None:
-    work = destination.with_name(f".{destination.name}.netweight-work")
-    fit_folder(source, destination, settings, progress, work=work)
-    if work.exists():
-        shutil.rmtree(work)
+    with Job.beside(destination, of="a fit") as job:
+        fitted = fit_folder(source, settings, progress, work=job.folder / "fit")
+        write_space(fitted, job.tree, destination, standalone=settings.standalone, bank=source)
+        job.publish(destination)
 
 
 def _check_fit(source: Path | None, settings: FolderFit) -> None:

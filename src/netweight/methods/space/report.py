@@ -23,7 +23,7 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.prediction_scores import explained_variance
 from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
-from netweight.methods.space.fit import Accuracy
+from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.points import Direction, distances, nearest_distances
 from netweight.methods.space.settings import FittedKind

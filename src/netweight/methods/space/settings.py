@@ -14,7 +14,6 @@ from netweight.settings import Cli, Settings
 Representation: TypeAlias = Literal["delta", "shared-down", "factors"]
 FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
 Unit: TypeAlias = Literal["deviations", "reach", "raw"]
-Layout: TypeAlias = Literal["diffusers", "peft", "kohya"]
 
 _NAME_COLUMN = "The column that names the model."
 
@@ -139,7 +138,7 @@ class EditSettings(Settings):
 class ExportSettings(Settings):
     """How points are written as adapters."""
 
-    layout: Layout = Field(default="diffusers", description="Whose files to write.")
+    layout: Literal["diffusers", "peft", "kohya"] = Field(default="diffusers", description="Whose files to write.")
     rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
     base: str | None = Field(default=None, description="Name of the base model, to be said in the files.")
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import safetensors.torch
 import torch
@@ -23,9 +23,9 @@ from netweight.core.environment import describe
 from netweight.core.files import whole_folder
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.space.basis import CombinationBasis, Layout, RowBasis, Sketch, SpaceBasis
-from netweight.methods.space.fit import Accuracy, Work, fit_bank
-from netweight.methods.space.gram import (
+from netweight.methods.space.fitting.basis import CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
+from netweight.methods.space.fitting.fit import Accuracy, Work, fit_bank
+from netweight.methods.space.fitting.gram import (
     Bank,
     StackBank,
     check_modules,
@@ -34,12 +34,12 @@ from netweight.methods.space.gram import (
     stack_of,
     stacks_of,
 )
+from netweight.methods.space.fitting.streaming import ALONE, Workers
 from netweight.methods.space.points import row_of
 from netweight.methods.space.sampling import GaussianSampler
 from netweight.methods.space.settings import FitSettings, Representation
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.nn.pca import Basis
-from netweight.nn.streaming_pca import ALONE, Workers
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.lora_formats.files import Exported, export_adapter
@@ -47,6 +47,7 @@ from netweight.store.lora_formats.files import Exported, export_adapter
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
 _VERSION = 1
+_Tensors: TypeAlias = Mapping[str, Tensor]
 _PARTS = ("down", "up", "scale", "ranks")
 
 
@@ -261,7 +262,9 @@ class WeightSpace:
             OutputExists: The folder exists already.
             OutputFailed: The place cannot be written.
         """
-        _write_space(self, Path(folder), standalone, None if bank is None else Path(bank))
+        with whole_folder(Path(folder)) as part:
+            part.mkdir()
+            write_space(self, part, Path(folder), standalone=standalone, bank=None if bank is None else Path(bank))
 
     @staticmethod
     def open(folder: str | Path, bank: Bank | None = None) -> WeightSpace:
@@ -336,28 +339,27 @@ class Point:
         return export_adapter(self.adapter, path, rank=rank, layout=layout, base=base, overwrite=overwrite)
 
 
-def _write_space(space: WeightSpace, folder: Path, standalone: bool, bank: Path | None) -> None:
+def write_space(space: WeightSpace, part: Path, folder: Path, *, standalone: bool, bank: Path | None) -> None:
+    """Write a space into an empty folder, from where it will be moved to its place."""
     numbers, basis = _of_basis(space.basis)
     numbers |= {"scores": space.scores, "deviations": space.deviations, "fingerprints": space.fingerprints}
-    with whole_folder(folder) as part:
-        part.mkdir()
-        digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
-        if standalone and isinstance(space.basis, CombinationBasis):
-            digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
-        record = {
-            "config": space.config.to_json(),
-            "accuracy": space.accuracy.to_json(),
-            "bank": space.bank_digest,
-            "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
-            "fitted": space.fitted,
-            "components": space.components,
-            "names": list(space.names),
-            "shapes": {name: list(shape) for name, shape in space.shapes.items()},
-            "basis": basis,
-            "digests": digests,
-            "environment": describe(),
-        }
-        write_record(part / RECORD, record, version=_VERSION)
+    digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
+    if standalone and isinstance(space.basis, CombinationBasis):
+        digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(space.basis))
+    record = {
+        "config": space.config.to_json(),
+        "accuracy": space.accuracy.to_json(),
+        "bank": space.bank_digest,
+        "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
+        "fitted": space.fitted,
+        "components": space.components,
+        "names": list(space.names),
+        "shapes": {name: list(shape) for name, shape in space.shapes.items()},
+        "basis": basis,
+        "digests": digests,
+        "environment": describe(),
+    }
+    write_record(part / RECORD, record, version=_VERSION)
 
 
 def _read_space(folder: Path, bank: Bank | None) -> WeightSpace:
@@ -406,22 +408,20 @@ def _of_rows(basis: Basis) -> dict[str, Tensor]:
     return found if basis.deviation is None else {**found, "deviation": basis.deviation}
 
 
-def _components(numbers: Mapping[str, Tensor], about: Mapping[str, Any]) -> Basis:
+def _components(numbers: _Tensors, about: Mapping[str, Any]) -> Basis:
     return Basis(
         numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
     )  # fmt: skip
 
 
-def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: Mapping[str, Tensor]) -> Layout:
+def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: _Tensors) -> RowLayout:
     downs = {name.removeprefix("shared|"): value for name, value in numbers.items() if name.startswith("shared|")}
-    return Layout(
+    return RowLayout(
         about["kind"], {name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"], downs
     )
 
 
-def _combinations(
-    folder: Path, values: Mapping[str, Any], numbers: Mapping[str, Tensor], bank: Bank | None
-) -> CombinationBasis:
+def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> CombinationBasis:
     fitted = values["names"][: values["fitted"]]
     if bank is not None:
         _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
@@ -469,7 +469,7 @@ def _adapters(basis: CombinationBasis) -> dict[str, Tensor]:
     return {f"{part}|{name}": value for part, values in parts for name, value in values.items()}
 
 
-def _bank(tensors: Mapping[str, Tensor], names: Sequence[str]) -> StackBank:
+def _bank(tensors: _Tensors, names: Sequence[str]) -> StackBank:
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     for name, value in tensors.items():
         part, _, module = name.partition("|")
@@ -477,7 +477,7 @@ def _bank(tensors: Mapping[str, Tensor], names: Sequence[str]) -> StackBank:
     return StackBank(names, AdapterStack(**parts))
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def _write(path: Path, tensors: _Tensors) -> str:
     """Write tensors and return the file's digest."""
     safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, path)
     return of_file(path)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, final
 
 from netweight.core.digest import of_file
-from netweight.core.files import lock, naming_failures, part_of, sync
+from netweight.core.files import lock, naming_failures, part_of, publish
 from netweight.errors import OutputExists, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.bank.record import RECORD, BankRecord, ShardRecord, read_bank_record
@@ -175,8 +175,7 @@ class BankWriter:
                 self._record.write(folder)
                 (folder / _LOCK).unlink()
                 if folder != self.path:
-                    folder.rename(self.path)
-                    sync(self.path.parent)
+                    publish(folder, self.path)
 
     def _continue(self, record: BankRecord) -> None:
         """Take over what a bank holds."""

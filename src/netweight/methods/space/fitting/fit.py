@@ -14,13 +14,12 @@ from netweight.core.engines import Engine
 from netweight.core.progress import Progress
 from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, UsageError
-from netweight.methods.space.basis import BankRows, CombinationBasis, Layout, RowBasis, Sketch, SpaceBasis
-from netweight.methods.space.gram import Bank, block_rows, gram_of, inner_products, make_block_row, stack_of
+from netweight.methods.space.fitting.basis import BankRows, CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
+from netweight.methods.space.fitting.gram import Bank, block_rows, gram_of, inner_products, make_block_row, stack_of
+from netweight.methods.space.fitting.streaming import Workers, fit_matrix, fit_shards, fit_streaming
 from netweight.methods.space.settings import FitSettings
 from netweight.nn.lora import AdapterStack
-from netweight.nn.matrix_pca import fit_matrix
 from netweight.nn.pca import MOST_DUAL, BasisFit, Halves, fit_gram, halves_of, orthonormality
-from netweight.nn.streaming_pca import Workers, fit_shards, fit_streaming
 from netweight.store.bank.bank import AdapterBank
 
 # How the adapters of a shard are written as rows.
@@ -138,7 +137,7 @@ def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> Fitted:
 def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted:
     """By the numbers of the factors, exactly or by streaming."""
     assert config.representation != "delta"
-    layout = Layout.of(config.representation, bank)
+    layout = RowLayout.of(config.representation, bank)
     standardize = config.standardize and config.representation == "factors"
     if dual:
         fit = fit_matrix(
@@ -153,7 +152,12 @@ def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted
 
 
 def _streamed(
-    bank: Bank, writer: Layout | Sketch, kind: _RowKind, config: FitSettings, work: Work, *, standardize: bool = False
+    bank: Bank,
+    writer: RowLayout | Sketch,
+    kind: _RowKind,
+    config: FitSettings,
+    work: Work,
+    standardize: bool = False,
 ) -> tuple[BasisFit, Tensor]:
     """The streaming fit, and the scores of all adapters."""
     how: dict[str, Any] = {
@@ -211,7 +215,7 @@ class BankShard:
             raise UsageError(f"The bank {self.path} has changed since the fit began.", cure="Begin in another folder.")
         if self.kind == "sketch":
             return BankRows(bank, Sketch(dict(bank.shapes), self.side, self.seed), self.start, self.stop)
-        return BankRows(bank, Layout.of(self.kind, bank), self.start, self.stop)
+        return BankRows(bank, RowLayout.of(self.kind, bank), self.start, self.stop)
 
 
 def _bank_shards(bank: Bank, kind: _RowKind, *, side: int, seed: int) -> list[BankShard]:

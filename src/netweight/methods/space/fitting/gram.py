@@ -18,9 +18,10 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
+from netweight.methods.space.fitting.streaming import ALONE, Workers, read_tensors
 from netweight.nn.lora import AdapterStack
-from netweight.nn.streaming_pca import ALONE, Workers, read_tensors, write_tensors
 from netweight.store.bank.bank import AdapterBank
+from netweight.store.checkpoint import write_checkpoint
 
 _READ = 256  # adapters that are read at a time
 _ROWS = 2048  # of the products that are held at a time, n × rank of them
@@ -206,13 +207,13 @@ def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None,
         file = folder / f"gram-{start}-{stop}.safetensors"
         about = {"names": digest.of_config(list(bank.names[:stop]))}
         if file.exists():
-            kept, said = read_tensors(file)
-            if said == about and same_fingerprints(marks[:stop], kept["fingerprints"]):
+            found, kept = read_tensors(file)
+            if found == about and same_fingerprints(marks[:stop], kept["fingerprints"]):
                 return kept["products"]
     earlier = [inner_products(later, stack_of(bank, first, first + step)) for first in range(0, start, step)]
     products = torch.cat([*earlier, inner_products(later, later)], dim=1)
     if folder is not None and marks is not None:
-        write_tensors(file, {"products": products, "fingerprints": marks[:stop]}, about)
+        write_checkpoint(file, about, {"products": products, "fingerprints": marks[:stop]}.items())
     return products
 
 

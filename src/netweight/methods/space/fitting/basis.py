@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.gram import Bank, inner_products, norms_of, stack_of, stacks_of
+from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of, stack_of, stacks_of
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.nn.pca import Basis
 
@@ -70,7 +70,7 @@ class Sketch:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RowLayout:
     """Adapters as rows of the numbers of their factors."""
 
     # "factors": per module down then up, row by row, modules sorted, as the reference; "shared-down": per module the up
@@ -85,7 +85,7 @@ class Layout:
     downs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> Layout:
+    def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> RowLayout:
         """The layout of a bank, from its first adapter."""
         first = stack_of(bank, 0, 1).adapter(0)
         shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
@@ -183,7 +183,7 @@ class BankRows:
     """Adapters of a bank as a matrix that is read by rows."""
 
     bank: Bank
-    writer: Layout | Sketch  # how they are written
+    writer: RowLayout | Sketch  # how they are written
     start: int  # number of the first
     stop: int  # number after the last
 
@@ -203,7 +203,7 @@ class BankRows:
 class RowBasis:
     """Principal components of rows."""
 
-    layout: Layout  # what the numbers of a row are
+    layout: RowLayout  # what the numbers of a row are
     basis: Basis  # mean, deviations and components of rows
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
