@@ -20,8 +20,8 @@ from netweight.evidence.descriptors import TorchScriptDescriptor
 from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 from netweight.hf.train_adapters import ATTENTION
 from netweight.methods.space.edits import perceptual_distance
-from netweight.methods.space.settings import INVERSIONS
 from netweight.methods.space.labels import read_labels
+from netweight.methods.space.settings import INVERSIONS
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe

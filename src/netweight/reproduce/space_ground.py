@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from netweight.evidence.descriptors import Descriptor
     from netweight.hf.load_pipeline import PipelineModel
     from netweight.methods.space.edits import Compare
-    from netweight.methods.space.settings import InversionSettings
     from netweight.methods.space.labels import Labels
+    from netweight.methods.space.settings import InversionSettings
     from netweight.methods.space.space import WeightSpace
     from netweight.nn.lora import Adapter
     from netweight.nn.train_lora import AdapterRecipe
@@ -221,7 +221,7 @@ class Ground:
             raise UsageError(f"{people} people cannot be tried.", cure=f"Give 5 to {len(self.strangers)}.")
         fitting = replace(
             self.fitting, recipe=replace(self.fitting.recipe, steps=10),
-            inversion=replace(self.fitting.inversion, steps=10),
+            inversion=self.fitting.inversion.replace(steps=10),
         )  # fmt: skip
         return replace(self, people=people, strangers=self.strangers[:people], fitting=fitting)
 
