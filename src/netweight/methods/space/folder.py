@@ -15,20 +15,9 @@ from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.inversion import InversionTask, Target, invert_targets
 from netweight.methods.space.labels import read_labels
-from netweight.methods.space.points import (
-    Points,
-    read_direction,
-    read_points,
-    scores_digest,
-)
+from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
-from netweight.methods.space.settings import (
-    FolderFit,
-    FolderInversion,
-    FolderView,
-    RenderSettings,
-    SampleSettings,
-)
+from netweight.methods.space.settings import FolderFit, FolderInversion, FolderView, RenderSettings, SampleSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record

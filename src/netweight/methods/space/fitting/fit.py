@@ -152,12 +152,7 @@ def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted
 
 
 def _streamed(
-    bank: Bank,
-    writer: RowLayout | Sketch,
-    kind: _RowKind,
-    config: FitSettings,
-    work: Work,
-    standardize: bool = False,
+    bank: Bank, writer: RowLayout | Sketch, kind: _RowKind, config: FitSettings, work: Work, standardize: bool = False
 ) -> tuple[BasisFit, Tensor]:
     """The streaming fit, and the scores of all adapters."""
     how: dict[str, Any] = {

@@ -228,12 +228,7 @@ def _map_of(
 
 
 def _samples_of(
-    space: WeightSpace,
-    shown: Sequence[int],
-    drawn: Tensor,
-    images: NDArray[np.uint8],
-    neighbors: int,
-    sampler: Sampler,
+    space: WeightSpace, shown: Sequence[int], drawn: Tensor, images: NDArray[np.uint8], neighbors: int, sampler: Sampler
 ) -> Samples:
     """Put drawn models beside the models on the map that are nearest to them."""
     # `drawn`: points, shape `(n, k)`
