@@ -25,6 +25,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
+from netweight.hf.delayed_injection import switching
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import Points, scores_digest
 from netweight.methods.space.settings import InversionSettings
@@ -396,21 +397,15 @@ def _held(
         with applied(denoiser, after, groups):
             yield
         return
-    with ExitStack() as stack, ExitStack() as now:
-        shown: list[bool] = []
+    with ExitStack() as now:
 
-        def look(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
-            edited = delay.edited(timestep.float().max())
-            if shown != [edited]:
-                shown[:] = [edited]
-                now.close()
-                wanted = after if edited else before
-                if wanted is not None:
-                    now.enter_context(applied(denoiser, wanted, groups))
+        def use(edited: bool) -> None:
+            now.close()
+            if (wanted := after if edited else before) is not None:
+                now.enter_context(applied(denoiser, wanted, groups))
 
-        stack.callback(denoiser.register_forward_pre_hook(look, with_kwargs=True).remove)
-        yield
+        with switching(denoiser, delay, use):
+            yield
 
 
 def _own_changes(model: TextToImage, space: Space, scores: Tensor) -> dict[str, Tensor]:
