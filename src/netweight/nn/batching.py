@@ -1,4 +1,4 @@
-"""Rows through a network in batches that fit: a batch that memory has no room for is halved, and the work goes on.
+"""Rows through a network in batches that fit into memory: a batch that does not is halved.
 
 `Costs` says what parts of such work took.
 """
@@ -61,7 +61,7 @@ class Batches:
 
 @final
 class Costs:
-    """What the steps of some work cost; the first begins where this is made. Other work may go on beside."""
+    """Time and rows of the steps of some work; the first step begins when this is made."""
 
     def __init__(self) -> None:
         # By the step's name: "seconds", "processor seconds" of all threads, "rows" and "calls".

@@ -31,7 +31,7 @@ _EPS = torch.finfo(torch.float32).eps
 @final
 @dataclass(frozen=True)
 class IterationPlan:
-    """What is asked for."""
+    """Size and stopping rule of an iteration."""
 
     count: int  # number of rows of all workers together
     length: int  # columns
@@ -79,7 +79,7 @@ def blank(plan: IterationPlan, stage: int) -> Sums:
 
 
 def empty(plan: IterationPlan, iteration: Iteration, rows: int) -> Sums:
-    """What a pass over so many rows adds to."""
+    """Zeros that a pass over a number of rows adds to."""
     if iteration.stage == 0:
         zeros = torch.zeros(plan.length, dtype=torch.float64)
         return {"sums": zeros, "squares": zeros.clone(), "sampled": torch.zeros(plan.width, plan.length)}

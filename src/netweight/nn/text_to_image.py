@@ -1,4 +1,4 @@
-"""What is asked of a text-to-image diffusion model by those who look into it: a protocol, and what it speaks in.
+"""The protocol of a text-to-image diffusion model, and the values that it takes and returns.
 
 `integrations/diffusion_pipeline.py` makes one of a diffusers pipeline; anything else with these methods will do, too.
 """
@@ -36,7 +36,7 @@ class Text:
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """What a denoiser says of noisy latents, whatever it was trained to say (noise, velocity or sample)."""
+    """A denoiser's prediction, whatever it was trained to predict (noise, velocity or sample)."""
 
     noise: Tensor  # the noise in them, of their shape
     sample: Tensor  # the clean latents, of their shape
@@ -64,7 +64,7 @@ class TextToImage(Protocol):
         """Return the latents that a generation begins with, shape `(n, channels, height, width)`, one per seed."""
 
     def timesteps(self, steps: int) -> Tensor:
-        """Return the timesteps of a schedule of so many steps, the noisiest first, shape `(steps,)`."""
+        """Return the timesteps of a schedule of `steps` steps, the noisiest first, shape `(steps,)`."""
 
     def predict(self, latents: Tensor, timestep: Tensor, text: Text) -> Prediction:
         """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on."""

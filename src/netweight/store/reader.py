@@ -127,7 +127,7 @@ class StoredFile:
             return codec.decode_rows(self.raw(name), start, stop, threads=threads)
 
     def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many."""
+        """Let the system forget the mapped pages of a tensor, so that resident memory stays small."""
         span, begin = self._spans[name], self.header.data_start
         first = (begin + span.start) // mmap.PAGESIZE * mmap.PAGESIZE
         if span.nbytes and hasattr(mmap, "MADV_DONTNEED"):

@@ -1,4 +1,4 @@
-"""What a drawn world is: subjects with known attributes, in photographs that differ in nuisances, on named grounds.
+"""Drawn worlds: subjects with known attributes, in photographs that differ in nuisances, on named grounds.
 
 `drawn_faces` has people and `drawn_vehicles` vehicles; readers, pipelines and banks of adapters are made of any.
 """
@@ -66,7 +66,7 @@ class DrawnWorld:
         return torch.cat([self.crowd(1, torch_generator(seed, "identity", number)) for number in numbers])
 
     def crowd(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw so many subjects at once; shape `(count, attributes)`, columns as in `attributes`."""
+        """Draw `count` subjects at once; shape `(count, attributes)`, columns as in `attributes`."""
         values = torch.randn(count, len(self.attributes), generator=generator, dtype=torch.float64)
         first, second = (self.attributes.index(name) for name in self.together[:2])
         likeness = self.together[2]

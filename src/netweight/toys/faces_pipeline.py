@@ -64,7 +64,7 @@ WEIGHTS, RECORD = "weights.safetensors", "training.json"
 @final
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What pictures show, as the network sees it."""
+    """The network's reading of pictures."""
 
     attributes: Tensor  # shape `(n, attributes)`, columns as in the world's; 8 of faces
     nuisances: Tensor  # shape `(n, nuisances)`, columns as in the world's; 4 of faces
@@ -109,7 +109,7 @@ def read(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorl
 
 
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
-    """What the network's last layer but one says of pictures, shape `(n, 80)`: an identity embedding's stand-in."""
+    """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
     # `pictures`: shape `(n, 3, 16, 16)`, within 0 and 1
     found: Tensor = _network(Path(folder or reader_folder(world)), world).pixels(_checked(pictures, world))
     return found
@@ -192,7 +192,7 @@ FACES_READER = Reader("the reader of drawn faces", _read)
 def faces_view(
     *, settings: RenderSettings = FACES_SETTINGS, command: str | None = None, progress: Progress = QUIET
 ) -> View:
-    """Fit the space of the bank in the package, find its directions, and paint the page."""
+    """Fit the space of the bank in the package, find its directions, and make its page."""
     space = WeightSpace.fit(AdapterBank.open(FACES_BANK), progress=progress)
     labels = read_labels(FACES_LABELS, space.names)
     directions = [

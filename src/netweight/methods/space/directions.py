@@ -99,7 +99,7 @@ def direction_of(
 
 
 def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Direction]) -> Direction:
-    """Take out of a direction whatever lies along others, by one solve, so that their order does not matter."""
+    """Project a direction onto the complement of others, by one solve, so that their order does not matter."""
     if not confounders:
         return direction
     others = torch.stack([each.vector / each.length for each in confounders])

@@ -309,7 +309,7 @@ def perceptual_distance(
 
 
 def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Whether a reader of whole numbers, such as which of the prompt's words is seen, says the same of both: 1 or 0."""
+    """Whether a classifier of images, such as of the prompt's words, gives both the same class: 1 or 0."""
     return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
 
 

@@ -36,7 +36,7 @@ _DENOISERS = ("unet", "transformer")  # parts of a pipeline that are one
 
 
 class Space(Protocol):
-    """What is asked of a space."""
+    """The parts of a space that inversion needs."""
 
     @property
     def scores(self) -> Tensor: ...  # of the training models, shape `(n, k)`
@@ -239,7 +239,7 @@ class InversionTask:
     settings: InversionSettings
     said: Said = "noise"  # the prediction that the error is counted in
     draws: int = 1  # timesteps and noises per image and step
-    schedule: int = 50  # timesteps are drawn from a schedule of so many steps
+    schedule: int = 50  # steps of the schedule that timesteps are drawn from
     together: int = 8  # most targets in a batch; it changes what is drawn for each
     seed: int = 0
 
@@ -332,7 +332,7 @@ def _loss(model: TextToImage, targets: Sequence[Target], task: InversionTask) ->
 
 
 def _batches(targets: Sequence[Target], most: int) -> Iterator[list[int]]:
-    """Numbers of targets that have images alike in number and size, at most so many at a time."""
+    """Batches of targets, by number, whose images agree in number and size."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, target in enumerate(targets):
         alike.setdefault(tuple(target.images.shape), []).append(place)

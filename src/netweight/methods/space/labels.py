@@ -62,7 +62,7 @@ class Column:
         return self.known & (self.values == self.levels[1])
 
     def check(self, least: int = 2) -> None:
-        """Refuse labels that no direction can be told from."""
+        """Refuse labels from which no direction can be estimated."""
         # `least`: models that must be known, of each class if the labels are binary
         count, levels = int(self.known.sum()), self.levels
         if len(levels) < 2:

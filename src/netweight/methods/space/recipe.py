@@ -129,13 +129,13 @@ def _examine_export(
 
 
 def _write_points(points: Points, folder: Path, destination: Path, space: Path) -> None:
-    """Write points that say where their space lies, as seen from where they will be."""
+    """Write points with the place of their space, relative to where they will be."""
     origin = {**points.origin, "space_at": os.path.relpath(space.resolve(), destination.resolve())}
     write_points(dataclasses.replace(points, origin=origin), folder / _POINTS)
 
 
 def _points_in(source: Path, point: str) -> tuple[WeightSpace, Path, Points]:
-    """The space of a step's input, where it lies, and the points to go on with."""
+    """The space of a step's input, its folder, and the points to continue with."""
     if not (source / _POINTS).is_file():
         space = WeightSpace.open(source)
         return space, source, points_of(space, point)

@@ -34,7 +34,7 @@ FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-ex
 TREATMENT = "space"
 DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
 
-LEAST_AUDITED = 5  # points that are needed to say how they lie among models
+LEAST_AUDITED = 5  # fewest points whose distances to models are reported
 EXACT = 1e-4  # largest relative error of an adapter that was written at its own rank: that of fp32
 INVERSION_TARGET = 0.9  # least R² of inversion from one image, as a share of that of an adapter trained on many
 SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
@@ -136,7 +136,7 @@ class InversionSubject:
 @final
 @dataclass(frozen=True)
 class EntanglementSubject:
-    """What `entanglement` returned, and of how many attributes."""
+    """Result of `entanglement`, and the number of attributes."""
 
     found: Sequence[Entanglement]  # one per number of models
     attributes: int  # how many attributes' directions were compared
@@ -179,7 +179,7 @@ def sample_findings(subject: SampleSubject, config: object, *, seed: int, progre
 @register_audit(TREATMENT, INVERSION)
 def inversion_findings(subject: InversionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how much of people's attributes each way of making them gets right, and ours against another."""
-    # R² of attributes does not punish copying the one image that was inverted: look at how pictures differ, too.
+    # R² of attributes does not punish copying the one image that was inverted: compare how much images differ, too.
     missing = [name for name in (subject.ours, subject.against) if name not in subject.readings]
     if missing:
         raise UsageError(f"There are no readings of {missing[0]!r}.", cure=f"There are {sorted(subject.readings)}.")
@@ -347,7 +347,7 @@ def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, see
 
 
 def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number: int) -> Tensor:
-    """A subsample in which every attribute can be told."""
+    """A subsample with at least two models of each class of every attribute."""
     generator = torch_generator(seed, "subsample", size, number)
     for _ in range(_TRIES):
         rows = torch.randperm(len(labels.names), generator=generator)[:size]

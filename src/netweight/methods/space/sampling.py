@@ -135,7 +135,7 @@ class MixtureSampler:
 @final
 @dataclass(frozen=True, eq=False)
 class ConditionalSampler:
-    """What the attributes of a training model say, plus what is left of another once its attributes are taken out."""
+    """Scores predicted from a training model's attributes, plus the residual of another model."""
 
     # Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
     # them by a `KernelSampler`.

@@ -68,7 +68,9 @@ class DirectionSettings(Settings):
         default="corrected", description="The authors' code's numbers, or without its quirks; see docs/differences.md."
     )
     folds: int = Field(default=5, ge=2, description="Folds of the cross-validation.")
-    resamples: int = Field(default=0, ge=0, description="Also resample the labeled models so often: how stable is it?")
+    resamples: int = Field(
+        default=0, ge=0, description="Also refit to so many resamples of the models, to see how stable it is."
+    )
     seed: int = Field(default=0, description="Seed of folds and resamples.")
 
 
@@ -115,7 +117,7 @@ class EditSettings(Settings):
     """How points are moved along directions found from labels."""
 
     labels: FilePath = Field(description="Attributes of the space's models, a file with one row per model.")
-    moves: Mapping[str, float] = Field(description="How far to go along each attribute, negative for back.")
+    moves: Mapping[str, float] = Field(description="Step along each attribute's direction; negative goes back.")
     unit: Unit = Field(
         default="deviations", description="What that counts: models' deviations, their farthest, or the vector."
     )
@@ -157,7 +159,9 @@ class InversionSettings(Settings):
 
     steps: int = Field(default=400, ge=1, description="Steps of the descent.")
     learning_rate: float = Field(default=0.05, gt=0, description="In standard deviations of the models, where scaled.")
-    components: int | None = Field(default=None, ge=1, description="Move only the first so many.")
+    components: int | None = Field(
+        default=None, ge=1, description="Leading components that move; else all."
+    )
     # A denoising loss is a mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong
     # in the miniature.
     prior: float = Field(
@@ -195,7 +199,7 @@ class FolderInversion(InversionSettings):
         description="Our settings, or those of the authors' code, where an option does not replace them.",
     )
     draws: int = Field(default=1, ge=1, description="Timesteps per image and step.")
-    schedule: int = Field(default=50, ge=1, description="Timesteps are drawn from a schedule of so many steps.")
+    schedule: int = Field(default=50, ge=1, description="Steps of the schedule that timesteps are drawn from.")
     together: int = Field(default=8, ge=1, description="Most targets in a batch.")
     device: str = Field(default="cpu", description="Where the pipeline goes, such as cuda.")
     seed: int = Field(default=0, description="Seed of all draws.")
@@ -262,10 +266,10 @@ class FolderView(RenderSettings):
     device: str = Field(default="cpu", description="Where the pipeline generates.")
 
     def check(self) -> None:
-        """Several prompts take turns over the noises, see `rendering`."""
+        """Several prompts alternate over the noises, see `rendering`."""
 
     def rendering(self, usual: RenderSettings) -> RenderSettings:
-        """What was given over usual settings; several prompts take turns over the noises."""
+        """Usual settings with those that were given; several prompts alternate over the noises."""
         given = {name: value for name, value in self.given.items() if name in RenderSettings.model_fields}
         prompts = given.get("prompts", usual.prompts)
         noises = self.noises or len(given.get("seeds", ())) or max(len(prompts), len(usual.seeds))

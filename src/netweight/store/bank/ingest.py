@@ -27,7 +27,7 @@ _SHOWN = 20  # problems named in one message
 @final
 @dataclass(frozen=True)
 class _Kind:
-    """What adapters of one bank have in common."""
+    """Shapes and kernels, which all adapters of a bank share."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     kernels: tuple[tuple[str, tuple[int, ...]], ...]
@@ -36,7 +36,7 @@ class _Kind:
 @final
 @dataclass(frozen=True)
 class _Seen:
-    """What is kept of a checked adapter until it is read: little, as there may be many."""
+    """The little that is kept of a checked adapter until it is read, as there may be many."""
 
     path: Path
     kind: _Kind
@@ -118,7 +118,7 @@ def _add(writer: BankWriter, holders: dict[str, str], name: str, plan: Plan, sta
 
 
 def _there(destination: Path, found: Mapping[str, Path]) -> BankRecord:
-    """What the bank holds already, or what an interrupted call left beside its place."""
+    """The record of the bank, or of what an interrupted call left beside its place."""
     if (destination / RECORD).is_file():
         return read_bank_record(destination)
     refuse_existing(destination, overwrite=None)
@@ -182,7 +182,7 @@ def _stamp(path: Path) -> str:
 
 
 def _usual(seen: list[_Seen]) -> BankRecord:
-    """What most adapters have: modules, shapes, kernels and base."""
+    """Modules, shapes, kernels and base of most adapters."""
     if not seen:
         return BankRecord({})
     kind = Counter(one.kind for one in seen).most_common(1)[0][0]

@@ -24,7 +24,7 @@ _LOCK = ".lock"
 @final
 @dataclass(frozen=True, eq=False)
 class _Addition:
-    """Adapters with what the record says of them."""
+    """Adapters with their entries in the record."""
 
     names: Sequence[str]
     rows: Rows
@@ -37,9 +37,9 @@ class BankWriter:
     """Write a bank, or add to one; a context manager."""
 
     # A new bank is written beside its place and appears when the block ends; if the block raises or the process is
-    # killed, the next writer for the same place goes on with what was flushed (see `names`). A bank that is there grows
-    # in place, by whole shards. Many small additions are joined to larger shards on the way.
-    # `shard_bytes`: factors are held in memory until they take so many bytes
+    # killed, the next writer for the same place continues with what was flushed (see `names`). A bank that exists
+    # grows in place, by whole shards. Many small additions are joined to larger shards on the way.
+    # `shard_bytes`: factors are held in memory until they take this many bytes
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What an adapter's files hold, told from headers and settings alone: which layout, which factors, which scales."""
+"""Adapters in files: which layout, factors and scales, from headers and settings alone; reading; writing."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def write_adapter(
 @final
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """An adapter that was written."""
 
     path: Path  # the file or folder
     ranks: tuple[int, int]  # the least and the greatest rank of a module

@@ -29,7 +29,7 @@ PREFIXES = {
     "lora_te3_": "text_encoder_3",
 }
 
-_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: so many resnets between two changes of resolution
+_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
 _ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
 _FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
 _BLOCK = [

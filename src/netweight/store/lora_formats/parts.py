@@ -1,4 +1,4 @@
-"""Kinds of adapters that are no ΔW = scale · up @ down of matrices, told by the names of their tensors."""
+"""The parts of an adapter in a file, and the refusal of adapters that are not ΔW = scale · up @ down."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the
 @final
 @dataclass(frozen=True)
 class LoraSettings:
-    """What a LoRA is scaled by."""
+    """The settings that scale a LoRA."""
 
     rank: int
     alpha: float

@@ -31,15 +31,15 @@ _RowKind = Literal["sketch", "factors", "shared-down"]
 class Accuracy:
     """How good a fit is."""
 
-    solver: Literal["dual", "streaming"]  # "dual" captures all that so many components can; "streaming" nearly
+    solver: Literal["dual", "streaming"]  # "dual" captures the most that this many components can; "streaming" nearly
     captured: float  # share of the variance along the components
     # The greatest magnitude in C Cᵀ − I of the components C, or by inner products of the eigenvectors that they are
     # made of; None through a sketch, where components are orthonormal in the sketch only.
     orthonormality: float | None
-    # Streaming: the captured share after each pass; growth that has stopped says that it is near the best.
+    # Streaming: the captured share after each pass; where growth has stopped it is near the best.
     passes: tuple[float, ...] = ()
     halves: Halves | None = None  # how well two halves agree; None where they were not fitted
-    sketch: SketchError | None = None  # what the sketch gets wrong; None without one
+    sketch: SketchError | None = None  # error of the sketch; None without one
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -60,7 +60,7 @@ class Accuracy:
 @final
 @dataclass(frozen=True)
 class SketchError:
-    """What the sketch gets wrong, measured against exact inner products on some adapters."""
+    """Error of a sketch, measured against exact inner products on some adapters."""
 
     adapters: int  # how many
     products: float  # root mean squared error of their inner products about the mean, relative to the root mean square
@@ -91,7 +91,7 @@ class Work:
 @final
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What was found."""
+    """A fitted basis with the scores of all adapters."""
 
     basis: SpaceBasis
     scores: Tensor  # shape `(n, k)`, fp32

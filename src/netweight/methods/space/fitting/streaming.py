@@ -192,7 +192,7 @@ def _place(rows: Rows, workers: Workers) -> tuple[int, int]:
 
 
 def _agreed(plan: IterationPlan, mine: Iteration | None, rows: Rows, workers: Workers) -> Iteration:
-    """Where all workers go on: a kill may have come when some had written the next stage and others had not."""
+    """Where all workers continue: a kill may have come after some had saved the next stage and others had not."""
     stages = torch.zeros(workers.count)
     stages[workers.number] = -1 if mine is None else mine.stage
     workers.add([stages])
@@ -312,7 +312,7 @@ def _run(task: ShardTask) -> str:
 
 
 def _summed(files: Sequence[Path]) -> Sums:
-    """What tasks added up, together; their own scores side by side."""
+    """Sums of all tasks, and their own scores concatenated."""
     total: Sums = {}
     own = []
     for file in files:

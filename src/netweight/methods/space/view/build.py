@@ -32,7 +32,7 @@ _AXES = 4  # components that can be put on the map's axes
 @final
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Measures attributes in pictures."""
+    """Measures attributes in images."""
 
     name: str  # what it is, in a few words, with an article
     # Takes pictures of shape `(n, 3, height, width)`, within 0 and 1, and returns attribute → shape `(n,)`.
@@ -152,7 +152,7 @@ def _traversal(
 
 
 def _readings(images: NDArray[np.uint8], reader: Reader) -> dict[str, list[float]]:
-    """What is measured in the pictures as they are shown, in the mean over noises."""
+    """Attributes measured in the images as they are shown, averaged over noises."""
     strengths, noises = images.shape[:2]
     flat = torch.from_numpy(images).flatten(0, 1).permute(0, 3, 1, 2).float() / 255
     with torch.no_grad():
@@ -172,7 +172,7 @@ def _images(
     points: Tensor,
     seeds: int | None = None,
 ) -> NDArray[np.uint8]:
-    """Images of points, shape `(points, seeds, height, width, 3)`; `seeds` for the first so many noises only."""
+    """Images of points, shape `(points, seeds, height, width, 3)`; `seeds` limits the number of noises."""
     chosen, found = settings.seeds[:seeds], []
     prompts = settings.prompts[:seeds] if len(settings.prompts) > 1 else settings.prompts
     device = next(model.denoiser.parameters()).device
@@ -199,7 +199,7 @@ def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderS
 
 
 def _thinned(n: int, most: int) -> list[int]:
-    """Return the numbers of at most so many of n models, evenly chosen."""
+    """At most `most` of n models, evenly chosen."""
     # `most`: how many to show, at least 1
     if most < 1:
         raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")

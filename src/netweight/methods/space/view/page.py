@@ -196,7 +196,7 @@ def _neighbor_data(neighbors: Neighbors | None) -> dict[str, Any] | None:
 
 
 def _rounded(values: NDArray[np.float64], digits: int) -> list[list[float]]:
-    """Numbers with so many significant digits: they are for the eye, and a page has little room."""
+    """Numbers rounded to significant digits, to keep the page small."""
     return [[float(f"{each:.{digits}g}") for each in row] for row in values.tolist()]
 
 
@@ -210,7 +210,7 @@ def _data_uri(pixels: NDArray[np.uint8]) -> str:
 
 
 def _largest(view: View) -> str:
-    """What takes the room, so that the reader knows what to leave out."""
+    """Sizes of the parts of a page, for the message that it is too large."""
     sizes = {
         f"{len(view.traversals)} traversals": sum(len(_stage(each)["sheet"]) for each in view.traversals),
         f"{len(view.planes)} planes": sum(len(_stage(each)["sheet"]) for each in view.planes),
