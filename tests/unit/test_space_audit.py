@@ -127,7 +127,7 @@ def test_calibration_takes_back_what_an_edit_changed_besides():
         calibrated(bent, seen, training[:9], training, directions, "pink", ranges=ranges)
     with pytest.raises(UsageError, match="correct nothing"):
         calibrated(bent, seen, training[:9], training, directions[:1], "red", ranges=[1.0])
-    with pytest.raises(UsageError, match="2 directions"):
+    with pytest.raises(UsageError, match="2 attributes"):
         calibrated(bent, seen, training[:9], training, directions[:2], "red", ranges=[1.0, 1.0])
 
 

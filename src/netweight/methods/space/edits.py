@@ -279,14 +279,7 @@ def calibrated(
 
 def _means(generate: Generate, read: Read, points: Tensor, scale: Tensor) -> Tensor:
     """Mean attributes of the points' images, as shares of their ranges."""
-    with torch.no_grad():
-        said = read(generate(points).flatten(0, 1)).double().cpu()
-    if said.shape[1:] != scale.shape:
-        raise UsageError(
-            f"Readings of shape {tuple(said.shape)} came with {len(scale)} directions.",
-            cure="Give a direction for every attribute that is read.",
-        )
-    return (said / scale).mean(0)
+    return _seen(generate, read, points, len(scale))[1].mean(0) / scale
 
 
 def identity(embed: Descriptor) -> tuple[str, Compare]:
