@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from netweight.cli.card import card_option, write_card
-from netweight.cli.finding_row import finding_row
 from netweight.cli.generated import options
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, FOLDER, NEW
@@ -28,6 +27,7 @@ from netweight.methods.space.settings import (
     RenderSettings,
     SampleSettings,
 )
+from netweight.report.text import finding_row
 
 if TYPE_CHECKING:
     from netweight.methods.space.fitting.fit import Accuracy
@@ -78,9 +78,7 @@ def space() -> None:
 @click.argument("bank", type=FOLDER)
 @click.argument("space", type=NEW)
 @options(FolderFit)
-@click.option(
-    "--work", type=NEW, help="Where to keep finished parts, to continue after a kill or fit a grown bank."
-)
+@click.option("--work", type=NEW, help="Where to keep finished parts, to continue after a kill or fit a grown bank.")
 @click.option("--processes", type=click.IntRange(2), help="Processes that share the work; needs --work.")
 @output_option
 def fit(bank: Path, space: Path, settings: FolderFit, work: Path | None, processes: int | None, output: Output) -> None:

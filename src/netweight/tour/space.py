@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import EditCurve, Move, agreement, curve_findings, edit, edit_curve
-from netweight.store.lora_formats.files import export_adapter
-from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.inversion import InversionTask, Target, generate_images, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
 from netweight.methods.space.points import Direction, nearest
 from netweight.methods.space.report import SampleSubject, sample_findings
 from netweight.methods.space.sampling import KernelSampler
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
+from netweight.report.finding import Chapter, Figure, Finding
+from netweight.report.plots import image_grid
+from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter
+from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FACES_LABELS, FaceBank, faces_pipeline, read
@@ -82,7 +80,7 @@ def make_stop(place: Place) -> Stop:
     sampled = _sampled(world, place.say, report)
     apart, usual = _inverted(world, place, report)
     inputs = {"faces, bank": world.space.bank_digest, "faces, pipeline": world.model.digest()}
-    chapter = ChapterDocument(
+    chapter = Chapter(
         title="space: hundreds of adapters as one space",
         question="Can people be edited, made up and found in a space of adapters, with no model trained anew?",
         conclusion=f"{edited} {sampled} {_said_of_inversion(apart, usual)}",

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.points import Direction, DirectionKind, scores_digest
 from netweight.methods.space.settings import FittedKind
+from netweight.metrics.prediction import area_under_roc, explained_variance
+from netweight.report.finding import Finding
 
 # Penalties that are tried, the strongest first, as multiples of the mean energy of an axis of the scores.
 PENALTIES = tuple(10.0**power for power in range(3, -5, -1))

@@ -20,16 +20,15 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import ssim
-from netweight.evidence.lpips import lpips
 from netweight.methods.space.directions import direction_of, middle
 from netweight.methods.space.points import Direction
 from netweight.methods.space.settings import Unit
+from netweight.metrics.images import lpips, ssim
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    from netweight.evidence.descriptors import Descriptor
-    from netweight.evidence.lpips import Features
+    from netweight.metrics.copies import Descriptor
+    from netweight.metrics.images import Features
 
 # From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
 Generate: TypeAlias = Callable[[Tensor], Tensor]

@@ -13,8 +13,8 @@ from torch import Tensor
 from netweight.core import digest
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.settings import Unit
+from netweight.report.finding import Finding
 from netweight.store.checkpoint import read_record, write_record
 
 DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "reference"]

@@ -18,16 +18,16 @@ from torch import Tensor
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator, torch_generator
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
-from netweight.evidence.prediction_scores import explained_variance
 from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.points import Direction, distances, nearest_distances
 from netweight.methods.space.settings import FittedKind
+from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 # The treatments of recipes, and that of images.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"

@@ -159,9 +159,7 @@ class InversionSettings(Settings):
 
     steps: int = Field(default=400, ge=1, description="Steps of the descent.")
     learning_rate: float = Field(default=0.05, gt=0, description="In standard deviations of the models, where scaled.")
-    components: int | None = Field(
-        default=None, ge=1, description="Leading components that move; else all."
-    )
+    components: int | None = Field(default=None, ge=1, description="Leading components that move; else all.")
     # A denoising loss is a mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong
     # in the miniature.
     prior: float = Field(
