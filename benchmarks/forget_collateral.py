@@ -26,7 +26,6 @@ from forget_edits import Bench
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import copies_of_prompt
 from netweight.methods.forget.config import LocalizationConfig
 from netweight.methods.forget.detection import calibrate, detect, first_step, greatest
 from netweight.methods.forget.greedy import blocked_by_layer, greedy
@@ -37,6 +36,7 @@ from netweight.methods.forget.side_by_side import Predictions, predicted, side_b
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
 from netweight.methods.forget.trials import Trials
+from netweight.metrics.copies import copies_of_prompt
 from netweight.probe.batches import Batches, Costs
 from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
 

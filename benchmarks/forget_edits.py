@@ -31,8 +31,6 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import COPY, copies_of_prompt
-from netweight.evidence.descriptors import CenteredPixels, described
 from netweight.integrations.diffusion_pipeline import load_text_to_image
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.deactivation import deactivated
@@ -40,6 +38,7 @@ from netweight.methods.forget.detection import calibrate, detect, roc
 from netweight.methods.forget.localization import localize_prompt
 from netweight.methods.forget.mitigation import neuron_counts, random_units
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.captioned_world import memorized
 from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record

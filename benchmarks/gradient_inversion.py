@@ -22,8 +22,8 @@ from torch import nn
 from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
 from netweight.attacks.gradient_inversion.victim import gradient_of, known_parameters
 from netweight.core.environment import describe
-from netweight.evidence.image_metrics import psnr, ssim
-from netweight.evidence.statistics import bootstrap
+from netweight.metrics.images import psnr, ssim
+from netweight.metrics.intervals import bootstrap
 from netweight.zoo.small_cnn import small_cnn
 
 SEED, MEAN, STD, CLASSES = 0, 0.1307, 0.3081, 26

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
-from netweight.evidence.timing import Samples
 from netweight.methods.compress.benchmark import measure, peers
 from netweight.methods.compress.benchmark.data import model_as, pack
 from netweight.methods.compress.benchmark.peers import PEERS, Ready, missing
 from netweight.methods.compress.benchmark.result import Result, Row, read_result, write_result
 from netweight.methods.compress.benchmark.targets import TARGETS, findings, speed_tables, target_table
+from netweight.metrics.timing import Samples
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

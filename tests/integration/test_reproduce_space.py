@@ -146,7 +146,7 @@ def test_the_papers_scale_takes_what_a_recipe_names(tmp_path, out):
 
 def own_files(folder, out):
     """A recipe of the miniature's own files, a face network with random weights, and a CLIP of transformers."""
-    from netweight.evidence.image_files import write_png
+    from netweight.metrics.images import write_png
     from netweight.zoo.face_bank import FACES_LABELS
     from netweight.zoo.faces_diffusion import FACES_FOLDER
 

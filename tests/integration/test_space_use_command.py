@@ -13,11 +13,11 @@ pytest.importorskip("peft", reason="peft is not installed")
 import small_pipelines
 
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
 from netweight.generate import Adapter, LowRank
 from netweight.generate.lowrank import linear_layers, merge_
 from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.points import read_direction, read_points
+from netweight.metrics.images import write_png
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.adapter_files import read_adapter, write_adapter
 

@@ -19,9 +19,9 @@ from netweight.attacks.gradient_inversion.chain import Block, read_chain
 from netweight.attacks.gradient_inversion.features import PeelingConfig, invert_generated
 from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.generate.hypernetwork import Hypernetwork
 from netweight.generate.layout import ParameterLayout
+from netweight.metrics.images import psnr
 from netweight.zoo.small_cnn import small_cnn
 
 RULE = {"lr": LR, "weight_decay": WEIGHT_DECAY}

@@ -7,10 +7,10 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.generate.hypernetwork import Hypernetwork
 from netweight.generate.layout import ParameterLayout
 from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, signs_of
+from netweight.metrics.images import psnr
 from netweight.zoo.small_cnn import small_cnn
 
 

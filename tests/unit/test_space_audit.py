@@ -9,13 +9,13 @@ import netweight.methods.space.audit as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
-from netweight.evidence.descriptors import CenteredPixels
 from netweight.methods.space.calibration import calibrated
 from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.directions import direction_of
 from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.entanglement import entanglement
+from netweight.metrics.copies import CenteredPixels
 
 NAMES = ["red", "green", "blue"]
 

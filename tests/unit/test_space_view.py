@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
-from netweight.evidence.image_files import png_bytes
 from netweight.methods.space import view_page
 from netweight.methods.space.view import Neighbors, Plane, Traversal
 from netweight.methods.space.view_page import render_view, write_view
 from netweight.methods.space.view_traces import scale_of, traces
+from netweight.metrics.images import png_bytes
 
 
 def read(png):

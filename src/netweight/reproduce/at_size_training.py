@@ -62,7 +62,7 @@ class _Peak:
         self.nbytes = 0
         self._ledger: Any = None
         if device.type != "cuda":
-            from netweight.evidence.memory_ledger import TensorLedger
+            from netweight.metrics.memory import TensorLedger
 
             self._ledger = TensorLedger(model, optimizer)
 

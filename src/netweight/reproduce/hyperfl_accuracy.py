@@ -185,7 +185,7 @@ def _by_seed(found: Mapping[FederatedRun, Mapping[str, Any]], data: str, clients
 
 
 def _finding(name: str, values: Mapping[int, float], target: float | None, unit: str = "%") -> Finding:
-    from netweight.evidence.statistics import t_interval
+    from netweight.metrics.intervals import t_interval
 
     ci95 = t_interval(list(values.values())).ci95 if len(values) > 1 else None
     return Finding(

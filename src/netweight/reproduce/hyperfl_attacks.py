@@ -204,7 +204,7 @@ def _findings(values: Sequence[Mapping[str, Any]], line: Line, data: str, scale:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+    from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
 
     if len(values) < 2:
         return None

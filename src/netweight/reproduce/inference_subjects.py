@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from netweight.core.digest import of_file
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
+from netweight.metrics.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight.reproduce.inference_rows import Subject, Text
 from netweight.reproduce.registry import Scale
 from netweight.zoo import decoder, encoder_decoder

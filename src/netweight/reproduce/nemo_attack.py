@@ -106,7 +106,7 @@ def attack_one(run: Attack, *, ground: Ground, tell: Callable[[int], None]) -> d
 
 def attack_findings(found: Mapping[Attack, Mapping[str, Any]], ground: Ground) -> list[Finding]:
     """Return how many images came back under search, planted and never-trained ones apart; none without a search."""
-    from netweight.evidence.statistics import proportion
+    from netweight.metrics.intervals import proportion
 
     findings = []
     for what in ("planted", "never trained"):

@@ -17,12 +17,11 @@ from torch import Tensor
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_tensor
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
-from netweight.evidence.descriptors import Descriptor, TorchScriptDescriptor, sscd
-from netweight.evidence.image_sets import frechet_distance, kernel_distance
 from netweight.integrations.diffusion_pipeline import load_text_to_image
 from netweight.methods.forget.config import DetectionConfig
 from netweight.methods.forget.prompts import read_prompts
+from netweight.metrics.copies import Descriptor, Memorized, TorchScriptDescriptor, sscd
+from netweight.metrics.images import frechet_distance, kernel_distance
 from netweight.recipes.entries import configured
 from netweight.recipes.reading import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
-from netweight.evidence.descriptors import CenteredPixels
-from netweight.evidence.image_sets import kernel_distance
 from netweight.integrations.diffusion_pipeline import text_to_image
 from netweight.methods.forget.config import DetectionConfig
+from netweight.metrics.copies import CenteredPixels
+from netweight.metrics.images import kernel_distance
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.captioned_world import memorized

@@ -173,7 +173,7 @@ def _outcomes(painted: Painted) -> list[Finding]:
 
 def _copied(painted: Painted) -> list[Finding]:
     """Medians and shares with intervals, without a mitigation and with NeMo's neurons off."""
-    from netweight.evidence.copy_metrics import copy_findings
+    from netweight.metrics.copies import copy_findings
 
     found = []
     for line in painted.lines:

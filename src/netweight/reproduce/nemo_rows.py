@@ -15,7 +15,7 @@ from netweight.reproduce.nemo_ways import Way
 from netweight.reproduce.registry import Column, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.copy_metrics import PromptCopies
+    from netweight.metrics.copies import PromptCopies
 
 __all__ = [
     "KINDS",
@@ -210,7 +210,7 @@ def spared_values(ordinary: Sequence[Mapping[str, Any]], others: Sequence[Mappin
 
 def copies(found: Mapping[str, Any]) -> PromptCopies:
     """Return an own run as `PromptCopies`."""
-    from netweight.evidence.copy_metrics import PromptCopies
+    from netweight.metrics.copies import PromptCopies
 
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value := found[name], list) else value

@@ -38,7 +38,7 @@ def figure2(scale: Scale, out: Path) -> Measured:
     Raises:
         NetweightError: A run failed.
     """
-    from netweight.evidence.memory_ledger import PARTS
+    from netweight.metrics.memory import PARTS
 
     asked = [(optimizer, label) for optimizer in _OPTIMIZERS for label in _STACKS]
     configs = [
@@ -98,7 +98,7 @@ def _totals(result: Mapping[str, Any]) -> tuple[float, float]:
 
 def _stacked_bars(parts: Mapping[tuple[str, str], Mapping[str, int]]) -> Figure:
     from netweight.evidence.figures import canvas, series_color, to_figure
-    from netweight.evidence.memory_ledger import PARTS
+    from netweight.metrics.memory import PARTS
 
     totals = {key: sum(values.values()) / _MIB for key, values in parts.items()}
     with canvas(len(_OPTIMIZERS), height=3.6) as (drawing, panels):

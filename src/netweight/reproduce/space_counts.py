@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import bootstrap
+from netweight.metrics.intervals import bootstrap
 from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.resumed import run_each
 from netweight.reproduce.space_edits import direction_of, measured, painted

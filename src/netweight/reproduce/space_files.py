@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal, final
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.evidence.descriptors import TorchScriptDescriptor
 from netweight.generate.adapter import Adapter
 from netweight.generate.adapter_fitting import AdapterRecipe
 from netweight.integrations.adapter_training import ATTENTION
@@ -23,6 +22,7 @@ from netweight.methods.space.comparisons import perceptual_distance
 from netweight.methods.space.inversion import SETTINGS
 from netweight.methods.space.labels import read_labels
 from netweight.methods.space.method import WeightSpace
+from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.recipes.entries import configured
 from netweight.recipes.reading import read_mapping, refusal
 from netweight.reproduce.space_ground import Fitting, Ground, Stranger, Wanted

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from netweight.evidence.descriptors import Descriptor
     from netweight.generate.adapter import Adapter
     from netweight.generate.adapter_fitting import AdapterRecipe
     from netweight.integrations.diffusion_pipeline import PipelineModel
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from netweight.methods.space.inversion import InversionSettings
     from netweight.methods.space.labels import Labels
     from netweight.methods.space.method import WeightSpace
+    from netweight.metrics.copies import Descriptor
 
 __all__ = ["PAPER_NEEDS", "Fitting", "Ground", "Stranger", "Wanted", "folder_of", "ground_of", "space_table"]
 

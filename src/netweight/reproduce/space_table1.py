@@ -8,7 +8,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import bootstrap
+from netweight.metrics.intervals import bootstrap
 from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.space_edits import STRENGTHS, Edited, Way, direction_of, edited, painted
 from netweight.reproduce.space_ground import Ground, space_table

@@ -150,7 +150,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         that are), counted bytes and their parts, sampled bytes, bleu with its interval. For `BASE` only bleu. Where
         the way cannot run here, only missing: the reason.
     """
-    from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+    from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
     from netweight.zoo.texts import wikisql
 
     given = FineTuning(**config)

@@ -22,7 +22,6 @@ from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, image_grid, lines
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate import Run, train
 from netweight.methods.federate.audit import (
     MARGIN_COSINE,
@@ -40,6 +39,7 @@ from netweight.methods.federate.hardening import Hardened, UpdateNoise
 from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal
 from netweight.methods.federate.report import accuracy_findings
 from netweight.methods.federate.threat import Observation, ThreatModel, observe
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.zoo.federation import FederationPlan
 

@@ -23,7 +23,6 @@ from netweight.core.progress import Progress
 from netweight.evidence.document import ChapterDocument
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.evidence.statistics import bootstrap
 from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
 from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
@@ -37,6 +36,7 @@ from netweight.methods.forget.results import Localization
 from netweight.methods.forget.robust import HardenSettings, harden_
 from netweight.methods.forget.showing import add_finding_sections, add_images_section, attacked_images
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.intervals import bootstrap
 from netweight.probe.batches import Batches
 from netweight.probe.diffusion import TextToImage
 from netweight.probe.generation import generated

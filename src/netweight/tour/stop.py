@@ -13,7 +13,7 @@ from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.evidence.document import ChapterDocument, FindingDocument, SectionDocument
 from netweight.evidence.report import Report
-from netweight.evidence.statistics import proportion
+from netweight.metrics.intervals import proportion
 
 __all__ = ["Place", "Stop", "handed_over"]
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.copy_metrics import similarity
-from netweight.evidence.descriptors import CenteredPixels
+from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.zoo.captioned_world import Planted, batch_of
 from netweight.zoo.data.emoji import CaptionedPictures, emoji
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
-from netweight.evidence.copy_metrics import Memorized
+from netweight.metrics.copies import Memorized
 
 __all__ = ["CaptionedWorld", "Planted", "batch_of", "memorized"]
 

@@ -20,8 +20,8 @@ from netweight.attacks.embedding_search.settings import Said, SearchSettings
 from netweight.attacks.embedding_search.similarity import paired
 from netweight.core.names import nearest_names
 from netweight.errors import MissingExtra, NameNotFound, UsageError
-from netweight.evidence.descriptors import CenteredPixels, Descriptor, sscd
 from netweight.methods.forget.prompts import read_prompts
+from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.zoo.memorized_pairs import Pair, check_pairs, painted_size, read_pairs
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from netweight.core.digest import of_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.evidence.perplexity import IGNORED, encoder_decoder_losses
+from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
 from netweight.zoo.fitting import Schedule, fit
 from netweight.zoo.model_folder import finished, keep
 from netweight.zoo.texts import Pair

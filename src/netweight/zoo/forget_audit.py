@@ -18,7 +18,6 @@ from netweight.attacks.embedding_search.showing import add_section
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
 from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
@@ -30,6 +29,7 @@ from netweight.methods.forget.mitigation import Deactivated, neuron_counts, rand
 from netweight.methods.forget.painting import Painted, PaintSettings, paint
 from netweight.methods.forget.results import Localization
 from netweight.methods.forget.showing import add_finding_sections, add_images_section, attacked_images
+from netweight.metrics.copies import Memorized
 from netweight.probe.diffusion import TextToImage
 from netweight.zoo.embedding_attack import FolderSearch, Prepared, prepare
 from netweight.zoo.forgotten_pipeline import FolderForgetting, calibrated, ordinary_prompts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from netweight.errors import NameNotFound
-from netweight.evidence.copy_metrics import Kind
+from netweight.metrics.copies import Kind
 from netweight.probe.diffusion import TextToImage
 from netweight.zoo.data.pictures import decode_splits
 from netweight.zoo.language.rows import Row, Rows, Troubles, read_rows

@@ -23,8 +23,8 @@ import torch
 from netweight.core.digest import canonical_json, of_config, of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.copy_metrics import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.integrations.quiet import silent_bars
+from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.store.atomic import whole_file
 from netweight.zoo.captioned_emoji import EmojiWorld
 from netweight.zoo.captioned_shapes import ShapesWorld

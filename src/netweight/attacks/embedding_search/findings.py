@@ -16,10 +16,16 @@ from netweight.attacks.embedding_search.comparison import Comparison, Run
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
-from netweight.evidence.survival import Survival, Times, kaplan_meier
-from netweight.evidence.survival_findings import failures_finding, steps_finding
-from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
+from netweight.metrics.survival import (
+    Survival,
+    Times,
+    TimesRatio,
+    failures_finding,
+    kaplan_meier,
+    ratio_of_times,
+    steps_finding,
+)
 
 __all__ = ["Wanted", "search_findings", "soonest", "steps_ratio", "times_of", "verdict"]
 

@@ -14,7 +14,7 @@ from netweight.attacks.embedding_search.findings import Wanted, search_findings,
 from netweight.evidence.figures import Figure, image_grid, lines
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.survival import Survival, Times, kaplan_meier
+from netweight.metrics.survival import Survival, Times, kaplan_meier
 
 __all__ = ["add_section", "best_image", "grid_figure", "search_table", "success_figure"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from netweight.attacks.embedding_search.search import Similarity
-from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
+from netweight.metrics.copies import CenteredPixels, Descriptor, described
 
 __all__ = ["paired"]
 

@@ -25,9 +25,8 @@ from netweight.attacks.finetuning.run import Outcome
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import proportion, t_interval
-from netweight.evidence.survival_findings import failures_finding, steps_finding
-from netweight.evidence.survival_ratio import TimesRatio
+from netweight.metrics.intervals import proportion, t_interval
+from netweight.metrics.survival import TimesRatio, failures_finding, steps_finding
 
 __all__ = ["ResistanceConfig", "Stability", "attack_findings", "resistance_findings", "verdict"]
 

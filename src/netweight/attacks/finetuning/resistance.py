@@ -16,11 +16,15 @@ from netweight.attacks.finetuning.run import Outcome
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP
-from netweight.evidence.survival import LogRank, Survival, Times, kaplan_meier, log_rank
-from netweight.evidence.survival_ratio import (
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP
+from netweight.metrics.survival import (
+    LogRank,
+    Survival,
+    Times,
     TimesRatio,
     divide,
+    kaplan_meier,
+    log_rank,
     median_times,
     resampled_weights,
     summarize_ratio,

@@ -19,8 +19,8 @@ from netweight.attacks.finetuning.sweep import Sweep
 from netweight.evidence.figures import Figure, lines
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.survival import Survival
 from netweight.evidence.time_rows import TimeRow, time_rows
+from netweight.metrics.survival import Survival
 
 __all__ = ["add_section", "attack_table", "score_figure", "steps_figure", "survival_figure"]
 

@@ -19,8 +19,8 @@ from netweight.attacks.finetuning.examples import IGNORED, Example, collate
 from netweight.attacks.finetuning.scores import Generate, Judge, evaluating
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.evidence.perplexity import Losses, compare, perplexity
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
+from netweight.metrics.perplexity import Losses, compare, perplexity
 
 __all__ = ["Judged", "Kept", "measure_kept", "stability_findings"]
 

@@ -21,15 +21,15 @@ from netweight.errors import Unsupported
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.figures import Figure, image_grid
 from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import psnr, ssim
 from netweight.evidence.report import Column, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.generated_training import rows_of_body
 from netweight.methods.federate.report import accuracy_findings
 from netweight.methods.federate.threat import Observation, ThreatModel, observe
 from netweight.methods.federate.updates import Tensors
+from netweight.metrics.images import psnr, ssim
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
 
 __all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_figure", "exposure_table", "own_threat"]
 

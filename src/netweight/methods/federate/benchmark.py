@@ -12,13 +12,13 @@ import torch
 
 from netweight.core.progress import QUIET, Progress
 from netweight.evidence.finding import Better, Finding
-from netweight.evidence.statistics import paired_ratio
-from netweight.evidence.timing import Case, Samples, interleave
 from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.dense import dense_fedavg, dense_hyperfl
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.task import FedTask
+from netweight.metrics.intervals import paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave
 
 __all__ = ["TIMED", "Contender", "speed_findings", "time_rounds"]
 

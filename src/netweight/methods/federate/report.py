@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from netweight.evidence.figures import Figure, lines
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.rounds import Round
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
 
 if TYPE_CHECKING:
     from netweight.methods.federate.audit import Exposure

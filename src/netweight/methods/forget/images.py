@@ -14,19 +14,21 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.evidence.copy_metrics import (
+from netweight.evidence.finding import Finding
+from netweight.methods.forget.painting import Painted
+from netweight.metrics.copies import (
     COPY,
+    CenteredPixels,
+    Descriptor,
     PromptCopies,
     copies_of_prompt,
     copy_findings,
+    region_copies,
+    region_findings,
     similarity,
     similarity_to_memorized,
 )
-from netweight.evidence.descriptors import CenteredPixels, Descriptor
-from netweight.evidence.finding import Finding
-from netweight.evidence.foreground import region_copies, region_findings
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
-from netweight.methods.forget.painting import Painted
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
 
 __all__ = ["Alignment", "ImagesConfig", "copies", "image_findings", "verdicts"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
+from netweight.metrics.copies import Memorized
 from netweight.probe.batches import Batches
 from netweight.probe.diffusion import TextToImage
 from netweight.probe.generation import generated

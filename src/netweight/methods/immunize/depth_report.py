@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.statistics import t_interval
 from netweight.methods.immunize.depth_figures import distance_figure, lens_figure, plane_figure, probe_figure
 from netweight.methods.immunize.insight import KINDS, Insight, Look
+from netweight.metrics.intervals import t_interval
 
 __all__ = ["TITLE", "add_depth_section"]
 

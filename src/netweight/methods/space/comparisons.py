@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from netweight.evidence.image_metrics import ssim
-from netweight.evidence.lpips import lpips
+from netweight.metrics.images import lpips, ssim
 
 if TYPE_CHECKING:
-    from netweight.evidence.descriptors import Descriptor
-    from netweight.evidence.lpips import Features
+    from netweight.metrics.copies import Descriptor
+    from netweight.metrics.images import Features
 
 __all__ = ["Compare", "agreement", "alignment", "identity", "perceptual_distance"]
 

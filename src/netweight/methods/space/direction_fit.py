@@ -17,10 +17,10 @@ from torch import Tensor
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
-from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 from netweight.methods.space.directions import Direction, DirectionKind, decorrelated, direction_of
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.linear import Design, ReadOut, logistic, ridge
+from netweight.metrics.prediction import area_under_roc, explained_variance
 
 __all__ = ["bootstrap_cosine", "fit_direction"]
 

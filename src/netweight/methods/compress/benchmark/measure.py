@@ -12,11 +12,11 @@ from netweight import codec
 from netweight.core.environment import describe, installed_version, usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NetweightError
-from netweight.evidence.timing import Case, Samples, interleave, kept_heap
 from netweight.methods.compress.benchmark import ours
 from netweight.methods.compress.benchmark.data import DataSet
 from netweight.methods.compress.benchmark.peers import PEERS, Peer, Ready, missing
 from netweight.methods.compress.benchmark.result import OURS, Direction, Mode, Result, Row
+from netweight.metrics.timing import Case, Samples, interleave, kept_heap
 
 __all__ = ["run_benchmark"]
 
