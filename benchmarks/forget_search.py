@@ -27,7 +27,6 @@ from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
 from netweight.integrations.diffusion_pipeline import load_text_to_image
 from netweight.integrations.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
@@ -37,6 +36,7 @@ from netweight.methods.forget.method import localize
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
 from netweight.methods.forget.robust import HardenSettings, harden_
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.report.report import Report
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.small_diffusion import SHAPES_FOLDER
 

@@ -21,7 +21,7 @@ from netweight.attacks.finetuning.sweep import SubjectName, make_subject
 from netweight.cli import netweight
 from netweight.core.runs import in_process
 from netweight.errors import UsageError
-from netweight.evidence.report import read_report
+from netweight.report.report import read_report
 from netweight.zoo.attack_subjects import part_by_prompt, subject_from_files
 
 FACTORY = "netweight.zoo.attack_subjects:subject_from_files"

@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 from netweight.zoo.captioned_shapes import ShapesWorld
 from netweight.zoo.small_diffusion import SHAPES_FOLDER
 

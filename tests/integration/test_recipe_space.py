@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from spaces_under_test import random_adapters
 
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.points import read_points
+from netweight.report.report import read_report
 from netweight.store.adapter_bank import AdapterBank
 from netweight.store.adapter_files import read_adapter, write_adapter
 

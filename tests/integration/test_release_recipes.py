@@ -16,9 +16,9 @@ from tiny_llama import immunization_files
 
 from netweight import decompress_folder, verify
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.integrations.causal_lm import load_causal_lm
 from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

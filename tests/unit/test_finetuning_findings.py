@@ -21,7 +21,7 @@ from netweight.attacks.finetuning.showing import add_section, attack_table, scor
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
+from netweight.report.report import Report
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 

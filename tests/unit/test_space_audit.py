@@ -8,7 +8,6 @@ from known_spaces import known_scores
 import netweight.methods.space.audit as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
 from netweight.methods.space.calibration import calibrated
 from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
 from netweight.methods.space.direction_fit import fit_direction
@@ -16,6 +15,7 @@ from netweight.methods.space.directions import direction_of
 from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.entanglement import entanglement
 from netweight.metrics.copies import CenteredPixels
+from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
 NAMES = ["red", "green", "blue"]
 
@@ -172,7 +172,7 @@ def test_every_audit_that_is_named_is_written():
 def test_directions_and_samples_are_audited_by_name():
     scores, labels, _ = known_scores(200)
     directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
-    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"]
+    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"].findings
     assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
     assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
     with pytest.raises(UsageError, match="no held-out score"):

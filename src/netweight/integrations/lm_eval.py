@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from netweight.errors import MissingExtra, NameNotFound
-from netweight.evidence.finding import Finding
 from netweight.integrations.causal_lm import load_causal_lm
+from netweight.report.finding import Finding
 
 __all__ = ["Scores", "check_lm_eval", "measure_tasks", "task_findings"]
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.errors import UnsafeInput, UsageError
-from netweight.evidence.finding import Better, Finding
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.report.finding import Better, Finding
 
 _IMAGENET_MEAN, _IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _AT_ONCE = 64

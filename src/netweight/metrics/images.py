@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
-from netweight.evidence.finding import Better, Finding
 from netweight.metrics.intervals import Interval, bootstrap, t_interval
+from netweight.report.finding import Better, Finding
 from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:

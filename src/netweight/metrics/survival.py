@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, scipy_stats
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
     import numpy as np

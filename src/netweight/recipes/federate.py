@@ -11,9 +11,9 @@ from pydantic import Field
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.report import Report
 from netweight.methods.federate.catalog import METHODS
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.report import Report
 from netweight.zoo.data import NAMES
 from netweight.zoo.federated import Partition
 from netweight.zoo.federation import FederationPlan

@@ -8,11 +8,11 @@ from typing import Any
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, read_report
 from netweight.methods.forget.audit import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.finding import Finding
+from netweight.report.report import Report, read_report
 from netweight.zoo.embedding_attack import FolderSearch
 from netweight.zoo.forgotten_pipeline import FolderForgetting, forget_folder, ordinary_prompts
 from netweight.zoo.memorized_pairs import check_pairs
@@ -49,8 +49,8 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     folder = _beside(destination)
     if (folder / "report.json").is_file():
         for section in read_report(folder).sections:
-            titled = {"title": f"{number}. {section.title}", "findings": (), "treatment": None, "missing_audits": ()}
-            report.include(section.model_copy(update=titled))
+            title = f"{number}. {section.title}"
+            report.add(dataclasses.replace(section, title=title, findings=(), treatment=None, missing_audits=()))
 
 
 def _beside(destination: Path) -> Path:

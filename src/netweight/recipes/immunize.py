@@ -6,13 +6,13 @@ import dataclasses
 from pathlib import Path
 
 from netweight.core.progress import Progress
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, read_report
 from netweight.integrations.causal_lm import check_folder
 from netweight.methods.immunize.audit import ATTACKED, REPORT, TREATMENT
 from netweight.methods.immunize.depth_report import TITLE
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.finding import Finding
+from netweight.report.report import Report, read_report
 from netweight.zoo.folder_attack import FolderAttack, attack_folders, goal_words, plan
 from netweight.zoo.immunized_folder import FolderDefense, immunize_folder
 from netweight.zoo.language import text_examples, text_pairs
@@ -51,7 +51,7 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
     for section in read_report(destination / REPORT).sections:
         if section.title == TITLE:
-            report.include(section.model_copy(update={"title": f"{number}. {TITLE}", "findings": ()}))
+            report.add(dataclasses.replace(section, title=f"{number}. {TITLE}", findings=()))
 
 
 def _finetune(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:

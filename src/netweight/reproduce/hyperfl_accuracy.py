@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.federated_run import FederatedRun, run_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
@@ -209,7 +209,7 @@ def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
         out: Finished runs are kept here.
         rounds: Another number of rounds, at least 2.
     """
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     data, usual = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)
     rounds = rounds or usual

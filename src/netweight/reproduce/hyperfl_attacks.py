@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any, final
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.inversion_run import AttackRun, attack_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished

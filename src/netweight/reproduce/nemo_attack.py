@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.nemo_ground import Ground
 from netweight.reproduce.nemo_painting import mitigated, shown
 from netweight.reproduce.nemo_ways import Way

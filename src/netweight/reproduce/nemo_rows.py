@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.evidence.report import Table
+from netweight.report.finding import Table
 from netweight.reproduce.nemo_ground import Ground
 from netweight.reproduce.nemo_painting import Painting, Results, kinds_of, paint, painting
 from netweight.reproduce.nemo_ways import Way

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.pretraining import Pretraining
 from netweight.reproduce.published import published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table

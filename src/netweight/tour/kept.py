@@ -15,7 +15,7 @@ from typing import final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from netweight.errors import UsageError
-from netweight.evidence.report import make_folder, write_text
+from netweight.report.report import make_folder, write_text
 from netweight.store.atomic import lock
 from netweight.tour.stop import Stop
 

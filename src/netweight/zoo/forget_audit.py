@@ -18,8 +18,6 @@ from netweight.attacks.embedding_search.showing import add_section
 from netweight.core.progress import QUIET, Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
 from netweight.methods.forget.config import DetectionConfig
 from netweight.methods.forget.edit_record import read_records
@@ -31,6 +29,8 @@ from netweight.methods.forget.results import Localization
 from netweight.methods.forget.showing import add_finding_sections, add_images_section, attacked_images
 from netweight.metrics.copies import Memorized
 from netweight.probe.diffusion import TextToImage
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 from netweight.zoo.embedding_attack import FolderSearch, Prepared, prepare
 from netweight.zoo.forgotten_pipeline import FolderForgetting, calibrated, ordinary_prompts
 from netweight.zoo.memorized_pairs import Pair, check_pairs, painted_size, read_pairs

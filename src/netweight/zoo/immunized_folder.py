@@ -16,7 +16,6 @@ from pydantic import Field, FilePath
 from netweight.core.digest import of_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import OutputExists, UsageError
-from netweight.evidence.report import Column, Report, Table
 from netweight.integrations.causal_lm import context_of, load_causal_lm
 from netweight.methods.immunize.audit import DEPTH, REPORT, TREATMENT
 from netweight.methods.immunize.catalog import named_defense
@@ -26,6 +25,8 @@ from netweight.methods.immunize.insight import LEAST_PAIRS, Insight, Look, look_
 from netweight.methods.immunize.record import Record
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.training import CHECKPOINT, immunize
+from netweight.report.finding import Column, Table
+from netweight.report.report import Report
 from netweight.zoo.language import BELOW, Template, load_examples, padding_of, text_pairs, tokenized_pairs, withhold
 
 __all__ = ["FolderDefense", "Immunized", "immunize_folder", "why_not_looked_at"]

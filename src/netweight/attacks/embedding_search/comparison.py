@@ -21,8 +21,8 @@ from netweight.core.digest import of_config, of_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Result, in_process, map_runs
 from netweight.errors import UsageError
-from netweight.evidence.finding import encode_json
 from netweight.probe.diffusion import TextToImage
+from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 __all__ = ["LEDGER", "Comparison", "Images", "Run", "Subject", "Target", "compare", "images_of", "turned"]

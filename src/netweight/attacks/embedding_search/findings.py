@@ -15,7 +15,6 @@ from typing import Any, final
 from netweight.attacks.embedding_search.comparison import Comparison, Run
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
 from netweight.metrics.survival import (
     Survival,
@@ -26,6 +25,7 @@ from netweight.metrics.survival import (
     ratio_of_times,
     steps_finding,
 )
+from netweight.report.finding import Finding
 
 __all__ = ["Wanted", "search_findings", "soonest", "steps_ratio", "times_of", "verdict"]
 

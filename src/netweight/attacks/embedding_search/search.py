@@ -17,10 +17,10 @@ from netweight.attacks.embedding_search.starts import starting_points
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
-from netweight.evidence.finding import encode_json
 from netweight.probe.batches import Batches
 from netweight.probe.diffusion import Text, TextToImage
 from netweight.probe.generation import generated
+from netweight.report.finding import encode_json
 
 __all__ = ["Look", "Outcome", "Searched", "Similarity", "Trial", "search"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.comparison import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.findings import Wanted, search_findings, times_of, verdict
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.metrics.survival import Survival, Times, kaplan_meier
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report
 
 __all__ = ["add_section", "best_image", "grid_figure", "search_table", "success_figure"]
 
@@ -43,7 +43,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     """
     what = "Planted" if trained else "Never-trained"
     all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
-    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    # The curve of one search says nothing of others.
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None and times.n > 1}
     if not curves:
         return None
     longest = max(curve.last for curve in curves.values())

@@ -24,9 +24,9 @@ from netweight.attacks.finetuning.resistance import (
 from netweight.attacks.finetuning.run import Outcome
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.metrics.intervals import proportion, t_interval
 from netweight.metrics.survival import TimesRatio, failures_finding, steps_finding
+from netweight.report.finding import Finding
 
 __all__ = ["ResistanceConfig", "Stability", "attack_findings", "resistance_findings", "verdict"]
 

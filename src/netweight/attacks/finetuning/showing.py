@@ -16,11 +16,10 @@ from netweight.attacks.finetuning.findings import (
 )
 from netweight.attacks.finetuning.resistance import AttackTimes, best_attack, best_attack_ratio, by_attack
 from netweight.attacks.finetuning.sweep import Sweep
-from netweight.evidence.figures import Figure, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.time_rows import TimeRow, time_rows
 from netweight.metrics.survival import Survival
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import TimeRow, lines, time_rows
+from netweight.report.report import Report
 
 __all__ = ["add_section", "attack_table", "score_figure", "steps_figure", "survival_figure"]
 
@@ -52,6 +51,8 @@ def survival_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figur
     """
     series, bands, words = {}, {}, []
     for name, (_, curve) in _best(sweep, subjects, domain).items():
+        if curve.n == 1:  # the curve of one run says nothing of others
+            continue
         x, share, low, high = curve.steps()
         series[name], bands[name] = (x, share), (low, high)
         words.append(f"{name}: {_median_words(curve)} (n = {curve.n})")

@@ -18,9 +18,9 @@ from torch.nn import functional
 from netweight.attacks.finetuning.examples import IGNORED, Example, collate
 from netweight.attacks.finetuning.scores import Generate, Judge, evaluating
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
 from netweight.metrics.perplexity import Losses, compare, perplexity
+from netweight.report.finding import Finding
 
 __all__ = ["Judged", "Kept", "measure_kept", "stability_findings"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, make_folder
 from netweight.metrics.images import image_findings, match_images, write_png
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report, make_folder
 
 __all__ = ["findings_of", "in_order", "write_findings"]
 

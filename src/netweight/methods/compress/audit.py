@@ -20,12 +20,12 @@ from netweight.codec import BlobInfo
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.methods.compress.closeness import largest_change
 from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.shard import plain_head, plain_size
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 from netweight.store.reading import StoredFile
 
 __all__ = ["TREATMENT", "Compressed", "verify"]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
 from netweight.methods.compress.bits import BitStatistics
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:

@@ -18,10 +18,6 @@ from netweight.attacks.gradient_inversion.imprint import read_imprint
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import Unsupported
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Table
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.generated_training import rows_of_body
@@ -30,6 +26,9 @@ from netweight.methods.federate.threat import Observation, ThreatModel, observe
 from netweight.methods.federate.updates import Tensors
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import image_grid
 
 __all__ = ["AuditConfig", "Exposure", "audit_exposures", "exposure", "exposure_figure", "exposure_table", "own_threat"]
 

@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 
 from netweight.core.progress import QUIET, Progress
-from netweight.evidence.finding import Better, Finding
 from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.config import LocalTraining
 from netweight.methods.federate.dense import dense_fedavg, dense_hyperfl
@@ -19,6 +18,7 @@ from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.task import FedTask
 from netweight.metrics.intervals import paired_ratio
 from netweight.metrics.timing import Case, Samples, interleave
+from netweight.report.finding import Better, Finding
 
 __all__ = ["TIMED", "Contender", "speed_findings", "time_rounds"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.figures import Figure, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.rounds import Round
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import lines
+from netweight.report.report import Report
 
 if TYPE_CHECKING:
     from netweight.methods.federate.audit import Exposure

@@ -13,12 +13,12 @@ from typing import final
 from netweight.attacks.embedding_search.comparison import Comparison
 from netweight.attacks.embedding_search.findings import Wanted, search_findings
 from netweight.core.progress import Progress
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.methods.forget.detection import Score, Threshold, roc
 from netweight.methods.forget.images import ImagesConfig, image_findings
 from netweight.methods.forget.painting import Painted
 from netweight.methods.forget.results import Localization
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 __all__ = [
     "DETECTION",

@@ -14,7 +14,6 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from netweight.evidence.finding import Finding
 from netweight.methods.forget.painting import Painted
 from netweight.metrics.copies import (
     COPY,
@@ -29,6 +28,7 @@ from netweight.metrics.copies import (
     similarity_to_memorized,
 )
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.report.finding import Finding
 
 __all__ = ["Alignment", "ImagesConfig", "copies", "image_findings", "verdicts"]
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from netweight.core.progress import QUIET
-from netweight.evidence.figures import Figure, bars
-from netweight.evidence.finding import Finding
-from netweight.evidence.matrix_figures import heat_maps, histogram
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.forget.audit import neuron_findings
 from netweight.methods.forget.results import Localization
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import bars, heat_maps, histogram
+from netweight.report.report import Report
 
 __all__ = ["add_section", "counts_figure", "layers_figure", "overlap", "overlap_figure", "prompts_table"]
 

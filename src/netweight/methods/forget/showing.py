@@ -13,9 +13,6 @@ from torch import Tensor
 from netweight.attacks.embedding_search.comparison import Comparison, Run
 from netweight.attacks.embedding_search.showing import best_image
 from netweight.core.progress import QUIET
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.forget.audit import (
     DETECTION,
     IMAGES,
@@ -28,6 +25,9 @@ from netweight.methods.forget.audit import (
 from netweight.methods.forget.images import ImagesConfig, copies, image_findings, verdicts
 from netweight.methods.forget.painting import Painted
 from netweight.methods.forget.results import Localization
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import image_grid
+from netweight.report.report import Report
 
 __all__ = ["add_finding_sections", "add_images_section", "attacked_images", "images_figure", "images_table"]
 

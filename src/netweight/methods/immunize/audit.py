@@ -11,10 +11,10 @@ from pathlib import Path
 from netweight.attacks.finetuning.findings import ResistanceConfig, resistance_findings
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import read_report
 from netweight.methods.immunize.depth_report import TITLE
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
+from netweight.report.report import read_report
 
 __all__ = ["ATTACKED", "DEPTH", "REPORT", "TREATMENT", "attacked", "deep"]
 
@@ -43,7 +43,7 @@ def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> lis
     found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
     if not found:
         return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
-    return [finding.finding() for finding in found[0].findings]
+    return list(found[0].findings)
 
 
 @register_audit(TREATMENT, ATTACKED)

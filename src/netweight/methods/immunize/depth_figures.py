@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
 from netweight.methods.immunize.depth import LayerChange
 from netweight.methods.immunize.insight import KINDS, Look
 from netweight.methods.immunize.probing import Plane
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

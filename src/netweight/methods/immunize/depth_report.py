@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.immunize.depth_figures import distance_figure, lens_figure, plane_figure, probe_figure
 from netweight.methods.immunize.insight import KINDS, Insight, Look
 from netweight.metrics.intervals import t_interval
+from netweight.report.finding import Column, Finding, Table
+from netweight.report.report import Report
 
 __all__ = ["TITLE", "add_depth_section"]
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.methods.space.directions import Direction
 from netweight.methods.space.diversity import neighbor_findings, spread_findings
 from netweight.methods.space.edit_curves import EditCurve, curve_findings
 from netweight.methods.space.entanglement import Entanglement, entanglement_findings
 from netweight.metrics.prediction import explained_variance
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 __all__ = [
     "DIRECTIONS",

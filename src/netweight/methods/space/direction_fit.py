@@ -16,11 +16,11 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.directions import Direction, DirectionKind, decorrelated, direction_of
 from netweight.methods.space.labels import Column, Labels
 from netweight.methods.space.linear import Design, ReadOut, logistic, ridge
 from netweight.metrics.prediction import area_under_roc, explained_variance
+from netweight.report.finding import Finding
 
 __all__ = ["bootstrap_cosine", "fit_direction"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from netweight.core import digest
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 
 __all__ = ["Direction", "DirectionKind", "Unit", "decorrelated", "direction_of", "scores_digest"]
 

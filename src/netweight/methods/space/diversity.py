@@ -12,8 +12,8 @@ from torch import Tensor
 
 from netweight.core.seeds import numpy_generator
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.neighbors import nearest_distances
+from netweight.report.finding import Finding
 
 __all__ = ["SPREAD_TARGET", "neighbor_findings", "spread_findings"]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.comparisons import Compare
 from netweight.methods.space.directions import Direction, Unit
 from netweight.methods.space.edits import Move, edit
+from netweight.report.finding import Finding
 
 __all__ = ["COST_TARGET", "EFFECT_TARGET", "EditCurve", "Paint", "Read", "curve_findings", "edit_curve"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.direction_fit import fit_direction
 from netweight.methods.space.labels import Column, Labels
+from netweight.report.finding import Finding
 
 __all__ = ["Entanglement", "entanglement", "entanglement_findings"]
 

@@ -14,13 +14,13 @@ from typing import final
 from torch import Tensor
 
 from netweight.core.progress import Progress
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.generate.adapter import Adapter, combined
 from netweight.methods.space.accuracy import Accuracy
 from netweight.methods.space.audit import direction_findings
 from netweight.methods.space.directions import Direction
 from netweight.methods.space.diversity import neighbor_findings
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 __all__ = [
     "EDIT", "EXPORT", "FIT", "SAMPLE", "WrittenSubject", "drawn_points", "fitted_space", "moved_points",

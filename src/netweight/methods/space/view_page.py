@@ -18,11 +18,11 @@ import numpy as np
 from markupsafe import Markup
 
 from netweight.errors import UsageError
-from netweight.evidence.page import page_template
-from netweight.evidence.report import MAX_BYTES
 from netweight.methods.space.view import AdapterMap, Neighbors, Plane, Samples, Traversal, View
 from netweight.methods.space.view_traces import scale_of, traces
 from netweight.metrics.images import png_bytes
+from netweight.report.page import page_template
+from netweight.report.report import MAX_BYTES
 from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, final
 
 from netweight.core.seeds import derive
 from netweight.errors import Unsupported
-from netweight.evidence.report import write_text
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
 from netweight.metrics.timing import Samples
+from netweight.report.report import write_text
 
 __all__ = ["BASELINES", "FORMAT", "OURS", "Direction", "Mode", "Ratio", "Result", "Row", "read_result", "write_result"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from netweight.evidence.finding import Finding
 from netweight.methods.compress.benchmark.data import GAUSSIAN, IN_CACHE
 from netweight.methods.compress.benchmark.result import OURS, Result, Row
+from netweight.report.finding import Finding
 
 __all__ = ["MINILM", "TARGETS", "SpeedTable", "findings", "label", "speed_tables", "target_table"]
 
