@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from netweight.errors import UsageError
 from netweight.report.audit import of_treatment
-from netweight.report.finding import Chapter, Figure, Finding, Provenance, Section, Table, encode_json
+from netweight.report.finding import Chapter, Finding, Provenance, Section, encode_json
 from netweight.store.atomic import whole_file
 
 FORMAT = 1
@@ -134,44 +134,24 @@ class Report(BaseModel):
         title: str,
         findings: Iterable[Finding],
         *,
-        figures: Iterable[Figure] = (),
-        tables: Iterable[Table] = (),
-        intro: str = "",
-        question: str = "",
-        conclusion: str = "",
         treatment: str | None = None,
         audits: Iterable[str] = (),
-        warnings: Iterable[str] = (),
+        **parts: Any,
     ) -> Self:
-        """Add a section of these parts; see `Section`.
+        """Add a section of these parts.
 
         Args:
-            title: See `Section`, as for all others.
-            findings: See `Section`.
-            figures: See `Section`.
-            tables: See `Section`.
-            intro: See `Section`.
-            question: See `Section`.
-            conclusion: See `Section`.
-            treatment: Audits that it names and that are not in `audits` are shown in red.
+            title: As of `Section`.
+            findings: As of `Section`.
+            treatment: The treatment that it is about; those of its audits that are not in `audits` are shown in red.
             audits: Names of the audits that ran.
-            warnings: See `Section`.
+            parts: As of `Section`.
 
         Raises:
-            UsageError: The title is empty or taken.
+            UsageError: The title is taken, or a part is invalid.
             NameNotFound: The treatment is not declared.
         """
-        section = Section(
-            title,
-            tuple(findings),
-            figures=tuple(figures),
-            tables=tuple(tables),
-            intro=intro,
-            question=question,
-            conclusion=conclusion,
-            warnings=tuple(warnings),
-        )
-        return self.add(of_treatment(section, treatment, audits))
+        return self.add(of_treatment(Section(title, tuple(findings), **parts), treatment, audits))
 
     @property
     def findings(self) -> tuple[Finding, ...]:
