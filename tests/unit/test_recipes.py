@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import toy_treatment
-from netweight.report.report import read_report
 
 from netweight.errors import CorruptBlob, UsageError
 from netweight.recipes import Known, Plan, read_recipe, register, run
+from netweight.report.report import read_report
 
 KILLED = Path(toy_treatment.__file__).with_name("killed_recipe.py")
 

@@ -12,7 +12,6 @@ import click
 
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output
-from netweight.report.text import finding_row
 
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
@@ -60,7 +59,7 @@ def end_attack(
         result: What machines are told before findings and report.
     """
     page = report.write(out)
-    output.table((), [finding_row(finding) for finding in findings], indent=2)
+    output.findings(findings)
     for words in verdicts:
         output.line(words, bold=True)
     output.line(f"Report: {page}")

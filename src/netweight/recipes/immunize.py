@@ -50,7 +50,7 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
     for section in read_report(destination / REPORT).sections:
         if section.title == TITLE:
-            report.include(section.model_copy(update={"title": f"{number}. {TITLE}", "findings": ()}))
+            report.add(dataclasses.replace(section, title=f"{number}. {TITLE}", findings=()))
 
 
 def _finetune(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:
