@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.finding_row import finding_row
 from netweight.cli.output import Output
+from netweight.report.text import finding_row
 
 if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
-    from netweight.evidence.report import Report
+    from netweight.report.finding import Finding
+    from netweight.report.report import Report
 
 __all__ = ["end_attack", "new_report"]
 
@@ -31,7 +31,7 @@ def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) ->
         files: That were read.
     """
     from netweight.core.digest import of_file
-    from netweight.evidence.report import Report
+    from netweight.report.report import Report
 
     command = shlex.join(["netweight", *sys.argv[1:]])
     inputs = {path.name: of_file(path) for path in files}
