@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar, final
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 T = TypeVar("T")
 

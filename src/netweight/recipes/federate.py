@@ -12,11 +12,11 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.report import Report
 from netweight.methods.federate.catalog import METHODS
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import Partition
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.report import Report
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Run

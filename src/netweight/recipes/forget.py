@@ -10,12 +10,12 @@ from netweight.attacks.embedding_search.folder import FolderSearch
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import check_pairs
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, read_report
 from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
 from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.finding import Finding
+from netweight.report.report import Report, read_report
 
 _SEED = 0
 

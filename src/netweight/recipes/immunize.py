@@ -9,13 +9,13 @@ from netweight.attacks.finetuning.folder import FolderAttack, attack_folders, go
 from netweight.core.progress import Progress
 from netweight.data.rows import read_rows
 from netweight.data.text import text_examples, text_pairs
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, read_report
 from netweight.hf.load_language_model import check_folder
 from netweight.methods.immunize.folder import FolderDefense, immunize_folder
 from netweight.methods.immunize.report import ATTACKED, REPORT, TITLE, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
+from netweight.report.finding import Finding
+from netweight.report.report import Report, read_report
 
 
 def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:

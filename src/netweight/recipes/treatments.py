@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, final
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import audits_of, missing_audits
-from netweight.evidence.report import Report
+from netweight.report.audit import audits_of, missing_audits
+from netweight.report.report import Report
 
 T = TypeVar("T")
 Apply = Callable[[Path, Path, T, Progress], object]
