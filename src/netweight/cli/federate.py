@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from netweight.methods.federate.report import AuditConfig, ThreatModel
     from netweight.report.finding import Table
 
-__all__ = ["federate"]
-
 
 @click.group()
 def federate() -> None:

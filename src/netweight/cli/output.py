@@ -15,18 +15,12 @@ import click
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
 
-__all__ = ["Output", "output_option"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @final
 class Output:
-    """Standard output of one command.
-
-    Args:
-        as_json: True if a machine reads: then only `result` writes to standard output.
-    """
+    """Standard output of one command."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -41,13 +35,7 @@ class Output:
         click.secho(f"Warning: {text}", fg="yellow", err=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> None:
-        """Write a table for people: columns aligned, columns of numbers to the right.
-
-        Args:
-            headers: Column titles; an empty sequence for none.
-            rows: Cells, written by `str`; every row as long as the others.
-            indent: Spaces before each line.
-        """
+        """Write a table for people: columns aligned, columns of numbers to the right."""
         if not self.as_json:
             from netweight.report.text import aligned
 

@@ -16,8 +16,6 @@ from netweight.core.progress import Progress
 if TYPE_CHECKING:
     from netweight import recipes
 
-__all__ = ["run"]
-
 
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:

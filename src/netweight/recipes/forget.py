@@ -17,10 +17,7 @@ from netweight.recipes.treatments import Treatment, register
 from netweight.report.finding import Finding
 from netweight.report.report import Report, read_report
 
-__all__ = ["EMBEDDING", "FORGET"]
-
 _SEED = 0
-"""Of the first image and of the random neurons that an edit is compared with."""
 
 
 def _forget(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:

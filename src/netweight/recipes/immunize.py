@@ -17,8 +17,6 @@ from netweight.recipes.treatments import Treatment, register
 from netweight.report.finding import Finding
 from netweight.report.report import Report, read_report
 
-__all__ = ["FINETUNE", "IMMUNIZE"]
-
 
 def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:
     immunize_folder(source, destination, settings, progress=progress)
