@@ -302,8 +302,9 @@ class Box:
             return fixed_products.decode(self.payload, *self.shape)
         if device.handles(self.payload):
             return device.decoder_of(self.payload.device).weight(self.payload)
-        blob = blob_of(self.payload.cpu())
-        return codec.decode(blob, threads=threads_for(self.payload.numel() * 3 // 2)).to(self.payload.device)
+        local = self.payload.cpu()  # must outlive the blob, which is a view
+        weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
+        return weight.to(self.payload.device)
 
     def _replace(self, payload: torch.Tensor) -> None:
         """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""
