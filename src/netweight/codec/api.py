@@ -333,6 +333,13 @@ def decode_into(
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
     """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
 
+    Args:
+        blob: See `info`.
+        start: The first row.
+        stop: The row after the last one.
+        threads: Threads to decode with, at least 1.
+        path: See `encode_raw`.
+
     Returns:
         A tensor of shape (stop - start, *rest).
 

@@ -14,7 +14,6 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
-from netweight.codec import numpy_codec
 from netweight.codec.dtypes import Bytes
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 
@@ -63,7 +62,13 @@ class Codec(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-best: Codec = native if native else numpy_codec
+def _in_python() -> Codec:
+    from netweight.codec import numpy_codec  # seldom needed: import of the codec stays quick without it
+
+    return numpy_codec
+
+
+best: Codec = native if native else _in_python()
 
 
 @cache
@@ -78,7 +83,7 @@ def _warn_once() -> None:
 def codec_for(path: str) -> Codec:
     """The module that runs a code path; warns once if that is Python and nobody asked for it."""
     if path == "python":
-        return numpy_codec
+        return _in_python()
     if path != "auto" and path not in best.paths():
         available = ", ".join(dict.fromkeys((*best.paths(), "python")))
         raise UsageError(f"This processor or build has no codec path {path!r}.", cure=f"Choose auto, {available}.")
