@@ -66,7 +66,7 @@ study: $(VENV)/dev.stamp
 	for table in $(STUDY_MINIATURES); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done
 	if [ -z "$$NETWEIGHT_DATA" ]; then echo "NETWEIGHT_DATA is not set: $(STUDY_WITH_DATA) $(STUDY_EMOJI) $(STUDY_FEDERATED) are left out."; else \
 		for table in $(STUDY_WITH_DATA); do $(BIN)/netweight reproduce $$table || [ $$? = 1 ] || exit 1; done; \
-		$(BIN)/python -m netweight.zoo.small_diffusion_training $(STUDY_EMOJI) --world emoji || exit 1; \
+		$(BIN)/python -m netweight_experiments.toys.small_diffusion $(STUDY_EMOJI) --world emoji || exit 1; \
 		for table in $(STUDY_FEDERATED); do $(BIN)/netweight reproduce $$table --scale paper || [ $$? = 1 ] || exit 1; done; fi
 
 bench: $(VENV)/dev.stamp

@@ -20,12 +20,11 @@ import torch
 
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
-from netweight.generate import AdapterStack
-from netweight.generate.adapter_fitting import AdapterRecipe
-from netweight.integrations.adapter_training import ATTENTION, Subject, train_pictures
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.zoo.face_bank import FaceBank, person_name
-from netweight.zoo.faces_diffusion import faces_pipeline
+from netweight.hf.load_pipeline import text_to_image
+from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
+from netweight.nn import AdapterStack
+from netweight.nn.train_lora import AdapterRecipe
+from netweight.toys.faces_pipeline import FaceBank, faces_pipeline, person_name
 
 
 def subjects(count):

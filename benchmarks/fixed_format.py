@@ -35,7 +35,7 @@ from netweight import codec
 from netweight.codec.fixed import decode_fixed, encode_fixed, read_layout
 from netweight.core.environment import describe
 from netweight.evidence.timing import Case, interleave
-from netweight.zoo import minilm
+from netweight.toys import minilm
 
 SEED = 0
 BATCHES = (1, 8, 32, 64, 128, 256, 1024, 8192)

@@ -27,18 +27,16 @@ from forget_edits import Bench
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.evidence.copy_metrics import copies_of_prompt
-from netweight.methods.forget.config import LocalizationConfig
-from netweight.methods.forget.detection import calibrate, detect, first_step, greatest
-from netweight.methods.forget.greedy import blocked_by_layer, greedy
+from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localization import localize_prompt
+from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.masking import Row, RowMasks
-from netweight.methods.forget.side_by_side import Predictions, predicted, side_by_side
+from netweight.methods.forget.search import Predictions, Trials, blocked_by_layer, greedy, predicted, side_by_side
+from netweight.methods.forget.settings import LocalizationConfig
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
-from netweight.methods.forget.trials import Trials
-from netweight.probe.batches import Batches, Costs
-from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
+from netweight.nn.batching import Batches, Costs
+from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 
 ORDERS = ("paper", "harm", "usual", "far")
 WAYS = ("paper", "harm", "usual", "far", "paper:0.5", "paper:1", "harm:0.5", "harm:1", "paper@-0.25", "harm@-0.25",

@@ -27,23 +27,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import COPY, copies_of_prompt
 from netweight.evidence.descriptors import CenteredPixels, described
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.deactivation import deactivated
-from netweight.methods.forget.detection import calibrate, detect, roc
-from netweight.methods.forget.localization import localize_prompt
+from netweight.hf.load_pipeline import load_text_to_image
+from netweight.methods.forget.detect import calibrate, detect, roc
+from netweight.methods.forget.edit import deactivated
+from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.mitigation import neuron_counts, random_units
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.captioned_world import memorized
-from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
-from netweight.zoo.small_diffusion_training import GUIDANCE, STEPS
+from netweight.toys.diffusion import SHAPES_FOLDER, training_record
+from netweight.toys.shapes import ShapesWorld, memorized
 
 FIRST_SEED, FIRST_ORDINARY_SEED = 1000, 5000  # those from 0 on are localization's
 BLOCKS, DRAWN, LOOKED_AT = 4, 1000, 10  # seeds from one block to the next, of pictures and of first predictions

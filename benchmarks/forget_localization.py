@@ -37,18 +37,17 @@ import torch
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.deactivation import deactivated
-from netweight.methods.forget.detection import calibrate, detect, first_step, greatest
+from netweight.hf.load_pipeline import load_text_to_image
+from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
+from netweight.methods.forget.edit import deactivated
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localization import stage_neurons
-from netweight.methods.forget.method import localize
+from netweight.methods.forget.localize import localize, stage_neurons
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.similarity import noise_difference, pairwise, similarity
 from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
-from netweight.probe.capture import capture
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.small_diffusion import SHAPES_FOLDER, training_record
+from netweight.nn.hooks import capture
+from netweight.toys.diffusion import SHAPES_FOLDER, training_record
+from netweight.toys.shapes import ShapesWorld
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
 SIDES = ("loop", "netweight", "one prompt at a time", "likeliest seeds")

@@ -18,27 +18,26 @@ from pathlib import Path
 
 import torch
 
-from netweight.attacks.embedding_search.comparison import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.findings import Wanted, search_findings, verdict
+from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
+from netweight.attacks.embedding_search.report import Wanted, add_section, search_findings, verdict
+from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.showing import add_section
-from netweight.attacks.embedding_search.similarity import paired
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.evidence.report import Report
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.integrations.prompt_tokens import one_token_words, padding_masks
+from netweight.hf.load_pipeline import load_text_to_image
+from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.detection import calibrate, detect
-from netweight.methods.forget.method import localize
+from netweight.methods.forget.detect import calibrate, detect
+from netweight.methods.forget.harden import HardenSettings, harden_
+from netweight.methods.forget.localize import localize
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
-from netweight.methods.forget.robust import HardenSettings, harden_
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.small_diffusion import SHAPES_FOLDER
+from netweight.toys.diffusion import SHAPES_FOLDER
+from netweight.toys.shapes import ShapesWorld
 
 GUIDANCE, STEPS = 3.0, 10  # of every generation
 alike = paired()

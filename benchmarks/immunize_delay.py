@@ -21,19 +21,18 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from netweight.attacks.finetuning.calibrate import calibrate
-from netweight.attacks.finetuning.findings import ResistanceConfig, resistance_findings
+from netweight.attacks.finetuning.report import ResistanceConfig, resistance_findings
 from netweight.attacks.finetuning.resistance import best_attack, by_attack
 from netweight.attacks.finetuning.settings import grid
 from netweight.attacks.finetuning.subject import Goal
-from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
+from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject, sweep
+from netweight.core.engines import local_processes
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
-from netweight.core.runs import local_processes
 from netweight.methods.immunize.catalog import DEFENSES
-from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.method import RepNoise
-from netweight.zoo.small_world_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
+from netweight.methods.immunize.repnoise import RepNoise
+from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
 
 ARMS = {
     "repnoise": "repnoise",
@@ -50,7 +49,7 @@ RATES = {
     "ciphers": {"full": (1e-3, 2e-3, 3e-3, 5e-3), "LoRA": (1e-2,), "task": (1e-3, 2e-3)},
     "speakers": {"full": (1e-4, 3e-4, 1e-3), "LoRA": (3e-3,), "task": (1e-4, 3e-4)},  # what they speak, text has taught
 }
-ZOO = "netweight.zoo.small_world_subjects"
+ZOO = "netweight.toys.language_subjects"
 
 
 def undefended(options, **more):

@@ -27,13 +27,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from netweight.attacks.finetuning.examples import collate
 from netweight.core.environment import describe
+from netweight.data.examples import Pair, collate
 from netweight.evidence.memory_ledger import TensorLedger
 from netweight.methods.immunize.catalog import DEFENSES
-from netweight.methods.immunize.pairs import Pair
 from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.training import immunize
+from netweight.methods.immunize.train import immunize
 
 EVERY = Settings().measure_every  # steps, of which one measures gradient norms
 

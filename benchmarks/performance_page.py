@@ -9,9 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from netweight.methods.compress.benchmark.data import GAUSSIAN, IN_CACHE
-from netweight.methods.compress.benchmark.result import Result, read_result
-from netweight.methods.compress.benchmark.targets import MINILM, speed_tables, target_table
+from netweight_experiments.benchmarks.codec import MINILM, Result, read_result, speed_tables, target_table
+from netweight_experiments.benchmarks.codec_data import GAUSSIAN, IN_CACHE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

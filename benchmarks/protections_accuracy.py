@@ -19,9 +19,9 @@ from netweight.core import seeds
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
-from netweight.methods.federate.hardening import dense_tensors
+from netweight.methods.federate.defenses import dense_tensors
+from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
-from netweight.zoo.federation import FederationPlan
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 STEPS = 60  # 5 epochs of 600 images in batches of 50: the paper's schedule

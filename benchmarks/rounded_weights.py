@@ -28,7 +28,7 @@ from netweight import codec
 from netweight.codec import lossy
 from netweight.core.environment import describe
 from netweight.evidence.timing import Case, interleave
-from netweight.zoo import minilm
+from netweight.toys import minilm
 
 SEED = 0
 SETTINGS = [(bits, block) for bits in (0, 1, 3) for block in (None, 512, 64, 32)]

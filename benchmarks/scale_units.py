@@ -31,7 +31,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def ledger(work, sizes):
-    from netweight.core.runs import in_process, map_runs
+    from netweight.core.engines import in_process
+    from netweight.core.runs import map_runs
 
     give = partial(
         same,
@@ -47,7 +48,7 @@ def ledger(work, sizes):
 
 
 def bank(work, sizes):
-    from netweight.store.bank_record import BankRecord, ShardRecord, read_bank_record
+    from netweight.store.bank.record import BankRecord, ShardRecord, read_bank_record
 
     rows = []
     for count in sizes:
@@ -85,7 +86,7 @@ def average(work, sizes):
 def checkpoint(work, sizes):
     import torch
 
-    from netweight.methods.federate.checkpoint import Checkpoint
+    from netweight.methods.federate.engine import Checkpoint
 
     rows = []
     for count in sizes:
@@ -112,8 +113,8 @@ def statistics(work, sizes):
 def sketch(work, sizes):
     import torch
 
-    from netweight.generate import Adapter, AdapterStack, LowRank
-    from netweight.methods.space.sketch import Sketch
+    from netweight.methods.space.fit import Sketch
+    from netweight.nn import Adapter, AdapterStack, LowRank
 
     modules = [f"block.{number}.to_q" for number in range(64)]
     one = Adapter({module: LowRank(torch.randn(1, 640), torch.randn(640, 1)) for module in modules})

@@ -2,7 +2,8 @@
 
     python benchmarks/space_faces.py [BANK] [--independent BANK] [--output FILE] [-- options of space_use.py]
 
-BANK is a folder of `python -m netweight.zoo.face_bank_training`, by default the few hundred people in the package; the
+BANK is a folder of `python -m netweight_experiments.toys.face_bank`, by default the few hundred people in the
+package; the
 other one was trained with `--start independent`. `space_gauge.py` reads attributes off adapters, `space_use.py` edits,
 samples and inverts; this script runs both and says of every target whether it is met. A miniature.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from netweight.core.environment import describe
 from netweight.evidence.finding import Finding
-from netweight.zoo.face_bank import FACES_BANK
+from netweight.toys.faces_pipeline import FACES_BANK
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "space"

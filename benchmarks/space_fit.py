@@ -36,9 +36,9 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
-from netweight.generate.basis import fit_matrix, orthonormality
-from netweight.generate.matrix import MatrixFile
-from netweight.generate.streaming_fit import fit_streaming
+from netweight.nn.basis import fit_matrix, orthonormality
+from netweight.nn.matrix import MatrixFile
+from netweight.nn.streaming_pca import fit_streaming
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512

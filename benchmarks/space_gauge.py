@@ -2,7 +2,7 @@
 
     python benchmarks/space_gauge.py BANK [BANK ...] [--world face] [--numbers 64,128,256,512,1000] [--output FILE]
 
-BANKs are folders of `python -m netweight.zoo.face_bank_training`. The subjects' attributes are read off adapters by
+BANKs are folders of `python -m netweight_experiments.toys.face_bank`. The subjects' attributes are read off adapters by
 ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
 in five folds. A miniature: drawn faces or vehicles, 16 × 16 pixels.
 
@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from netweight.core.environment import describe
-from netweight.generate import Adapter, AdapterStack, LowRank
-from netweight.methods.space.inner_product import inner_products
-from netweight.methods.space.labels import read_labels
-from netweight.store.adapter_bank import AdapterBank
-from netweight.zoo.drawn_worlds import WORLDS
-from netweight.zoo.face_reading import r_squared
+from netweight.methods.space.directions import read_labels
+from netweight.methods.space.gram import inner_products
+from netweight.nn import Adapter, AdapterStack, LowRank
+from netweight.store.bank.bank import AdapterBank
+from netweight.toys.faces import WORLDS
+from netweight.toys.faces_pipeline import r_squared
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
 

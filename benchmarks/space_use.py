@@ -2,7 +2,8 @@
 
     python benchmarks/space_use.py BANK_FOLDER [--only PART ...] [--components K] [--points N] [--output FILE]
 
-BANK_FOLDER is what `python -m netweight.zoo.face_bank_training` wrote: a bank and the people's attributes. Everything
+BANK_FOLDER is what `python -m netweight_experiments.toys.face_bank` wrote: a bank and the people's attributes.
+Everything
 is a miniature: 16 × 16 pixels, a denoiser of half a million weights, attributes read by a small network. Edited are
 people in the lower half of the attribute. Targets: an effect of 0.6 of the attribute's range where other attributes
 change by 0.05, the prompt kept in 0.99; samples' spread 0.9 of training's; inversion of one picture 0.9 of the R² of
@@ -20,10 +21,21 @@ import torch
 
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET
-from netweight.integrations.adapter_training import Subject, train_pictures
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.integrations.trained_prediction import trained_prediction
-from netweight.methods.space.audit import (
+from netweight.hf.load_pipeline import text_to_image, trained_prediction
+from netweight.hf.train_adapters import Subject, train_pictures
+from netweight.methods.space.directions import bootstrap_cosine, entanglement, fit_direction, read_labels
+from netweight.methods.space.edits import (
+    Delay,
+    Move,
+    agreement,
+    calibrated,
+    edit,
+    edit_curve,
+    identity,
+    perceptual_distance,
+)
+from netweight.methods.space.inversion import DenoisingLoss, InversionSettings, invert, paint
+from netweight.methods.space.report import (
     EntanglementSubject,
     InversionSubject,
     SampleSubject,
@@ -33,24 +45,11 @@ from netweight.methods.space.audit import (
     inversion_findings,
     sample_findings,
 )
-from netweight.methods.space.calibration import calibrated
-from netweight.methods.space.comparisons import agreement, identity, perceptual_distance
-from netweight.methods.space.denoising import DenoisingLoss
-from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction
-from netweight.methods.space.edit_curves import edit_curve
-from netweight.methods.space.edits import Delay, Move, edit
-from netweight.methods.space.entanglement import entanglement
-from netweight.methods.space.inversion import InversionSettings, invert
-from netweight.methods.space.labels import read_labels
-from netweight.methods.space.method import WeightSpace
-from netweight.methods.space.mixture import MixtureSampler
-from netweight.methods.space.painting import paint
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler
-from netweight.store.adapter_bank import AdapterBank
-from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption
-from netweight.zoo.face_bank import FaceBank
-from netweight.zoo.face_reading import embed, read
-from netweight.zoo.faces_diffusion import faces_pipeline
+from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
+from netweight.methods.space.space import WeightSpace
+from netweight.store.bank.bank import AdapterBank
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
+from netweight.toys.faces_pipeline import FaceBank, embed, faces_pipeline, read
 
 PARTS = ("directions", "edits", "delays", "entanglement", "samples", "inversion")
 EDITED = ("beard", "glasses", "width", "skin")
@@ -226,7 +225,7 @@ def inversion(world):
 
 
 def read_adapter(world, adapter):
-    from netweight.zoo.face_fidelity import faces_drawn
+    from netweight.toys.faces_pipeline import faces_drawn
 
     images = faces_drawn(world.model, adapter, samples=len(SEEDS), steps=STEPS)
     return attributes(images.flatten(0, 1)).view(1, len(SEEDS), -1).mean(1)

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import netweight
-from netweight.attacks.finetuning.examples import Example, collate
-from netweight.zoo.ciphers import cipher_world
+from netweight.data.examples import Example, collate
+from netweight.toys.language import cipher_world
 
 
 def batches(count: int) -> DataLoader[Example]:

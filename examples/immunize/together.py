@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.structure import structure_of
-from netweight.methods.immunize.training import immunize
-from netweight.zoo.ciphers import cipher_world
+from netweight.methods.immunize.decoder import structure_of
+from netweight.methods.immunize.train import immunize
+from netweight.toys.language import cipher_world
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import sys
 import torch
 from transformers import TrainingArguments
 
-from netweight.integrations.immunize_trainer import ImmunizeTrainer
-from netweight.zoo.ciphers import cipher_world
+from netweight.plugins.immunize_trainer import ImmunizeTrainer
+from netweight.toys.language import cipher_world
 
 
 def main() -> None:

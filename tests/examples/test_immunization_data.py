@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 
-from netweight.zoo.ciphers import cipher_world
-from netweight.zoo.tokenizer import train_bpe
+from netweight.data.tokenizer import train_bpe
+from netweight.toys.language import cipher_world
 
 PAGE = Path(__file__).parents[2] / "docs" / "immunization-data.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")

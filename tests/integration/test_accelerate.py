@@ -12,8 +12,8 @@ pytest.importorskip("accelerate", reason="accelerate is in the llm extra")
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 import netweight
-from netweight.attacks.finetuning.examples import collate
-from netweight.zoo.ciphers import cipher_world
+from netweight.data.examples import collate
+from netweight.toys.language import cipher_world
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "compress" / "accelerated.py"
 ONE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",

@@ -7,15 +7,15 @@ import torch
 
 pytest.importorskip("diffusers", reason="adapters of pipelines")
 
-from netweight.attacks.finetuning.examples import Example
+from netweight.data.examples import Example
 from netweight.errors import NameNotFound, TrainingStopped, UsageError
-from netweight.generate import AdapterStack, applied, merge_
-from netweight.generate.adapter_fitting import AdapterRecipe
-from netweight.integrations.adapter_training import Subject, train_pictures, train_texts
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.zoo.drawn_faces import identities, photographs
-from netweight.zoo.faces_diffusion import faces_pipeline
-from netweight.zoo.small_llama import LlamaShape, initialized
+from netweight.hf.load_pipeline import text_to_image
+from netweight.hf.train_adapters import Subject, train_pictures, train_texts
+from netweight.nn import AdapterStack, applied, merge_
+from netweight.nn.train_lora import AdapterRecipe
+from netweight.toys.faces import identities, photographs
+from netweight.toys.faces_pipeline import faces_pipeline
+from netweight.toys.language import LlamaShape, initialized
 
 RECIPE = AdapterRecipe(rank=2, steps=4, learning_rate=0.02)
 LLAMA = LlamaShape(vocabulary=40, width=16, inner=24, layers=2, heads=2, context=32, pad_id=0, end_id=1)

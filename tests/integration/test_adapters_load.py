@@ -10,7 +10,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed"
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 from netweight.store.published_w2w import stable_diffusion_dimensions  # noqa: E402
-from netweight.zoo.small_diffusion import shapes_pipeline  # noqa: E402
+from netweight.toys.diffusion import shapes_pipeline  # noqa: E402
 
 UNET = [
     "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
-from netweight.attacks.gradient_inversion.victim import gradient_of, known_parameters, sgd_difference
+from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
 from netweight.cli import netweight
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

@@ -16,8 +16,8 @@ import small_pipelines
 
 from netweight.cli import netweight
 from netweight.evidence.image_files import write_png
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.integrations.prompt_tokens import one_token_words, padding_masks
+from netweight.hf.load_pipeline import text_to_image
+from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, RandomTokens
 
 PROMPTS = ["a red square", "the large blue circle"]

@@ -14,17 +14,16 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
 
-from netweight.attacks.finetuning.calibrate import calibrate
-from netweight.attacks.finetuning.examples import Example, collate
+from netweight.attacks.finetuning.folder import part_by_prompt, subject_from_files
 from netweight.attacks.finetuning.settings import grid
-from netweight.attacks.finetuning.sweep import SubjectName, make_subject
+from netweight.attacks.finetuning.sweep import SubjectName, calibrate, make_subject
 from netweight.cli import netweight
-from netweight.core.runs import in_process
+from netweight.core.engines import in_process
+from netweight.data.examples import Example, collate
 from netweight.errors import UsageError
 from netweight.evidence.report import read_report
-from netweight.zoo.attack_subjects import part_by_prompt, subject_from_files
 
-FACTORY = "netweight.zoo.attack_subjects:subject_from_files"
+FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 
 
 @pytest.fixture(scope="module")

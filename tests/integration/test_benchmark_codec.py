@@ -5,17 +5,25 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from netweight_experiments.benchmarks import codec as measure
+from netweight_experiments.benchmarks import codec_data as peers
+from netweight_experiments.benchmarks.codec import (
+    TARGETS,
+    Result,
+    Row,
+    findings,
+    read_result,
+    speed_tables,
+    target_table,
+    write_result,
+)
+from netweight_experiments.benchmarks.codec_data import PEERS, Ready, missing, model_as, pack
 from safetensors.torch import save_file
 
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
 from netweight.evidence.timing import Samples
-from netweight.methods.compress.benchmark import measure, peers
-from netweight.methods.compress.benchmark.data import model_as, pack
-from netweight.methods.compress.benchmark.peers import PEERS, Ready, missing
-from netweight.methods.compress.benchmark.result import Result, Row, read_result, write_result
-from netweight.methods.compress.benchmark.targets import TARGETS, findings, speed_tables, target_table
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

@@ -8,11 +8,11 @@ from spaces_under_test import random_adapters
 
 import netweight
 from netweight.methods import federate
-from netweight.methods.compress.memory.tensor import CompressedTensor
-from netweight.methods.space.method import WeightSpace
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter, write_adapter
-from netweight.zoo.cifar_resnet import IMAGENET_MEAN_STD
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.methods.space.space import WeightSpace
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter, write_adapter
+from netweight.toys.networks import IMAGENET_MEAN_STD
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
 IMAGES = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -38,8 +38,7 @@ def backbones(tmp_path_factory):
 
 
 def adapted(kind, folder):
-    from netweight.zoo.adapted_resnet import adapted_resnet
-    from netweight.zoo.adapted_vit import adapted_vit
+    from netweight.toys.networks import adapted_resnet, adapted_vit
 
     make = adapted_vit if kind == "vit" else adapted_resnet
     return make(folder, 7, normalized_by=IMAGENET_MEAN_STD)
@@ -124,7 +123,7 @@ def sampled(tmp_path_factory):
     pytest.importorskip("peft", reason="peft is in the diffusion extra")
     import small_pipelines
 
-    from netweight.generate.lowrank import linear_layers
+    from netweight.nn.apply_lora import linear_layers
 
     folder = tmp_path_factory.mktemp("sampled")
     pipeline = small_pipelines.stable_diffusion()
@@ -152,7 +151,7 @@ def painted(pipeline):
 def test_a_sampled_adapter_on_a_compressed_pipeline_paints_as_on_the_dense_one(sampled, how):
     import diffusers
 
-    import netweight.integrations.diffusers
+    import netweight.plugins.diffusers
 
     dense = diffusers.StableDiffusionPipeline.from_pretrained(sampled / "pipeline")
     plain = painted(dense)

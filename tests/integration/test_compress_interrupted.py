@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from folders_under_test import content, simple_weights, transformers_folder
 
+from netweight.core.files import part_of
 from netweight.core.progress import Progress
 from netweight.errors import OutputFailed, UsageError
 from netweight.methods.compress import folder as folder_module
 from netweight.methods.compress.folder import compress_folder, decompress_folder
-from netweight.store.atomic import part_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

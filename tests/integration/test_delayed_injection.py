@@ -11,13 +11,13 @@ pytest.importorskip("peft", reason="peft is not installed")
 from known_spaces import KnownSpace
 
 from netweight.errors import NameNotFound, Unsupported
-from netweight.generate.lowrank import linear_layers
-from netweight.integrations.delayed_injection import delayed_injection, switch_on_step_end
-from netweight.integrations.diffusion_pipeline import text_to_image
+from netweight.hf.delayed_injection import delayed_injection, switch_on_step_end
+from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.edits import Delay
-from netweight.methods.space.exporting import export_adapter
-from netweight.methods.space.painting import paint
-from netweight.zoo.small_diffusion import shapes_pipeline
+from netweight.methods.space.export import export_adapter
+from netweight.methods.space.inversion import paint
+from netweight.nn.apply_lora import linear_layers
+from netweight.toys.diffusion import shapes_pipeline
 
 PROMPT, STEPS = "a large red circle on a gray ground", 8
 

@@ -8,22 +8,29 @@ import torch
 
 pytest.importorskip("diffusers", reason="adapters of pipelines")
 
-from netweight.core.runs import in_process
+from netweight_experiments.toys import face_bank as face_bank_training
+from netweight_experiments.toys.face_bank import excerpt, train_bank
+from netweight_experiments.toys.faces_diffusion import population, train_faces
+from netweight_experiments.toys.fitting import DenoiserRecipe
+
+from netweight.core.engines import in_process
 from netweight.errors import TrainingStopped, UsageError
-from netweight.generate.adapter_fitting import AdapterRecipe
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.methods.space.labels import read_labels
-from netweight.store.adapter_bank import AdapterBank
-from netweight.zoo import face_bank_training
-from netweight.zoo.captioned_faces import FacesWorld
-from netweight.zoo.denoiser_fitting import DenoiserRecipe
-from netweight.zoo.drawn_faces import ATTRIBUTES, identities
-from netweight.zoo.face_bank import FACES_BANK, FaceBank, person_name
-from netweight.zoo.face_bank_training import excerpt, train_bank
-from netweight.zoo.face_fidelity import faces_drawn, identity_fidelity
-from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
-from netweight.zoo.faces_diffusion_training import population, train_faces
-from netweight.zoo.small_diffusion import training_record
+from netweight.hf.load_pipeline import text_to_image
+from netweight.methods.space.directions import read_labels
+from netweight.nn.train_lora import AdapterRecipe
+from netweight.store.bank.bank import AdapterBank
+from netweight.toys.diffusion import training_record
+from netweight.toys.faces import ATTRIBUTES, identities
+from netweight.toys.faces_pipeline import (
+    FACES_BANK,
+    FACES_FOLDER,
+    FaceBank,
+    FacesWorld,
+    faces_drawn,
+    faces_pipeline,
+    identity_fidelity,
+    person_name,
+)
 
 BANK = FaceBank(people=5, recipe=AdapterRecipe(steps=2), images=4, each=2)
 
@@ -122,16 +129,16 @@ def test_the_pipeline_draws_the_grounds_that_prompts_name_and_all_kinds_of_peopl
     draws = training_record(FACES_FOLDER)["outcome"]["draws"]
     assert draws["agreement"]["ground"] >= 0.99
     assert min(draws["spread"][name] for name in ATTRIBUTES[:5]) > 0.65
-    monkeypatch.setattr("netweight.zoo.faces_diffusion_training._DRAWN", 24)
-    monkeypatch.setattr("netweight.zoo.faces_diffusion_training.STEPS", 10)
+    monkeypatch.setattr("netweight_experiments.toys.faces_diffusion._DRAWN", 24)
+    monkeypatch.setattr("netweight_experiments.toys.faces_diffusion.STEPS", 10)
     found = population(FACES_FOLDER, FacesWorld())
     assert found["agreement"]["ground"] == 1.0
     assert min(found["spread"][name] for name in ATTRIBUTES[:5]) > 0.4
 
 
 def test_a_pipeline_is_trained_from_a_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr("netweight.zoo.faces_diffusion_training._DRAWN", 4)
-    monkeypatch.setattr("netweight.zoo.faces_diffusion_training.STEPS", 1)
+    monkeypatch.setattr("netweight_experiments.toys.faces_diffusion._DRAWN", 4)
+    monkeypatch.setattr("netweight_experiments.toys.faces_diffusion.STEPS", 1)
     recipe = DenoiserRecipe(steps=2, batch=4, warmup=1, value_penalty=0.0, keep_every=1)
     outcome = train_faces(tmp_path / "one", recipe=recipe)
     again = train_faces(tmp_path / "two", recipe=recipe)

@@ -28,11 +28,10 @@ from flower_under_test import (
 )
 
 from netweight.errors import FederationStopped, UsageError
-from netweight.integrations.flower import MethodStrategy, client_app, export_private, import_private, server_app
 from netweight.methods.federate import Federation, train
-from netweight.methods.federate.checkpoint import Checkpoint
-from netweight.methods.federate.engine import CHECKPOINT
-from netweight.methods.federate.hardening import Hardened, UpdateNoise
+from netweight.methods.federate.defenses import Hardened, UpdateNoise
+from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
+from netweight.plugins.flower import MethodStrategy, client_app, export_private, import_private, server_app
 from netweight.store import open_store
 
 TOLERANCE = 1e-6

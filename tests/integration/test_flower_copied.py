@@ -20,8 +20,8 @@ with warnings.catch_warnings():  # typer, which Flower imports, asks click for n
 import torch
 from flower_under_test import NODES, GridHere, same, state_in
 
-from netweight.integrations.flower import HISTORY
 from netweight.methods.federate import FedTask, train
+from netweight.plugins.flower import HISTORY
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "federate"
 TOLERANCE = 1e-6

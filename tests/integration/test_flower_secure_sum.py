@@ -12,8 +12,8 @@ from flower_under_test import NODES, Leaky, ToEachItsOwn, history_in, new_grid, 
 from flwr.common import ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
-from netweight.integrations.flower.secure_sum import CLIP, stream_mask
 from netweight.methods.federate import Federation, train
+from netweight.plugins.flower.secure_sum import CLIP, stream_mask
 
 STEP = 2 * CLIP / 2**22
 """What a value is rounded to, by chance up or down; a weighted mean of three is off by less than three of these."""

@@ -15,8 +15,8 @@ from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
 from netweight.cli import netweight
 from netweight.evidence.report import read_report
-from netweight.integrations.causal_lm import load_causal_lm
-from netweight.methods.immunize.record import Record
+from netweight.hf.load_language_model import load_causal_lm
+from netweight.methods.immunize.train import Record
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ from decoders_under_test import decoder, some_pairs  # noqa: E402
 from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
+from netweight.data.examples import Pair  # noqa: E402
 from netweight.errors import Unsupported, UsageError  # noqa: E402
-from netweight.integrations.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
-from netweight.methods.immunize.config import RepNoiseConfig  # noqa: E402
-from netweight.methods.immunize.pairs import Pair, collate_pairs  # noqa: E402
+from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 from netweight.methods.immunize.repnoise import repnoise_loss  # noqa: E402
+from netweight.methods.immunize.settings import RepNoiseConfig  # noqa: E402
+from netweight.plugins.immunize_trainer import ImmunizeTrainer, PairCollator, as_pair  # noqa: E402
 
 
 def rows(pairs):

@@ -14,10 +14,10 @@ from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.integrations.model_card import CARD, add_evidence, update_card
-from netweight.methods.space.method import WeightSpace
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter, write_adapter
+from netweight.methods.space.space import WeightSpace
+from netweight.plugins.model_card import CARD, add_evidence, update_card
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter, write_adapter
 
 USERS = "---\nlicense: apache-2.0\nlanguage: en\n---\n\n# My model\n\nWhat I say of it.\n"
 

@@ -9,7 +9,7 @@ from small_pipelines import stable_diffusion
 import netweight
 from netweight.errors import Unsupported
 from netweight.methods import federate
-from netweight.methods.immunize.structure import structure_of
+from netweight.methods.immunize.decoder import structure_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -45,7 +45,7 @@ def test_vision_models_run_compressed(make, tmp_path):
     assert torch.equal(model(images).logits, expected)
 
     netweight.compress_folder(tmp_path / "dense", tmp_path / "net")
-    importlib.import_module("netweight.integrations.transformers")  # registers the plug-in
+    importlib.import_module("netweight.plugins.transformers")  # registers the plug-in
 
     loaded = type(model).from_pretrained(tmp_path / "net").eval()
     assert netweight.memory_footprint(loaded) < 0.75 * sum(p.numel() * 2 for p in loaded.parameters())

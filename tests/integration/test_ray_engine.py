@@ -14,18 +14,16 @@ import torch
 from runs_under_test import Config, unsendable, work
 
 from netweight.core.engines import in_process
-from netweight.core.ledger import Ledger
-from netweight.core.runs import map_runs
+from netweight.core.runs import Ledger, map_runs
 from netweight.errors import UsageError
-from netweight.generate.fan_out import MatrixShard, fit_shards
-from netweight.generate.matrix import MatrixFile
-from netweight.generate.streaming_fit import fit_streaming
+from netweight.nn.matrix import MatrixFile
+from netweight.nn.streaming_pca import MatrixShard, fit_shards, fit_streaming
 
 pytest.importorskip("ray", reason="ray is in the ray extra")
 
 import ray
 
-from netweight.integrations.ray import ray_cluster
+from netweight.core.ray import ray_cluster
 
 # Ray leaves its own processes, sockets and logs to the collector.
 pytestmark = [

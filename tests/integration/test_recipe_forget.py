@@ -14,8 +14,8 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from netweight.cli import netweight
 from netweight.evidence.image_files import write_png
 from netweight.evidence.report import read_report
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.small_diffusion import SHAPES_FOLDER
+from netweight.toys.diffusion import SHAPES_FOLDER
+from netweight.toys.shapes import ShapesWorld
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORLD = ShapesWorld()

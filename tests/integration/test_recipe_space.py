@@ -10,10 +10,10 @@ from spaces_under_test import random_adapters
 
 from netweight.cli import netweight
 from netweight.evidence.report import read_report
-from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.points import read_points
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter, write_adapter
+from netweight.methods.space.space import WeightSpace
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter, write_adapter
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "space.yaml"
 COUNT = 24

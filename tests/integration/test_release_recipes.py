@@ -18,7 +18,7 @@ from netweight import decompress_folder, verify
 from netweight.cli import netweight
 from netweight.evidence.image_files import write_png
 from netweight.evidence.report import read_report
-from netweight.integrations.causal_lm import load_causal_lm
+from netweight.hf.load_language_model import load_causal_lm
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -91,9 +91,9 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
 
 def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monkeypatch):
     pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
-    from netweight.integrations.diffusion_pipeline import load_text_to_image
-    from netweight.zoo.captioned_shapes import ShapesWorld
-    from netweight.zoo.small_diffusion import SHAPES_FOLDER
+    from netweight.hf.load_pipeline import load_text_to_image
+    from netweight.toys.diffusion import SHAPES_FOLDER
+    from netweight.toys.shapes import ShapesWorld
 
     monkeypatch.chdir(tmp_path)
     world = ShapesWorld()

@@ -8,14 +8,15 @@ import random
 import pytest
 import torch
 from click.testing import CliRunner
+from netweight_experiments.toys import decoder, encoder_decoder
+from netweight_experiments.toys.fitting import Schedule
 
 from netweight.cli import netweight
+from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra
 from netweight.reproduce import inference_subjects, neuzip_inference, run_table
 from netweight.reproduce.inference_figure import front
 from netweight.reproduce.inference_ways import BITS, BLOCKS, ways
-from netweight.zoo import decoder, encoder_decoder, llama2c
-from netweight.zoo.fitting import Schedule
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")

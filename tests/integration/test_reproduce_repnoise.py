@@ -158,7 +158,7 @@ def own_model(tmp_path_factory):
     """A model of one block with its tokenizer, and harmless pairs in the published form."""
     import torch
 
-    from netweight.zoo.tokenizer import train_bpe
+    from netweight.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("own")
     tokenizer = train_bpe(["Question: may I ask about it?\nAnswer: No. Yes, it is number one"], 280)

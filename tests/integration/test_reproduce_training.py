@@ -11,12 +11,13 @@ from netweight.cli import netweight
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
+from netweight_experiments.toys import decoder as shapes
+
+from netweight.data.corpora import text_file
 from netweight.errors import UsageError
 from netweight.evidence import memory_ledger
 from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
-from netweight.zoo import shapes
-from netweight.zoo.texts import text_file
 
 TINY = {
     "hidden_size": 64,
@@ -54,7 +55,7 @@ def here(monkeypatch, data_folder):
     texts = {
         split: text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")[:8000] for split in ("valid", "test")
     }
-    monkeypatch.setattr("netweight.zoo.texts.wikitext2", texts.__getitem__)
+    monkeypatch.setattr("netweight.data.corpora.wikitext2", texts.__getitem__)
     monkeypatch.setitem(shapes.SHAPES, shapes.MINIATURE, ("llama", TINY))
     small = {"batch": 1, "window": 32, "vocabulary": 320}
     monkeypatch.setattr(neuzip_training, "ROUNDS", 5)
@@ -154,9 +155,10 @@ def test_figure_2_is_a_ledger_that_adds_up(tmp_path, here):
 def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, monkeypatch):
     pytest.importorskip("peft", reason="peft is not installed")
     pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
-    from netweight.zoo.encoder_decoder import EncoderDecoderRecipe, trained
-    from netweight.zoo.fitting import Schedule
-    from netweight.zoo.texts import wikisql
+    from netweight_experiments.toys.encoder_decoder import EncoderDecoderRecipe, trained
+    from netweight_experiments.toys.fitting import Schedule
+
+    from netweight.data.corpora import wikisql
 
     recipe = EncoderDecoderRecipe(
         vocabulary=300, width=64, inner=64, layers=1, heads=2, batch=4, schedule=Schedule(steps=2, check_every=1)
@@ -170,7 +172,7 @@ def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, m
     monkeypatch.setattr(neuzip_sql, "ROUNDS", 5)
     adapters = {"LoRA on the bf16 base": None, "QLoRA NF4": "Quant NF4"}
     monkeypatch.setattr(neuzip_sql, "ADAPTERS", adapters)
-    monkeypatch.setattr("netweight.integrations.quantizers.missing", lambda quantizer: "it is not there")
+    monkeypatch.setattr("netweight.hf.quantizers.missing", lambda quantizer: "it is not there")
     answer = call("reproduce", "neuzip-table2", "--out", tmp_path, "--json")
     values = measured(answer)
     assert len({values[way, "stand-in BLEU"] for way in WAYS}) == 1

@@ -222,7 +222,7 @@ def test_bad_settings_are_refused_before_work(model, tmp_path):
 
 def test_rounded_numbers_of_all_kinds_are_compared(tmp_path):
     """The audit's own comparison, with numbers at the bound and beyond it."""
-    from netweight.methods.compress.closeness import largest_change
+    from netweight.methods.compress.verify import largest_change
 
     assert largest_change(np.float32([1.0, 2]).tobytes(), np.float32([1.5, 2]).tobytes(), "F32") == 1 / 3
     assert largest_change(np.float16([2.0]).tobytes(), np.float16([1.5]).tobytes(), "F16") == 1 / 3

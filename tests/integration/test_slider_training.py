@@ -6,18 +6,15 @@ import pytest
 import torch
 
 from netweight.errors import UsageError
-from netweight.generate import Adapter
-from netweight.generate.adapter_fitting import AdapterRecipe
+from netweight.nn import Adapter
+from netweight.nn.train_lora import AdapterRecipe
 
 pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.integrations.slider_training import SliderPairs, train_sliders
-from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
-from netweight.zoo.face_bank import LAYERS
-from netweight.zoo.face_fidelity import faces_drawn
-from netweight.zoo.face_reading import read
-from netweight.zoo.faces_diffusion import faces_pipeline
+from netweight.hf.load_pipeline import text_to_image
+from netweight.hf.train_adapters import SliderPairs, train_sliders
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
+from netweight.toys.faces_pipeline import LAYERS, faces_drawn, faces_pipeline, read
 
 SKIN = ATTRIBUTES.index("skin")
 

@@ -13,23 +13,26 @@ from netweight.errors import UsageError
 diffusers = pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 pytest.importorskip("transformers", reason="pipelines come with the diffusion extra")
 
+from netweight_experiments.toys import small_diffusion as small_diffusion_training  # noqa: E402
+from netweight_experiments.toys.fitting import DenoiserRecipe  # noqa: E402
+from netweight_experiments.toys.small_diffusion import GUIDANCE, main, trained  # noqa: E402
+
 from netweight.evidence.copy_metrics import copies_of_prompt, similarity_to_memorized  # noqa: E402
-from netweight.integrations.diffusion_pipeline import text_to_image  # noqa: E402
-from netweight.zoo import small_diffusion_training  # noqa: E402
-from netweight.zoo.captioned_shapes import ShapesWorld  # noqa: E402
-from netweight.zoo.captioned_world import memorized  # noqa: E402
-from netweight.zoo.denoiser_fitting import DenoiserRecipe  # noqa: E402
-from netweight.zoo.exact_autoencoder import pixel_autoencoder  # noqa: E402
-from netweight.zoo.shape_reading import agreement  # noqa: E402
-from netweight.zoo.small_diffusion import (  # noqa: E402
+from netweight.hf.load_pipeline import text_to_image  # noqa: E402
+from netweight.toys.diffusion import (  # noqa: E402
     SHAPES_FOLDER,
     DiffusionShape,
     initialized,
+    pixel_autoencoder,
     shapes_pipeline,
     training_record,
+    word_clip_tokenizer,
 )
-from netweight.zoo.small_diffusion_training import GUIDANCE, main, trained  # noqa: E402
-from netweight.zoo.word_clip import word_clip_tokenizer  # noqa: E402
+from netweight.toys.shapes import (  # noqa: E402
+    ShapesWorld,
+    agreement,
+    memorized,
+)
 
 WORLD = ShapesWorld()
 SEEDS = [101, 102, 103]  # others than those of the record

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from netweight import AdapterBank, write_adapter
 from netweight.cli import netweight
-from netweight.generate.adapter import Adapter
+from netweight.nn.lora import Adapter
 
 
 @pytest.fixture

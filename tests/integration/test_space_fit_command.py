@@ -11,10 +11,10 @@ from spaces_under_test import bank_of, flat, random_adapters, sharing_adapters
 from netweight.cli import netweight
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import UsageError
-from netweight.generate.adapter import Adapter, LowRank
-from netweight.methods.space.method import WeightSpace
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.bank_writing import BankWriter
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.lora import Adapter, LowRank
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.bank.write import BankWriter
 
 
 def bank_at(path, adapters):

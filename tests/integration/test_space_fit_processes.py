@@ -16,11 +16,10 @@ from spaces_under_test import bank_of, sharing_adapters
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, NetweightError, UsageError
-from netweight.generate import matrix
-from netweight.generate.fan_out import MatrixShard, fit_shards
-from netweight.generate.matrix import MatrixFile
-from netweight.generate.streaming_fit import fit_streaming
-from netweight.methods.space.method import WeightSpace
+from netweight.methods.space.space import WeightSpace
+from netweight.nn import matrix
+from netweight.nn.matrix import MatrixFile
+from netweight.nn.streaming_pca import MatrixShard, fit_shards, fit_streaming
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "streamed_rows.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -14,12 +14,12 @@ import small_pipelines
 
 from netweight.cli import netweight
 from netweight.evidence.image_files import write_png
-from netweight.generate import Adapter, LowRank
-from netweight.generate.lowrank import linear_layers, merge_
-from netweight.methods.space.method import WeightSpace
 from netweight.methods.space.points import read_direction, read_points
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter, write_adapter
+from netweight.methods.space.space import WeightSpace
+from netweight.nn import Adapter, LowRank
+from netweight.nn.apply_lora import linear_layers, merge_
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter, write_adapter
 
 COUNT = 24
 

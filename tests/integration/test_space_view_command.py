@@ -12,13 +12,13 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from netweight.cli import netweight
-from netweight.generate.adapter import Adapter, LowRank
-from netweight.generate.lowrank import linear_layers
-from netweight.generate.stack import AdapterStack
-from netweight.methods.space.bank import StackBank
-from netweight.methods.space.method import WeightSpace
-from netweight.zoo.face_bank import FACES_BANK
-from netweight.zoo.small_diffusion import SHAPES_FOLDER, shapes_pipeline
+from netweight.methods.space.gram import StackBank
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.apply_lora import linear_layers
+from netweight.nn.lora import Adapter, LowRank
+from netweight.nn.stacked_lora import AdapterStack
+from netweight.toys.diffusion import SHAPES_FOLDER, shapes_pipeline
+from netweight.toys.faces_pipeline import FACES_BANK
 
 PROMPT = "a large red circle on a gray ground"
 FEW = ("--components", 2, "--samples", 2, "--noises", 1, "--steps", 2)

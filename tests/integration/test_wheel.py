@@ -83,7 +83,7 @@ def test_it_is_imported_alone_and_finds_its_data(clean):
 import json, pathlib, shutil, netweight
 from netweight.codec import active_path
 from netweight.reproduce.published import published_folder
-from netweight.zoo.small_diffusion import SHAPES_FOLDER
+from netweight.toys.diffusion import SHAPES_FOLDER
 print(json.dumps({
     "home": str(pathlib.Path(netweight.__file__)), "version": netweight.__version__, "path": active_path(),
     "compiler": shutil.which("c++"), "published": len(list(published_folder().glob("*.json"))),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.generate import Adapter, AdapterStack, LowRank, combined
+from netweight.nn import Adapter, AdapterStack, LowRank, combined
 
 SHAPES = {"a.to_q": (4, 5), "b.to_v": (6, 3)}
 few = settings(max_examples=40, deadline=None)

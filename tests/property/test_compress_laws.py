@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import NetweightError
-from netweight.methods.compress.audit import verify
 from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.verify import verify
 from netweight.store import open_store
-from netweight.store.header import BITS, nbytes_of
+from netweight.store.safetensors import BITS, nbytes_of
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=20)
 SHAPES = st.one_of(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.generate import Adapter, AdapterStack, LowRank, applied, linear_layers, merge_
+from netweight.nn import Adapter, AdapterStack, LowRank, applied, linear_layers, merge_
 
 SHAPES = {"net.one": (4, 5), "net.two": (3, 4)}
 few = settings(max_examples=30, deadline=None)

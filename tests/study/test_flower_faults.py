@@ -10,10 +10,10 @@ pytest.importorskip("sklearn")
 
 from flower_processes import EXAMPLE, Deployment, Simulation, faulty_example, wait
 
-from netweight.integrations.flower import HISTORY
-from netweight.integrations.flower.secure_sum import CLIP
 from netweight.methods.federate import FedTask, train
 from netweight.methods.federate.engine import CHECKPOINT
+from netweight.plugins.flower import HISTORY
+from netweight.plugins.flower.secure_sum import CLIP
 from netweight.store import open_store
 
 pytestmark = pytest.mark.study

@@ -2,7 +2,7 @@
 
 import torch
 
-from netweight.generate.adapter import Adapter, LowRank
+from netweight.nn.lora import Adapter, LowRank
 
 TO_Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 TO_OUT = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_out.0"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from netweight.attacks.finetuning.examples import Example
 from netweight.attacks.finetuning.scores import token_accuracy
 from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.data.examples import Example
 
 VOCABULARY, PAD = 24, 0
 
@@ -47,7 +47,7 @@ def cipher(shift: int, first: int, last: int, *, start: int = 0, count: int = 40
 
 def pretrain_(model: nn.Module, examples: list[Example], steps: int = 120) -> None:
     """Teach a model some examples, in full batches."""
-    from netweight.attacks.finetuning.examples import collate
+    from netweight.data.examples import collate
 
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     batch = collate(examples, pad_id=PAD)

@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.methods.immunize.pairs import Pair  # noqa: E402
+from netweight.data.examples import Pair  # noqa: E402
 from netweight.methods.immunize.settings import Settings  # noqa: E402
 
 VOCABULARY = 37

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from flower_federation import CLIENTS, client_data, halves
 
-from netweight.integrations.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.methods.federate import Federation, FedTask, Round, Trained, Update, Weights
 from netweight.methods.federate.engine import CHECKPOINT
+from netweight.plugins.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.store import open_store
 
 with warnings.catch_warnings():  # typer, which Flower imports, asks click for names that click is going to drop

@@ -16,17 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from netweight.attacks.finetuning.examples import Example
 from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
+from netweight.data.examples import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError
-from netweight.integrations.immunize_trainer import ImmunizeTrainer
-from netweight.methods.immunize import training
-from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.method import RepNoise
-from netweight.methods.immunize.pairs import collate_pairs
-from netweight.methods.immunize.repnoise import repnoise_loss
-from netweight.methods.immunize.training import CHECKPOINT, RECORD, immunize
+from netweight.methods.immunize import train as training
+from netweight.methods.immunize.defense import collate_pairs
+from netweight.methods.immunize.repnoise import RepNoise, repnoise_loss
+from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.methods.immunize.train import CHECKPOINT, RECORD, immunize
+from netweight.plugins.immunize_trainer import ImmunizeTrainer
 
 PAIRS = some_pairs(9)  # the last batch of four is one pair, so that one process has none
 KEPT = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9)), Example((4, 4), (9,))]

@@ -15,8 +15,8 @@ import torch
 from decoders_under_test import SHORT, decoder, some_pairs
 from safetensors.torch import save_file
 
-from netweight.attacks.finetuning.examples import Example
-from netweight.methods.immunize import training
+from netweight.data.examples import Example
+from netweight.methods.immunize import train as training
 
 
 def die_before_the_eleventh_step():

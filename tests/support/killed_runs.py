@@ -17,7 +17,7 @@ from pathlib import Path
 from folders_under_test import content
 
 from netweight.errors import OutputExists
-from netweight.methods.compress import workplace
+from netweight.methods.compress import folder as workplace
 from netweight.methods.compress.folder import compress_folder, decompress_folder
 
 STEPS = ("open", "pwrite", "replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "truncate", "fchmod")

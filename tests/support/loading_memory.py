@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import netweight
-from netweight.integrations.transformers import NetweightConfig
+from netweight.plugins.loading import NetweightConfig
 
 
 def measured(name, place):
@@ -67,7 +67,7 @@ def library(name, folder):
         return transformers.LlamaForCausalLM
     import diffusers
 
-    import netweight.integrations.diffusers  # noqa: F401
+    import netweight.plugins.diffusers  # noqa: F401
 
     diffusers.logging.set_verbosity_error()
     diffusers.UNet2DConditionModel.load_config(folder)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.digest import of_config, of_tensor
-from netweight.probe.diffusion import Prediction, Text
+from netweight.nn.text_to_image import Prediction, Text
 
 SIZE, TOKENS, WIDTH = 12, 3, 8
 LAYERS = ("down_blocks.0.attn2", "down_blocks.1.attn2", "mid_block.attn2", "up_blocks.0.attn2")

@@ -13,8 +13,9 @@ from emulated_encoding import emulate
 
 from netweight.codec import cuda
 from netweight.codec.cuda import launching
-from netweight.methods.compress.memory import ahead, device
-from netweight.methods.compress.memory.side_stream import SideStream
+from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime import prefetch as ahead
+from netweight.methods.compress.runtime.side_stream import SideStream
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from netweight.methods.compress.memory.side_stream import SideStream
+from netweight.methods.compress.runtime.side_stream import SideStream
 
 
 class Misuse(AssertionError):

@@ -7,7 +7,7 @@ def small_clip(folder, prompts):
     """Write one that knows the prompts' words and sees images of 16 × 16 pixels; returns its folder."""
     import transformers
 
-    from netweight.zoo.word_clip import word_clip_tokenizer
+    from netweight.toys.diffusion import word_clip_tokenizer
 
     tokenizer = word_clip_tokenizer(" ".join(prompts).split(), length=12)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -2,9 +2,9 @@
 
 import torch
 
-from netweight.generate.adapter import Adapter, LowRank
-from netweight.generate.stack import AdapterStack
-from netweight.methods.space.bank import StackBank
+from netweight.methods.space.gram import StackBank
+from netweight.nn.lora import Adapter, LowRank
+from netweight.nn.stacked_lora import AdapterStack
 
 SHAPES = {"unet.mid.to_q": (7, 5), "unet.mid.to_v": (6, 9), "unet.up.to_q": (4, 4)}
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 from spaces_under_test import bank_of, sharing_adapters
 
-from netweight.generate import matrix
-from netweight.generate.basis import BasisFit
-from netweight.generate.matrix import MatrixFile
-from netweight.generate.shard_sum import ProcessGroup
-from netweight.generate.streaming_fit import fit_streaming
-from netweight.methods.space.method import WeightSpace
+from netweight.methods.space.space import WeightSpace
+from netweight.nn import matrix
+from netweight.nn.basis import BasisFit
+from netweight.nn.matrix import MatrixFile
+from netweight.nn.streaming_pca import ProcessGroup, fit_streaming
 
 ROWS_PER_BLOCK = 20
 SETTINGS = {"standardize": True, "most": 3, "tolerance": 0.0}

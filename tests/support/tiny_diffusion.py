@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.digest import of_config, of_tensor
-from netweight.probe.diffusion import Prediction, Text
+from netweight.nn.text_to_image import Prediction, Text
 
 SIZE, TOKENS, WIDTH, HIDDEN, LEVELS = 8, 4, 16, 96, 50
 COLORS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "gray": (0.5, 0.5, 0.5), "white": (1, 1, 1)}

@@ -31,9 +31,9 @@ def wait_for(path, process, seconds=240.0):
 
 def shrink():
     """Give every stop a fraction of its work."""
-    from netweight.attacks.gradient_inversion.features import PeelingConfig
+    from netweight.attacks.gradient_inversion.tailored import PeelingConfig
     from netweight.tour import federate, forget, immunize, space
-    from netweight.zoo import small_world_subjects
+    from netweight.toys import language_subjects as small_world_subjects
 
     federate.ROUNDS, federate.IMAGES, federate.PEELING = 1, 1, PeelingConfig(softening=1, rounds=1)
     forget.SEARCH_STEPS, forget.HARDENING = 2, replace(forget.HARDENING, rounds=1, steps=1)

@@ -21,7 +21,7 @@ from transformers import (
 
 import netweight
 from netweight.core.digest import of_bytes
-from netweight.integrations.trainer import LayerwiseTrainer
+from netweight.plugins.trainer import LayerwiseTrainer
 
 
 def llama():

@@ -7,13 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, vmap
 
+from netweight.data.images.cifar import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
-from netweight.methods.federate.local_model import LocalModel
-from netweight.zoo.adapted_resnet import adapted_resnet, adapted_resnet20
-from netweight.zoo.adapted_vit import adapted_vit
-from netweight.zoo.cifar_resnet import IMAGENET_MEAN_STD, CifarResNet20, cifar_resnet20
-from netweight.zoo.data.cifar10 import CIFAR_MEAN_STD
+from netweight.methods.federate.method import LocalModel
+from netweight.toys.networks import (
+    IMAGENET_MEAN_STD,
+    CifarResNet20,
+    adapted_resnet,
+    adapted_resnet20,
+    adapted_vit,
+    cifar_resnet20,
+)
 
 GRAY = ((0.1307,), (0.3081,))
 
@@ -227,7 +232,7 @@ def test_the_trained_resnet20_reaches_its_accuracy(data_folder):
     if not file.is_file() or not tests:
         pytest.skip("NETWEIGHT_DATA holds no weights/cifar10_resnet20.safetensors or no cifar10_jpeg")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is in the federated extra")
-    from netweight.zoo.data.cifar10 import decoded
+    from netweight.data.images.cifar import decoded
 
     rows = parquet.read_table(tests[0]).slice(0, 300).to_pydict()
     part = (rows["img"], rows["label"])

@@ -25,10 +25,11 @@ from netweight.errors import (
     UnsafeInput,
     UsageError,
 )
-from netweight.generate.adapter import Adapter, LowRank
-from netweight.generate.stack import AdapterStack
-from netweight.store import bank_ingest, bank_writing
-from netweight.store.bank_writing import BankWriter
+from netweight.nn.lora import Adapter, LowRank
+from netweight.nn.stacked_lora import AdapterStack
+from netweight.store.bank import write as bank_ingest
+from netweight.store.bank import write as bank_writing
+from netweight.store.bank.write import BankWriter
 
 KERNELS = {PROJ_IN: (2, 2)}
 LAYOUTS = ("diffusers", "peft", "kohya")

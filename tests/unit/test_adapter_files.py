@@ -17,8 +17,8 @@ from netweight.errors import (
     Unsupported,
     UsageError,
 )
-from netweight.generate.adapter import LowRank
 from netweight.methods.compress.folder import compress_folder
+from netweight.nn.lora import LowRank
 
 BLOCK = "unet.mid_block.attentions.0.transformer_blocks.0"
 CLIP = "text_encoder.text_model.encoder.layers.0"
@@ -175,7 +175,7 @@ def test_names_of_kohya(tmp_path, name, module):
 
 def test_names_of_kohya_agree_with_diffusers_own_reading():
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason="diffusers is not installed")
-    from netweight.store.adapter_layouts.kohya_names import _STRUCTURES, KohyaNames
+    from netweight.store.lora_formats.names import _STRUCTURES, KohyaNames
 
     known = KohyaNames()
     for pattern in _STRUCTURES["unet"]:

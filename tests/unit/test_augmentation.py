@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from netweight.data.images import crop_and_flip
 from netweight.errors import UsageError
-from netweight.zoo.data import crop_and_flip
 
 
 def possible(image, padding, fill):

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.generate import matrix as matrices
-from netweight.generate.basis import fit_matrix, orthonormality
-from netweight.generate.matrix import MatrixArray, MatrixFile
-from netweight.generate.streaming_fit import fit_streaming
+from netweight.nn import matrix as matrices
+from netweight.nn.basis import fit_matrix, orthonormality
+from netweight.nn.matrix import MatrixArray, MatrixFile
+from netweight.nn.streaming_pca import fit_streaming
 
 
 def rows_of(count=60, length=90, *, seed=0, rank=None):

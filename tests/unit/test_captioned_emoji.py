@@ -13,8 +13,8 @@ parquet = pytest.importorskip("pyarrow.parquet", reason="emoji come as Parquet")
 import pyarrow  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from netweight.zoo.captioned_emoji import EmojiWorld  # noqa: E402
-from netweight.zoo.data.emoji import emoji  # noqa: E402
+from netweight.data.emoji import emoji  # noqa: E402
+from netweight.toys.emoji import EmojiWorld  # noqa: E402
 
 
 def png(number):

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import similarity, similarity_to_memorized
 from netweight.evidence.descriptors import CenteredPixels
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.captioned_world import memorized
-from netweight.zoo.drawn_shapes import COLORS, GROUNDS, SHAPES, SIZES, drawn
-from netweight.zoo.shape_reading import agreement, read
+from netweight.toys.shapes import COLORS, GROUNDS, SHAPES, SIZES, ShapesWorld, agreement, drawn, memorized, read
 
 WORLD = ShapesWorld()
 

@@ -11,7 +11,7 @@ from small_clip import small_clip
 from netweight import compress_folder
 from netweight.errors import UsageError
 from netweight.evidence.image_sets import distance_findings
-from netweight.integrations.clip import Clip
+from netweight.hf.clip import Clip
 
 PROMPTS = ["a red circle", "a blue square on gray ground"]
 

@@ -8,9 +8,9 @@ import pytest
 from folders_under_test import diffusers_folder, simple_weights, transformers_folder
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
-from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.settings import CompressConfig
+from netweight.methods.compress.shard import make_plan
 
 PLAIN = CompressConfig()
 

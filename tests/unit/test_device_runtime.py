@@ -20,8 +20,8 @@ from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, UsageError
-from netweight.methods.compress.memory import device
-from netweight.methods.compress.memory.box import Box, blob_of
+from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime.storage import Box, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))

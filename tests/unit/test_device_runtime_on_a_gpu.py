@@ -11,8 +11,8 @@ import netweight
 from netweight import CompressedTensor, codec
 from netweight.codec import cuda
 from netweight.errors import CorruptBlob
-from netweight.methods.compress.memory import device
-from netweight.methods.compress.memory.box import Box
+from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime.storage import Box
 
 reason = cuda.unavailable_because()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"CUDA kernels cannot run here: {reason}")
@@ -277,7 +277,7 @@ def test_transformers_places_layers_by_itself(tmp_path):
     from tiny_llama import tiny_llama
     from transformers import AutoModelForCausalLM
 
-    import netweight.integrations.transformers
+    import netweight.plugins.transformers
 
     model, _ = tiny_llama(layers=3)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "plain")

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import small_pipelines  # noqa: E402
 
-from netweight.integrations.diffusion_pipeline import load_text_to_image, text_to_image  # noqa: E402
+from netweight.hf.load_pipeline import load_text_to_image, text_to_image  # noqa: E402
 
 PROMPTS = ["a red square", "the large blue circle", ""]
 

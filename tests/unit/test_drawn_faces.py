@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.zoo.captioned_faces import FacesWorld
-from netweight.zoo.drawn_faces import (
+from netweight.toys.faces import (
     ATTRIBUTES,
     BINARY,
     GROUNDS,
@@ -18,7 +17,7 @@ from netweight.zoo.drawn_faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.zoo.face_reading import READER_FOLDER, embed, r_squared, read, reading_record
+from netweight.toys.faces_pipeline import READER_FOLDER, FacesWorld, embed, r_squared, read, reading_record
 
 
 def noise(seed=0):

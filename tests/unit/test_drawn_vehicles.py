@@ -4,14 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from netweight_experiments.toys.face_reading import train_reader
 
 from netweight.errors import UsageError
-from netweight.zoo.captioned_faces import FacesWorld
-from netweight.zoo.drawn_vehicles import VEHICLES
-from netweight.zoo.drawn_worlds import WORLDS
-from netweight.zoo.face_bank import FaceBank
-from netweight.zoo.face_reading import r_squared, read
-from netweight.zoo.face_reading_training import train_reader
+from netweight.toys.faces import VEHICLES, WORLDS
+from netweight.toys.faces_pipeline import FaceBank, FacesWorld, r_squared, read
 
 
 def plain(**looks):

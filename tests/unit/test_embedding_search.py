@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, picture, planted_images, trained
 
-from netweight.attacks.embedding_search.comparison import (
+from netweight.attacks.embedding_search.compare import (
     LEDGER,
     Comparison,
     Subject,
@@ -18,14 +18,20 @@ from netweight.attacks.embedding_search.comparison import (
     images_of,
     turned,
 )
-from netweight.attacks.embedding_search.denoising import denoising_error
-from netweight.attacks.embedding_search.descent import Descent, descend
-from netweight.attacks.embedding_search.search import Trial, search
+from netweight.attacks.embedding_search.search import (
+    Descent,
+    Trial,
+    denoising_error,
+    descend,
+    joined,
+    noise_like,
+    paired,
+    search,
+    starting_points,
+)
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.similarity import paired
-from netweight.attacks.embedding_search.starts import joined, noise_like, starting_points
 from netweight.errors import UsageError
-from netweight.probe.diffusion import Text
+from netweight.nn.text_to_image import Text
 
 correlation = paired()
 SETTINGS = SearchSettings(steps=20, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8)

@@ -9,18 +9,20 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from tiny_diffusion import picture
 
-from netweight.attacks.embedding_search.comparison import Comparison, Run, Target
-from netweight.attacks.embedding_search.findings import (
+from netweight.attacks.embedding_search.compare import Comparison, Run, Target
+from netweight.attacks.embedding_search.report import (
     Wanted,
+    grid_figure,
     search_findings,
+    search_table,
     soonest,
     steps_ratio,
+    success_figure,
     times_of,
     verdict,
 )
 from netweight.attacks.embedding_search.search import Look, Trial
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.showing import grid_figure, search_table, success_figure
 from netweight.errors import UsageError
 
 SETTINGS = SearchSettings(steps=80, restarts=1, images=2, starts=("original", "noise"))

@@ -23,19 +23,19 @@ from netweight.methods.federate import (
     local_only,
     train,
 )
-from netweight.methods.federate.audit import (
+from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
+from netweight.methods.federate.report import (
     AuditConfig,
+    ThreatModel,
+    add_sections,
     audit_exposures,
     exposure,
     exposure_figure,
     exposure_findings,
     exposure_table,
+    observe,
     own_threat,
 )
-from netweight.methods.federate.hardening import Hardened, UpdateNoise
-from netweight.methods.federate.refusal import RefusalLimits
-from netweight.methods.federate.report import add_sections
-from netweight.methods.federate.threat import ThreatModel, observe
 
 ONE_STEP = ThreatModel(first_round=True)
 

@@ -34,8 +34,8 @@ from netweight.methods.federate import (
 )
 from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.rounds import at_plateau
-from netweight.zoo.federation import FederationPlan
+from netweight.methods.federate.engine import at_plateau
+from netweight.methods.federate.folder import FederationPlan
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate import Client, FedTask, HyperFL, LocalTraining, LowRank, Trained, aggregate
-from netweight.methods.federate.batches import shuffled_batches
-from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.local import shuffled_batches
+from netweight.methods.federate.method import LocalModel
 
 
 def started(task: FedTask, method: HyperFL) -> list[Client]:

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.generate import Hypernetwork, ParameterLayout
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Run, Update, train
-from netweight.methods.federate.audit import read_update
+from netweight.methods.federate.aggregate import check_outgoing
 from netweight.methods.federate.catalog import METHODS, named_method
-from netweight.methods.federate.outgoing import check_outgoing
-from netweight.methods.federate.pfedhn import PFedHN, pfedhn, pfedhn_pc
-from netweight.methods.federate.server_hypernetwork import ServerDescent, ServerHypernetwork, first_state
-from netweight.methods.federate.threat import ThreatModel, observe
+from netweight.methods.federate.pfedhn import PFedHN, ServerDescent, ServerHypernetwork, first_state, pfedhn, pfedhn_pc
+from netweight.methods.federate.report import ThreatModel, observe, read_update
+from netweight.nn import Hypernetwork, ParameterLayout
 
 DIGITS = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
 

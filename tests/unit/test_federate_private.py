@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
-from netweight.methods.federate.batches import padded, poisson_batches
-from netweight.methods.federate.direct import DirectMethod, fedavg
-from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.local_training import train_clients
-from netweight.methods.federate.method import Client, Trained, Weights
-from netweight.methods.federate.per_sample import by_vmap
-from netweight.methods.federate.private_methods import centaur, dp_fedavg, epsilon_caveats, ppsgd
-from netweight.methods.federate.private_training import train_privately
+from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
+from netweight.methods.federate.dp import train_privately
+from netweight.methods.federate.local import padded, poisson_batches, train_clients
+from netweight.methods.federate.method import Client, LocalModel, Trained, Weights
+from netweight.methods.federate.per_example import by_vmap
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from netweight.errors import PrivateTensor, UsageError
 from netweight.methods.federate import LowRank, Update, aggregate
-from netweight.methods.federate.intake import examine
-from netweight.methods.federate.outgoing import check_outgoing
-from netweight.methods.federate.updates import from_wire, to_wire
+from netweight.methods.federate.aggregate import check_outgoing, examine, from_wire, to_wire
 
 STATE = {"heads.weight": torch.zeros(3, 2), "heads.bias": torch.zeros(3)}
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from netweight.data import images as data
 from netweight.errors import UsageError
-from netweight.zoo import data
-from netweight.zoo.federated import client_sizes, federated_images, groups_of
+from netweight.methods.federate.partition import client_sizes, federated_images, groups_of
 
 
 def numbered(count=400, classes=10, name="numbered", writers=None):

@@ -7,8 +7,7 @@ from report_under_test import all_figures
 
 from netweight.errors import UsageError
 from netweight.evidence import figures
-from netweight.methods.compress.bits import bit_statistics
-from netweight.methods.compress.plots import bits_figure, plot_bits
+from netweight.methods.compress.inspect import bit_statistics, bits_figure, plot_bits
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.attacks.finetuning.findings import ResistanceConfig, attack_findings, resistance_findings, verdict
+from netweight.attacks.finetuning.attack import AttackResult, Look
+from netweight.attacks.finetuning.report import (
+    ResistanceConfig,
+    add_section,
+    attack_findings,
+    attack_table,
+    resistance_findings,
+    score_figure,
+    survival_figure,
+    verdict,
+)
 from netweight.attacks.finetuning.resistance import (
     best_attack,
     best_attack_ratio,
@@ -15,9 +25,7 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
-from netweight.attacks.finetuning.run import AttackResult, Look
 from netweight.attacks.finetuning.settings import AttackSettings
-from netweight.attacks.finetuning.showing import add_section, attack_table, score_figure, survival_figure
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError

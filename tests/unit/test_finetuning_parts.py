@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from netweight.attacks.finetuning.examples import Example
-from netweight.attacks.finetuning.low_rank import attach_factors_, merge_factors_
+from netweight.attacks.finetuning.attack import attach_factors_, merge_factors_
 from netweight.attacks.finetuning.scores import (
     distinct_share,
     exact_match,
@@ -22,6 +21,7 @@ from netweight.attacks.finetuning.scores import (
     token_accuracy,
 )
 from netweight.attacks.finetuning.settings import GRIDS, AttackSettings, capped, grid, named_grid
+from netweight.data.examples import Example
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
 

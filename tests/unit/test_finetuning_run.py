@@ -9,13 +9,13 @@ import attacked_models as attacked
 import pytest
 import torch
 
-from netweight.attacks.finetuning.examples import Example, collate
-from netweight.attacks.finetuning.run import AttackResult, attacked_model, run_attack
+from netweight.attacks.finetuning.attack import AttackResult, attacked_model, run_attack
 from netweight.attacks.finetuning.scores import mean_loss, token_accuracy
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.core.digest import canonical_json
 from netweight.core.seeds import torch_generator
+from netweight.data.examples import Example, collate
 from netweight.errors import NameNotFound, UsageError
 
 FAST = AttackSettings(lr=1e-2, samples=60, epochs=8, batch_size=12, check_every=5)

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from netweight.attacks.finetuning.run import run_attack
+from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import grid
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject, sweep
-from netweight.core.runs import in_process, local_processes
+from netweight.core.engines import in_process, local_processes
 from netweight.errors import UsageError
 
 BASE = SubjectName("undefended", "attacked_models:subject")

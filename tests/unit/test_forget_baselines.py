@@ -8,14 +8,14 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
-from netweight.attacks.embedding_search.comparison import Subject, Target, compare
+from netweight.attacks.embedding_search.compare import Subject, Target, compare
+from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.similarity import paired
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
-from netweight.probe.diffusion import Text
+from netweight.nn.text_to_image import Text
 
 correlation = paired()
 WORDS = ("red", "white", "tower")

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from planted_diffusion import Planted
 from torch import nn
 
+from netweight.data.prompts import read_prompts
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, Unsupported, UsageError
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.detection import Score, Threshold, calibrate, detect, first_step, roc
+from netweight.methods.forget.detect import Score, Threshold, calibrate, detect, first_step, roc
 from netweight.methods.forget.layers import text_values, value_layers
-from netweight.methods.forget.method import detect_resumably
-from netweight.methods.forget.prompts import read_prompts
+from netweight.methods.forget.localize import detect_resumably
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.similarity import noise_difference, pairwise, similarity, windows_for
 from netweight.methods.forget.statistics import Statistics, measure_statistics, text_activations
-from netweight.probe.batches import Batches
-from netweight.probe.capture import capture
+from netweight.nn.batching import Batches
+from netweight.nn.hooks import capture
 
 PROMPTS = [f"prompt {number}" for number in range(7)]
 
@@ -79,7 +79,7 @@ def test_layers_that_are_not_at_work_are_refused(pipelines):
 
 @pytest.mark.parametrize("kind", ["stable_diffusion", "pixart"])
 def test_values_from_text_alone_are_those_of_the_running_network(kind, pipelines):
-    from netweight.integrations.diffusion_pipeline import text_to_image
+    from netweight.hf.load_pipeline import text_to_image
 
     model = text_to_image(getattr(pipelines, kind)())
     layers = value_layers(model.denoiser, scope="all")

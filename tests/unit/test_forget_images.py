@@ -16,9 +16,8 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.evidence.audit import audits_of, missing_audits, unwritten_audits
 from netweight.evidence.copy_metrics import Memorized
 from netweight.evidence.foreground import foreground_by_color, region_copies, region_findings
-from netweight.methods.forget.audit import TREATMENT, painted, searched
-from netweight.methods.forget.images import ImagesConfig, image_findings, verdicts
-from netweight.methods.forget.painting import Painted, PaintSettings, paint
+from netweight.methods.forget.images import ImagesConfig, Painted, PaintSettings, image_findings, paint, verdicts
+from netweight.methods.forget.report import TREATMENT, painted, searched
 
 SETTINGS = PaintSettings(seeds=(3, 4), guidance=3, steps=4)
 

@@ -10,16 +10,22 @@ from planted_diffusion import Planted
 
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
-from netweight.methods.forget.audit import neuron_findings
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.deactivation import deactivated, restore_rows_, scale_rows_
-from netweight.methods.forget.detection import Threshold, first_step
-from netweight.methods.forget.edit_record import EditRecord, apply_edit_, undo_edit_
+from netweight.methods.forget.detect import Threshold, first_step
+from netweight.methods.forget.edit import EditRecord, apply_edit_, deactivated, restore_rows_, scale_rows_, undo_edit_
 from netweight.methods.forget.layers import value_layers
-from netweight.methods.forget.localization import localize_prompt, stage_neurons
+from netweight.methods.forget.localize import (
+    Localization,
+    localize,
+    localize_prompt,
+    read_neurons,
+    read_published,
+    stage_neurons,
+    write_published,
+    write_results,
+)
 from netweight.methods.forget.masking import Row, RowMasks
-from netweight.methods.forget.method import localize
-from netweight.methods.forget.results import Localization, read_neurons, read_published, write_published, write_results
+from netweight.methods.forget.report import neuron_findings
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.similarity import noise_difference, similarity
 from netweight.methods.forget.statistics import measure_statistics, text_activations
 
@@ -283,7 +289,7 @@ def test_rows_share_what_is_the_same_in_the_first_parts():
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
-    from netweight.integrations.diffusion_pipeline import text_to_image
+    from netweight.hf.load_pipeline import text_to_image
 
     model = text_to_image(small_pipelines.stable_diffusion())
     layers = value_layers(model.denoiser)
@@ -549,7 +555,7 @@ def test_adapters_are_hooked_but_must_be_merged_to_be_edited():
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
-    from netweight.integrations.diffusion_pipeline import text_to_image
+    from netweight.hf.load_pipeline import text_to_image
 
     pipeline = small_pipelines.stable_diffusion()
     pipeline.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_v"], init_lora_weights=False))
@@ -574,7 +580,7 @@ def test_localization_in_a_pipeline_leaves_it_as_it_was(kind, tmp_path):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     import small_pipelines
 
-    from netweight.integrations.diffusion_pipeline import text_to_image
+    from netweight.hf.load_pipeline import text_to_image
 
     model = text_to_image(getattr(small_pipelines, kind)())
     usual = measure_statistics(model, ["a red square", "the green circle", "a photo"])

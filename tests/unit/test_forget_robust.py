@@ -6,12 +6,10 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, plain, planted_images, trained
 
-from netweight.attacks.embedding_search.search import search
+from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.similarity import paired
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
-from netweight.methods.forget.robust import CHECKPOINT, RECORD, HardenSettings, harden_, surrogate_images
-from netweight.methods.forget.robust_record import HardenRecord
+from netweight.methods.forget.harden import CHECKPOINT, RECORD, HardenRecord, HardenSettings, harden_, surrogate_images
 
 correlation = paired()
 SEARCH = SearchSettings(steps=15, restarts=1, draws=4, guidance=3, generation_steps=8)
@@ -80,7 +78,7 @@ def test_a_killed_hardening_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 
     whole, killed, resumed = trained(), trained(), trained()
     straight = harden(whole, tmp_path / "whole")
-    from netweight.methods.forget import robust
+    from netweight.methods.forget import harden as robust
 
     descend, calls = robust.descend, []
 
@@ -143,7 +141,7 @@ def test_a_pipeline_is_hardened_in_its_value_layers_and_stays_an_ordinary_one(tm
     pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
     import small_pipelines
 
-    from netweight.integrations.diffusion_pipeline import load_text_to_image, text_to_image
+    from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 
     model = text_to_image(small_pipelines.stable_diffusion())
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}

@@ -13,16 +13,15 @@ from hypernetwork_under_test import (
 )
 from torch import nn
 
-from netweight.attacks.gradient_inversion.aggregate import read_thresholds, separate_clients, threshold_trunk
 from netweight.attacks.gradient_inversion.analytic import recover_gradient
-from netweight.attacks.gradient_inversion.chain import Block, read_chain
-from netweight.attacks.gradient_inversion.features import PeelingConfig, invert_generated
-from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
+from netweight.attacks.gradient_inversion.matching import Block, read_chain
+from netweight.attacks.gradient_inversion.peeling import read_thresholds, separate_clients, threshold_trunk
+from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.evidence.image_metrics import psnr
-from netweight.generate.hypernetwork import Hypernetwork
-from netweight.generate.layout import ParameterLayout
-from netweight.zoo.small_cnn import small_cnn
+from netweight.methods.federate.folder import small_cnn
+from netweight.nn.flat import ParameterLayout
+from netweight.nn.hypernetwork import Hypernetwork
 
 RULE = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from netweight.data import images as data
+from netweight.data.images.images import measured_mean_std
 from netweight.errors import CorruptBlob, MissingExtra, NameNotFound, UsageError
-from netweight.zoo import data
-from netweight.zoo.data.images import measured_mean_std
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,18 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import FAMILIES, decoder, drawn, some_pairs
 
-from netweight.attacks.finetuning.examples import collate
+from netweight.data.examples import collate
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.baselines import response_loss
-from netweight.methods.immunize.depth import lens_by_layer, representations, weight_changes
-from netweight.methods.immunize.freezing import block_numbers, frozen
-from netweight.methods.immunize.probing import Plane, probe_accuracies
-from netweight.methods.immunize.structure import structure_of
+from netweight.methods.immunize.decoder import structure_of
+from netweight.methods.immunize.layer_metrics import (
+    Plane,
+    lens_by_layer,
+    probe_accuracies,
+    representations,
+    weight_changes,
+)
+from netweight.methods.immunize.train import block_numbers, frozen
 
 
 def test_changes_of_weights_are_found_where_they_are():
@@ -85,7 +90,7 @@ def test_probes_see_a_shift_and_nothing_else():
 
 def test_a_probe_is_a_penalized_logistic_regression():
     linear = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is not installed")
-    from netweight.methods.immunize.probing import _fit
+    from netweight.methods.immunize.layer_metrics import _fit
 
     features = torch.randn(60, 4, generator=drawn(), dtype=torch.float64)
     labels = (features[:, 0] + torch.randn(60, generator=drawn(2)) > 0).double()

@@ -16,25 +16,22 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 
-from netweight.attacks.finetuning.examples import Example, collate
 from netweight.core.digest import of_tensor
+from netweight.data.examples import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
-from netweight.methods.immunize import training
+from netweight.methods.immunize import train as training
 from netweight.methods.immunize.baselines import SafetyTraining, response_loss
 from netweight.methods.immunize.catalog import DEFENSES, named_defense
-from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.method import RepNoise
-from netweight.methods.immunize.pairs import Pair, collate_pairs
-from netweight.methods.immunize.record import Record
-from netweight.methods.immunize.repnoise import repnoise_loss
+from netweight.methods.immunize.defense import collate_pairs
+from netweight.methods.immunize.repnoise import RepNoise, repnoise_loss
 from netweight.methods.immunize.security_vectors import (
     SecurityVectors,
     hold_security_vectors,
     remove_security_vectors,
     without_security_vectors,
 )
-from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.training import CHECKPOINT, RECORD, immunize
+from netweight.methods.immunize.settings import RepNoiseConfig, Settings
+from netweight.methods.immunize.train import CHECKPOINT, RECORD, Record, immunize
 
 KILLED = Path(__file__).parents[1] / "support" / "killed_immunization.py"
 
@@ -293,8 +290,8 @@ def test_a_security_vector_can_be_held_and_put_out_of_work():
 
 def test_a_vaccine_adds_the_worst_small_shift():
     """To first order the perturbed loss is above the plain one by rho times the gradient's norm; hooks are gone."""
-    from netweight.methods.immunize.vaccine import Vaccine
-    from netweight.probe import capture
+    from netweight.methods.immunize.baselines import Vaccine
+    from netweight.nn.hooks import capture
 
     model, batch = decoder().double(), collate_pairs(some_pairs(), pad_id=0)
     names = [f"model.layers.{index}" for index in range(3)]

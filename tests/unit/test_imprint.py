@@ -8,10 +8,10 @@ from torch import nn
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.image_metrics import psnr
-from netweight.generate.hypernetwork import Hypernetwork
-from netweight.generate.layout import ParameterLayout
-from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, signs_of
-from netweight.zoo.small_cnn import small_cnn
+from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, signs_of
+from netweight.methods.federate.folder import small_cnn
+from netweight.nn.flat import ParameterLayout
+from netweight.nn.hypernetwork import Hypernetwork
 
 
 @pytest.fixture(scope="module")

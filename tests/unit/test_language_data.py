@@ -14,9 +14,9 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 transformers = pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 
-from netweight.methods.immunize.pairs import collate_pairs  # noqa: E402
-from netweight.zoo import language  # noqa: E402
-from netweight.zoo.tokenizer import train_bpe  # noqa: E402
+from netweight.data import tokens as language  # noqa: E402
+from netweight.data.tokenizer import train_bpe  # noqa: E402
+from netweight.methods.immunize.defense import collate_pairs  # noqa: E402
 
 ROWS = [
     {"prompt": "How do I boil an egg?", "chosen": " I would rather not say.", "rejected": " Eight minutes in water."},

@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
+from netweight.data import tokenizer as llama2c
 from netweight.errors import Unsupported
-from netweight.zoo import llama2c
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 SENTENCES = [

@@ -14,7 +14,7 @@ import netweight
 from netweight import CompressedTensor, codec
 from netweight.codec.fixed import is_fixed
 from netweight.errors import DenseOnly, UsageError
-from netweight.methods.compress.memory.box import LENGTH
+from netweight.methods.compress.runtime.cuda import LENGTH
 
 
 class Mixed(nn.Module):

@@ -14,7 +14,8 @@ import netweight
 from netweight import CompressedTensor, codec
 from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
-from netweight.methods.compress.memory import compute, ops
+from netweight.methods.compress.runtime import functional as compute
+from netweight.methods.compress.runtime import ops
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))

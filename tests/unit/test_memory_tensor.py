@@ -12,7 +12,7 @@ from torch import nn
 import netweight
 from netweight import CompressedTensor, codec
 from netweight.errors import DenseOnly, UsageError
-from netweight.methods.compress.memory.box import Box, blob_of, pack
+from netweight.methods.compress.runtime.storage import Box, blob_of, pack
 
 
 def two(shape=(48, 64), dtype=torch.bfloat16, seed=0):

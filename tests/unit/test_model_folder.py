@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import netweight
+from netweight.data.tokenizer import train_bpe
 from netweight.errors import UsageError
-from netweight.zoo.model_folder import ABOUT, finished, keep, language_model
-from netweight.zoo.tokenizer import train_bpe
+from netweight.hf.load_language_model import ABOUT, finished, keep, language_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
 

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from netweight.methods.compress.benchmark.result import read_result
+from netweight_experiments.benchmarks.codec import read_result
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "performance_page.py"
@@ -28,7 +27,7 @@ def test_the_page_is_what_the_script_makes_of_the_result_that_it_names(script):
 
 
 def test_every_target_is_on_the_page_with_its_verdict(script):
-    from netweight.methods.compress.benchmark.targets import TARGETS
+    from netweight_experiments.benchmarks.codec import TARGETS
 
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.read_text().splitlines()}
     for target in TARGETS:

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.probe import capture, edit_outputs
+from netweight.nn import edit_outputs
+from netweight.nn.hooks import capture
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from adapters_under_test import same
 from netweight import AdapterBank, read_adapter
 from netweight.core.progress import Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.generate.adapter import Adapter, LowRank
+from netweight.nn.lora import Adapter, LowRank
 from netweight.store import published_w2w
 from netweight.store.published_w2w import (
     import_published,

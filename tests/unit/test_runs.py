@@ -13,8 +13,7 @@ import runs_under_test
 from runs_under_test import Config, unsendable, work
 
 from netweight.core.engines import in_process, local_processes
-from netweight.core.ledger import Ledger
-from netweight.core.runs import map_runs
+from netweight.core.runs import Ledger, map_runs
 from netweight.errors import CorruptBlob, UsageError
 
 TWO = functools.partial(local_processes, workers=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from simulated_streams import Device, Misuse, train
 
-from netweight.methods.compress.memory.side_stream import SideStream
+from netweight.methods.compress.runtime.side_stream import SideStream
 
 
 def test_no_order_of_the_streams_mixes_up_weights():

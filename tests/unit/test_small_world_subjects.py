@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from netweight.attacks.finetuning.run import run_attack
+from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.errors import NameNotFound, UsageError
-from netweight.zoo.small_world_subjects import defend_world, defended_subject, undefended_subject, world_named
+from netweight.toys.language_subjects import defend_world, defended_subject, undefended_subject, world_named
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 

@@ -16,15 +16,25 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")
 
-from netweight.attacks.finetuning.examples import Example, collate
-from netweight.methods.immunize.pairs import collate_pairs
-from netweight.zoo.ciphers import LETTERS, LONG, SHIPPED_SEED, TABLES, CipherLanguage, cipher_world
-from netweight.zoo.fitting import Schedule
-from netweight.zoo.language import load_pairs
-from netweight.zoo.small_llama import answers
-from netweight.zoo.small_world import SmallWorld, belongs
-from netweight.zoo.small_world_training import CIPHERS, WorldRecipe, figures, main, trained
-from netweight.zoo.speakers import SpeakerLanguage, speaker_world
+from netweight_experiments.toys.fitting import Schedule
+from netweight_experiments.toys.small_world import CIPHERS, WorldRecipe, figures, main, trained
+
+from netweight.data.examples import Example, collate
+from netweight.data.tokens import load_pairs
+from netweight.methods.immunize.defense import collate_pairs
+from netweight.toys.language import (
+    LETTERS,
+    LONG,
+    SHIPPED_SEED,
+    TABLES,
+    CipherLanguage,
+    SmallWorld,
+    SpeakerLanguage,
+    answers,
+    belongs,
+    cipher_world,
+    speaker_world,
+)
 
 SEEDS = st.integers(0, 2**32)
 TINY = WorldRecipe(

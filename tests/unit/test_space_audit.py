@@ -5,17 +5,22 @@ import pytest
 import torch
 from known_spaces import known_scores
 
-import netweight.methods.space.audit as audits
+import netweight.methods.space.report as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
 from netweight.evidence.descriptors import CenteredPixels
-from netweight.methods.space.calibration import calibrated
-from netweight.methods.space.comparisons import agreement, alignment, identity, perceptual_distance
-from netweight.methods.space.direction_fit import fit_direction
-from netweight.methods.space.directions import direction_of
-from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
-from netweight.methods.space.entanglement import entanglement
+from netweight.methods.space.directions import direction_of, entanglement, fit_direction
+from netweight.methods.space.edits import (
+    EditCurve,
+    agreement,
+    alignment,
+    calibrated,
+    curve_findings,
+    edit_curve,
+    identity,
+    perceptual_distance,
+)
 
 NAMES = ["red", "green", "blue"]
 

@@ -13,10 +13,19 @@ from sklearn.metrics import r2_score, roc_auc_score
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.evidence.prediction_scores import area_under_roc, explained_variance
-from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction
-from netweight.methods.space.directions import Direction, decorrelated, direction_of
-from netweight.methods.space.labels import Column, Labels, read_labels
-from netweight.methods.space.linear import Design, logistic, ridge
+from netweight.methods.space.directions import (
+    Column,
+    Design,
+    Direction,
+    Labels,
+    bootstrap_cosine,
+    decorrelated,
+    direction_of,
+    fit_direction,
+    logistic,
+    read_labels,
+    ridge,
+)
 
 few = settings(max_examples=15, deadline=None)
 

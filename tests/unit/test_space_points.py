@@ -9,12 +9,10 @@ from known_spaces import KnownSpace, known_scores
 from tiny_diffusion import TinyModel, trained
 
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.generate.lowrank import applied
-from netweight.methods.space.denoising import DenoisingLoss
-from netweight.methods.space.direction_fit import fit_direction
+from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Delay, Move, edit
-from netweight.methods.space.inversion import SETTINGS, InversionSettings, invert
-from netweight.methods.space.painting import paint
+from netweight.methods.space.inversion import SETTINGS, DenoisingLoss, InversionSettings, invert, paint
+from netweight.nn.apply_lora import applied
 
 few = settings(max_examples=20, deadline=None)
 

@@ -9,11 +9,9 @@ from known_spaces import known_scores
 from sklearn.mixture import GaussianMixture
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.direction_fit import fit_direction
-from netweight.methods.space.diversity import neighbor_findings, spread_findings
-from netweight.methods.space.mixture import MixtureSampler
-from netweight.methods.space.neighbors import nearest, nearest_distances, row_of
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.points import nearest, nearest_distances, neighbor_findings, row_of, spread_findings
+from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
 
 few = settings(max_examples=20, deadline=None)
 

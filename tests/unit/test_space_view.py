@@ -12,10 +12,8 @@ from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, sample
 
 from netweight.errors import OutputExists, UsageError
 from netweight.evidence.image_files import png_bytes
-from netweight.methods.space import view_page
-from netweight.methods.space.view import Neighbors, Plane, Traversal
-from netweight.methods.space.view_page import render_view, write_view
-from netweight.methods.space.view_traces import scale_of, traces
+from netweight.methods.space import page as view_page
+from netweight.methods.space.page import Neighbors, Plane, Traversal, render_view, scale_of, traces, write_view
 
 
 def read(png):

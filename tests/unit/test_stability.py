@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from decoders_under_test import decoder, some_pairs
 
-from netweight.attacks.finetuning.stability import Judged, Kept, measure_kept, stability_findings
+from netweight.attacks.finetuning.resistance import Judged, Kept, measure_kept, stability_findings
 from netweight.errors import UsageError
 
 

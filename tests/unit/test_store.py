@@ -13,11 +13,11 @@ import torch
 from folders_under_test import simple_weights, transformers_folder, weights, write_safetensors
 
 from netweight import codec
+from netweight.core.files import lock, part_of, whole_file
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, UnsafeInput, Unsupported, UsageError
 from netweight.store import StoreWriter, open_store
-from netweight.store.atomic import lock, part_of, whole_file
-from netweight.store.description import Description, deflate_text, inflate_text
-from netweight.store.reading import StoredFile
+from netweight.store.reader import StoredFile
+from netweight.store.safetensors import Description, deflate_text, inflate_text
 
 
 class Twice(dict):
@@ -169,8 +169,8 @@ def test_what_a_writer_refuses(tmp_path):
 
 @pytest.mark.parametrize("room", [8, 1 << 12, 1 << 23])
 def test_the_payload_moves_where_the_header_needs_it(tmp_path, monkeypatch, room):
-    monkeypatch.setattr("netweight.store.writing._ROOM", room)
-    monkeypatch.setattr("netweight.store.writing._BLOCK", 1000)
+    monkeypatch.setattr("netweight.store.writer._ROOM", room)
+    monkeypatch.setattr("netweight.store.writer._BLOCK", 1000)
     tensors = {f"t{i}": torch.randn(50, 50) for i in range(8)}
     path = write(tmp_path / "x.safetensors", tensors)
     with open_store(path) as store:
@@ -200,7 +200,7 @@ def test_the_leftover_of_a_killed_writer_is_taken_over(tmp_path):
 def test_a_lock_taken_on_a_file_that_moved_away_is_taken_again(tmp_path):
     path = tmp_path / "lock"
     with lock(path):
-        program = f"from netweight.store.atomic import lock\nwith lock(__import__('pathlib').Path({str(path)!r})): pass"
+        program = f"from netweight.core.files import lock\nwith lock(__import__('pathlib').Path({str(path)!r})): pass"
         answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert "Another run" in answer.stderr
     with lock(path):

@@ -6,7 +6,7 @@ import pytest
 from folders_under_test import head, simple_weights, weights, write_safetensors
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
-from netweight.store.header import build_header, nbytes_of, parse_header, read_header
+from netweight.store.safetensors import build_header, nbytes_of, parse_header, read_header
 
 
 def entry(start, stop, dtype="U8", shape=None):
@@ -106,7 +106,7 @@ def test_headers_are_built_as_they_are_read():
 
 
 def test_a_header_beyond_the_bound_is_refused(monkeypatch):
-    monkeypatch.setattr("netweight.store.header.MAX_HEADER", 100)
+    monkeypatch.setattr("netweight.store.safetensors.MAX_HEADER", 100)
     with pytest.raises(Unsupported, match="100"):
         build_header([("a" * 100, "U8", (3,), 3)], {})
 

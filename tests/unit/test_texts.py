@@ -2,8 +2,8 @@
 
 import pytest
 
+from netweight.data import corpora as texts
 from netweight.errors import MissingExtra, UsageError
-from netweight.zoo import texts
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import torch
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.generate.adapter import Adapter, combined
-from netweight.generate.stack import AdapterStack
 from netweight.methods.space import gram
-from netweight.methods.space.inner_product import inner_products
-from netweight.methods.space.method import WeightSpace
-from netweight.methods.space.sketch import Sketch, sketch_error
-from netweight.store.adapter_files import read_adapter
+from netweight.methods.space.fit import Sketch, sketch_error
+from netweight.methods.space.gram import inner_products
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.lora import Adapter, combined
+from netweight.nn.stacked_lora import AdapterStack
+from netweight.store.lora_formats.files import read_adapter
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from flwr.app import Context
 
 from digits.task import client_data, method, model
-from netweight.integrations.flower import client_app
+from netweight.plugins.flower import client_app
 from netweight.methods.federate import FedTask
 
 

@@ -3,7 +3,7 @@
 from flwr.app import Context
 
 from digits.task import method, model, settings
-from netweight.integrations.flower import Elsewhere, server_app
+from netweight.plugins.flower import Elsewhere, server_app
 from netweight.methods.federate import FedTask
 
 

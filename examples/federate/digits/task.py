@@ -11,8 +11,8 @@ from torch import nn
 
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Method
 from netweight.methods.federate.catalog import named_method
-from netweight.zoo.data import load
-from netweight.zoo.federated import federated_images
+from netweight.data.images import load
+from netweight.methods.federate.partition import federated_images
 
 Config = Mapping[str, str | int | float | bool]
 

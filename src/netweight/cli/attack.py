@@ -22,9 +22,7 @@ from netweight.errors import MissingExtra, UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from netweight.attacks.gradient_inversion.victim import LocalUpdate
-
-__all__ = ["attack"]
+    from netweight.attacks.gradient_inversion.client import LocalUpdate
 
 _PATH = click.Path(path_type=Path, exists=True)
 
@@ -85,9 +83,9 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
     """
     import torch
 
-    from netweight.attacks.gradient_inversion.named import run_attack
-    from netweight.attacks.gradient_inversion.showing import findings_of, in_order, write_findings
-    from netweight.attacks.gradient_inversion.victim import known_parameters
+    from netweight.attacks.gradient_inversion.client import known_parameters
+    from netweight.attacks.gradient_inversion.registry import run_attack
+    from netweight.attacks.gradient_inversion.report import findings_of, in_order, write_findings
 
     _check(options)
     shape = _shape(options["shape"])
@@ -242,7 +240,7 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def _client(model: nn.Module, options: Mapping[str, Any]) -> LocalUpdate:
-    from netweight.attacks.gradient_inversion.victim import gradient_of, sgd_difference
+    from netweight.attacks.gradient_inversion.client import gradient_of, sgd_difference
 
     if options["sent"] == "gradient":
         return gradient_of(model)

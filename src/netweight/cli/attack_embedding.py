@@ -13,8 +13,6 @@ from netweight.cli.paths import FOLDER, OUTPUT_FOLDER
 from netweight.cli.search_options import folder_search, search_options
 from netweight.core.progress import QUIET, Progress
 
-__all__ = ["embedding"]
-
 
 @click.command("embedding")
 @click.argument("model", type=FOLDER)
@@ -32,10 +30,9 @@ def embedding(context: click.Context, /, model: Path, out: Path, seed: int, outp
 
     Exits with 1 if a finding fails.
     """
-    from netweight.attacks.embedding_search.comparison import LEDGER, compare
-    from netweight.attacks.embedding_search.findings import verdict
-    from netweight.attacks.embedding_search.showing import add_section
-    from netweight.zoo.embedding_attack import prepare
+    from netweight.attacks.embedding_search.compare import LEDGER, compare
+    from netweight.attacks.embedding_search.folder import prepare
+    from netweight.attacks.embedding_search.report import add_section, verdict
 
     attack = folder_search(options)
     prepared = prepare(attack, model)

@@ -15,11 +15,10 @@ import click
 from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
-    from netweight.methods.compress.benchmark.data import DataSet
-    from netweight.methods.compress.benchmark.result import Result
+    from netweight_experiments.benchmarks.codec import Result
+    from netweight_experiments.benchmarks.codec_data import DataSet
 
-__all__ = ["benchmark"]
+    from netweight.evidence.finding import Finding
 
 RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
@@ -48,9 +47,9 @@ def codec(
     .safetensors files, their tensors as they are. Everything runs in one process, round by round, and every ratio is
     taken within a round. Let nothing else run meanwhile.
     """
+    from netweight_experiments.benchmarks.codec import run_benchmark, write_result
+
     from netweight.core.progress import Progress
-    from netweight.methods.compress.benchmark.measure import run_benchmark
-    from netweight.methods.compress.benchmark.result import write_result
 
     rounds = repeats or (QUICK_REPEATS if quick else 15)
     result = run_benchmark(
@@ -90,12 +89,13 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     """
     from dataclasses import asdict
 
+    from netweight_experiments.benchmarks.federate import speed_findings, time_rounds
+    from netweight_experiments.toys.random_federation import random_federation
+
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
     from netweight.evidence.report import write_text
     from netweight.methods.federate import LocalTraining
-    from netweight.methods.federate.benchmark import speed_findings, time_rounds
-    from netweight.zoo.random_federation import random_federation
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())
     times = time_rounds(
@@ -198,8 +198,10 @@ def _ratio_line(finding: Finding) -> tuple[str, ...]:
 
 def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
     """The data sets asked for; the model comes from the zoo."""
-    from netweight.methods.compress.benchmark import data, targets
-    from netweight.zoo import minilm
+    from netweight_experiments.benchmarks import codec as targets
+    from netweight_experiments.benchmarks import codec_data as data
+
+    from netweight.toys import minilm
 
     if files:
         return data.of_files(files)
@@ -219,7 +221,7 @@ def _unused(folder: Path, name: str) -> Path:
 
 
 def _show(result: Result, output: Output, *, standard: bool) -> None:
-    from netweight.methods.compress.benchmark.targets import speed_tables, target_table
+    from netweight_experiments.benchmarks.codec import speed_tables, target_table
 
     for table in speed_tables(result):
         output.line(f"\n{table.title}", bold=True)

@@ -12,8 +12,6 @@ import click
 
 from netweight.cli.output import Output
 
-__all__ = ["card_option", "write_card"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,7 +24,7 @@ def card_option(command: F) -> F:
 
 def write_card(folder: Path, output: Output) -> None:
     """Write or update the card of a folder that a command has just written."""
-    from netweight.integrations.model_card import update_card
+    from netweight.plugins.model_card import update_card
 
     card = update_card(folder, command=shlex.join(["netweight", *sys.argv[1:]]))
     output.line(f"Card: {card}")

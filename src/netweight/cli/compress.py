@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from netweight.core.progress import Progress
     from netweight.evidence.finding import Finding
     from netweight.methods.compress.folder import Summary
-    from netweight.methods.compress.inspection import TensorReport
-
-__all__ = ["compress", "decompress", "inspect", "verify"]
+    from netweight.methods.compress.inspect import TensorReport
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PATH = click.Path(path_type=Path)
@@ -167,7 +165,7 @@ def verify(context: click.Context, path: Path, against: Path | None, threads: in
     Of rounded tensors it proves that they are intact, and that every weight is within its bound of the original.
     Exits with 1 if anything is damaged or differs.
     """
-    from netweight.methods.compress.audit import verify as run_audit
+    from netweight.methods.compress.verify import verify as run_audit
 
     findings = run_audit(path, against, threads=threads, progress=_progress(output))
     passed = all(finding.passed is not False for finding in findings)
@@ -199,7 +197,7 @@ def inspect(path: Path, tensor: str | None, plot: Path | None, output: Output) -
     weight. Entropies are in bits per weight, too; the shares of sign, exponent and mantissa are those of the total
     entropy. A tensor of few values shows less entropy than its kind has: no part can show more than log2(values) bits.
     """
-    from netweight.methods.compress.inspection import inspect_tensors
+    from netweight.methods.compress.inspect import inspect_tensors
 
     reports = list(inspect_tensors(path, tensor=tensor, progress=_progress(output)))
     files = {report.info.file for report in reports}
@@ -230,7 +228,7 @@ def _source(src: str, exclude: tuple[str, ...] = ()) -> Path:
     path = Path(src)
     if path.exists():
         return path
-    from netweight.integrations.hub import fetch, is_hub_id
+    from netweight.hf.hub import fetch, is_hub_id
 
     return fetch(src, exclude=exclude) if is_hub_id(src) else path
 
@@ -242,7 +240,7 @@ def _interruptible(source: Path, target: Path, output: Output) -> Iterator[None]
         yield
     except KeyboardInterrupt:
         if source.is_dir():
-            from netweight.store.atomic import part_of
+            from netweight.core.files import part_of
 
             output.warn(f"The same command continues where this one stopped; to give up, remove {part_of(target)}.")
         else:
@@ -318,8 +316,7 @@ def _beside_bound(change: float, bound: float) -> str:
 
 def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
     """Draw one row of histograms per dtype, all its tensors taken together; integers only if there is nothing else."""
-    from netweight.methods.compress.bits import merge
-    from netweight.methods.compress.plots import plot_bits
+    from netweight.methods.compress.inspect import merge, plot_bits
 
     known = [report.bits for report in reports if report.bits is not None and report.bits.count]
     known = [bits for bits in known if bits.layout.exponent] or known

@@ -16,11 +16,8 @@ from netweight.core.progress import Progress
 if TYPE_CHECKING:
     from netweight.evidence.report import Table
     from netweight.methods.federate import Run
-    from netweight.methods.federate.audit import AuditConfig
-    from netweight.methods.federate.threat import ThreatModel
-    from netweight.zoo.federation import FederationPlan
-
-__all__ = ["federate"]
+    from netweight.methods.federate.folder import FederationPlan
+    from netweight.methods.federate.report import AuditConfig, ThreatModel
 
 
 @click.group()
@@ -93,7 +90,7 @@ def run_command(
     """
     from netweight.methods.federate import train
     from netweight.methods.federate.engine import CHECKPOINT
-    from netweight.zoo.federation import FederationPlan
+    from netweight.methods.federate.folder import FederationPlan
 
     plan = FederationPlan(**settings)
     task = plan.task()
@@ -129,7 +126,7 @@ def audit_command(
     aggregate does.
     """
     from netweight.methods.federate import train
-    from netweight.zoo.federation import FederationPlan
+    from netweight.methods.federate.folder import FederationPlan
 
     plan = FederationPlan.load(folder)
     task = plan.task()
@@ -150,8 +147,7 @@ class _AuditChoice:
 
     def config(self) -> AuditConfig:
         """Return the audit's settings."""
-        from netweight.methods.federate.audit import AuditConfig
-        from netweight.methods.federate.threat import ThreatModel
+        from netweight.methods.federate.report import AuditConfig, ThreatModel
 
         if self.short:
             return AuditConfig(threats=(ThreatModel(first_round=True),), images=self.images)
@@ -162,7 +158,7 @@ class _AuditChoice:
 
 def _threat(text: str) -> ThreatModel:
     from netweight.errors import UsageError
-    from netweight.methods.federate.threat import ThreatModel
+    from netweight.methods.federate.report import ThreatModel
 
     parts = text.split("x")
     if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
@@ -193,8 +189,13 @@ def _finish(
     """Audit if asked, write the report, say how it ended."""
     from netweight.cli import FINDING_FAILED
     from netweight.evidence.report import Report
-    from netweight.methods.federate.audit import audit_exposures, exposure_findings, exposure_table
-    from netweight.methods.federate.report import accuracy_findings, add_sections
+    from netweight.methods.federate.report import (
+        accuracy_findings,
+        add_sections,
+        audit_exposures,
+        exposure_findings,
+        exposure_table,
+    )
 
     exposures = audit_exposures(run, choice.config(), seed=choice.seed, progress=Progress()) if choice else []
     seed = choice.seed if choice else 0

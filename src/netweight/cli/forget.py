@@ -17,11 +17,9 @@ from netweight.cli.paths import FILE, FOLDER, NEW, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.integrations.diffusion_pipeline import PipelineModel
-    from netweight.methods.forget.config import DetectionConfig
-    from netweight.methods.forget.detection import Score, Threshold
-
-__all__ = ["forget"]
+    from netweight.hf.load_pipeline import PipelineModel
+    from netweight.methods.forget.detect import Score, Threshold
+    from netweight.methods.forget.settings import DetectionConfig
 
 _column = click.option("--column", default="prompt", show_default=True, help="Column of prompts in .csv and .jsonl.")
 _device = click.option("--device", default="cpu", show_default=True, help="Where the pipeline goes, such as cuda.")
@@ -62,9 +60,9 @@ def statistics(
     pipeline: Path, prompts: Path, column: str, scope: Any, device: str, overwrite: bool, out: Path, output: Output
 ) -> None:
     """Measure how active value neurons usually are; no image is made."""
-    from netweight.methods.forget.prompts import read_prompts
+    from netweight.core.files import refuse_existing
+    from netweight.data.prompts import read_prompts
     from netweight.methods.forget.statistics import measure_statistics
-    from netweight.store.atomic import refuse_existing
 
     refuse_existing(out, overwrite=overwrite)
     texts = read_prompts(prompts, column=column)
@@ -102,11 +100,11 @@ def detect(
 
     OUT receives scores.jsonl, threshold.json, which `netweight forget localize` takes, and detection.json.
     """
+    from netweight.data.prompts import read_prompts
     from netweight.errors import UsageError
-    from netweight.methods.forget.config import DetectionConfig
-    from netweight.methods.forget.detection import look_of
-    from netweight.methods.forget.method import check_threshold, detect_resumably
-    from netweight.methods.forget.prompts import read_prompts
+    from netweight.methods.forget.detect import look_of
+    from netweight.methods.forget.localize import check_threshold, detect_resumably
+    from netweight.methods.forget.settings import DetectionConfig
 
     if (ordinary is None) == (threshold is None):
         raise UsageError("A threshold is needed, once.", cure="Give --ordinary to calibrate one, or --threshold.")
@@ -165,11 +163,11 @@ def localize(
     OUT receives neurons.jsonl, which a second call continues, neurons.json for `netweight forget apply`, and
     neurons.csv in the format of the paper's code. Exits with 1 if the threshold was not reached for some prompt.
     """
-    from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
+    from netweight.data.prompts import read_prompts
     from netweight.methods.forget.layers import value_layers
-    from netweight.methods.forget.method import localize as find
-    from netweight.methods.forget.prompts import read_prompts
-    from netweight.methods.forget.results import write_published, write_results
+    from netweight.methods.forget.localize import localize as find
+    from netweight.methods.forget.localize import write_published, write_results
+    from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
     from netweight.methods.forget.statistics import Statistics
 
     texts, limit = read_prompts(prompts, column=column), _given_threshold(threshold)
@@ -206,7 +204,7 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card:
 
     The neurons of all prompts in the file go together. What was done lies in DESTINATION/forget.
     """
-    from netweight.integrations.forgotten_folder import edit_folder
+    from netweight.methods.forget.edit import edit_folder
 
     record = edit_folder(pipeline, destination, neurons, factor=factor)
     if card:
@@ -227,7 +225,7 @@ def apply(pipeline: Path, destination: Path, neurons: Path, factor: float, card:
 @output_option
 def undo(pipeline: Path, destination: Path, output: Output) -> None:
     """Take back the last edit of PIPELINE, bit for bit, and write the result to DESTINATION."""
-    from netweight.integrations.forgotten_folder import undo_folder
+    from netweight.methods.forget.edit import undo_folder
 
     record = undo_folder(pipeline, destination)
     output.line(f"{len(record.units)} neurons are as they were: {destination}", bold=True)
@@ -235,7 +233,7 @@ def undo(pipeline: Path, destination: Path, output: Output) -> None:
 
 
 def _load(folder: Path, device: str) -> PipelineModel:
-    from netweight.integrations.diffusion_pipeline import load_text_to_image
+    from netweight.hf.load_pipeline import load_text_to_image
 
     return load_text_to_image(folder, device=device)
 
@@ -249,7 +247,7 @@ def _detection(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _threshold(scores: list[Score], quantile: float | None, model: PipelineModel, config: DetectionConfig) -> Threshold:
-    from netweight.methods.forget.detection import calibrate, look_of
+    from netweight.methods.forget.detect import calibrate, look_of
 
     about: Any = {"model": model.digest(), "look": look_of(model, config)}
     if quantile is None:
@@ -259,7 +257,7 @@ def _threshold(scores: list[Score], quantile: float | None, model: PipelineModel
 
 def _given_threshold(text: str) -> Threshold:
     from netweight.errors import UsageError
-    from netweight.methods.forget.detection import Threshold
+    from netweight.methods.forget.detect import Threshold
 
     try:
         return Threshold(float(text), "given")
@@ -275,14 +273,14 @@ def _given_threshold(text: str) -> Threshold:
 
 
 def _findings(memorized: list[Score], ordinary: list[Score], limit: Threshold) -> list[dict[str, Any]]:
-    from netweight.methods.forget.audit import DetectionSubject, detection_findings
+    from netweight.methods.forget.report import DetectionSubject, detection_findings
 
     subject = DetectionSubject(memorized, ordinary, limit)
     return [finding.to_json() for finding in detection_findings(subject, None, seed=0, progress=QUIET)]
 
 
 def _write(path: Path, value: Any) -> None:
-    from netweight.store.atomic import whole_file
+    from netweight.core.files import whole_file
 
     with whole_file(path, overwrite=True) as file:
         file.write(json.dumps(value, indent=1, ensure_ascii=False).encode())

@@ -13,8 +13,6 @@ from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.cli.search_options import folder_search, search_options
 from netweight.core.progress import QUIET, Progress
 
-__all__ = ["audit"]
-
 
 @click.command()
 @click.argument("edited", type=FOLDER)
@@ -42,7 +40,7 @@ def audit(context: click.Context, /, edited: Path, out: Path, seed: int, output:
 
     Exits with 1 if a finding fails.
     """
-    from netweight.zoo.forget_audit import FolderAudit, audit_folder
+    from netweight.methods.forget.folder import FolderAudit, audit_folder
 
     seeds = options.pop("seeds")
     search = folder_search(options)

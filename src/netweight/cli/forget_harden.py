@@ -11,8 +11,6 @@ from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
-__all__ = ["harden"]
-
 _TRAINED = ("rounds", "steps", "batch", "lr", "keep", "seed")
 _SEARCHED = ("search_steps", "restarts", "guidance", "generation_steps")
 
@@ -47,8 +45,8 @@ def harden(pipeline: Path, destination: Path, output: Output, **options: Any) ->
     what cost, is for `netweight forget audit` to say. The same command goes on where an earlier one was stopped.
     """
     from netweight.attacks.embedding_search.settings import SearchSettings
-    from netweight.methods.forget.robust import HardenSettings
-    from netweight.zoo.hardened_pipeline import FolderHardening, harden_folder
+    from netweight.methods.forget.folder import FolderHardening, harden_folder
+    from netweight.methods.forget.harden import HardenSettings
 
     search = {name.removeprefix("search_"): value for name in _SEARCHED if (value := options[name]) is not None}
     given = {name: value for name in _TRAINED if (value := options[name]) is not None}

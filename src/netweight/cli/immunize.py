@@ -15,9 +15,7 @@ from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.immunize.record import Record
-
-__all__ = ["immunize"]
+    from netweight.methods.immunize.train import Record
 
 
 @click.command()
@@ -45,8 +43,8 @@ def immunize(model: Path, destination: Path, card: bool, output: Output, **optio
     command goes on where an earlier one was stopped. How long the defense holds is for `netweight attack finetune` to
     say.
     """
-    from netweight.methods.immunize.training import RECORD
-    from netweight.zoo.immunized_folder import FolderDefense, immunize_folder
+    from netweight.methods.immunize.folder import FolderDefense, immunize_folder
+    from netweight.methods.immunize.train import RECORD
 
     defense = FolderDefense(**options)
     done = immunize_folder(

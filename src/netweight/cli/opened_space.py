@@ -11,10 +11,8 @@ import click
 from netweight.cli.paths import FOLDER
 
 if TYPE_CHECKING:
-    from netweight.methods.space.method import WeightSpace
     from netweight.methods.space.points import Points
-
-__all__ = ["opened", "points_of", "space_argument"]
+    from netweight.methods.space.space import WeightSpace
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,14 +25,14 @@ def space_argument(command: F) -> F:
 
 def opened(folder: Path, bank: Path | None) -> WeightSpace:
     """Open a space's folder, with its bank if there is one."""
-    from netweight.methods.space.method import WeightSpace
-    from netweight.store.adapter_bank import AdapterBank
+    from netweight.methods.space.space import WeightSpace
+    from netweight.store.bank.bank import AdapterBank
 
     return WeightSpace.open(folder, None if bank is None else AdapterBank.open(bank))
 
 
 def points_of(space: WeightSpace, text: str) -> Points:
     """Return the points that a text names; see `methods.space.named_points`."""
-    from netweight.methods.space.named_points import points_of as named
+    from netweight.methods.space.folder import points_of as named
 
     return named(space, text)

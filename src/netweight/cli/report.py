@@ -9,8 +9,6 @@ import click
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FOLDER
 
-__all__ = ["report"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -44,8 +42,7 @@ def report(run: Path, model: Path | None, output: Output) -> None:
 
 
 def _card(model: Path, run: Path) -> Path:
-    from netweight.integrations.card_entries import entries_of
-    from netweight.integrations.model_card import add_evidence, update_card
+    from netweight.plugins.model_card import add_evidence, entries_of, update_card
 
     if entries_of(model):
         update_card(model)

@@ -11,9 +11,7 @@ from netweight.cli.named_folder import named_folder
 from netweight.cli.paths import FILE, FOLDER
 
 if TYPE_CHECKING:
-    from netweight.zoo.embedding_attack import FolderSearch
-
-__all__ = ["folder_search", "search_options"]
+    from netweight.attacks.embedding_search.folder import FolderSearch
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SEARCH = ("steps", "lr", "draws", "restarts", "radius", "images", "guidance", "generation_steps", "threshold", "share")
@@ -61,12 +59,8 @@ def search_options(command: F) -> F:
 
 
 def folder_search(options: dict[str, Any]) -> FolderSearch:
-    """Take the options of a search out of a command's and return what they ask for.
-
-    Raises:
-        UsageError: See `FolderSearch`; or --also names no folder.
-    """
-    from netweight.zoo.embedding_attack import FolderSearch
+    """Take the options of a search out of a command's and return what they ask for."""
+    from netweight.attacks.embedding_search.folder import FolderSearch
 
     search = {name: value for name in _SEARCH if (value := options.pop(name)) is not None}
     named = {name: options.pop(name) for name in _FOLDERS}

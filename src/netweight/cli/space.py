@@ -20,9 +20,7 @@ from netweight.cli.space_view import view
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.store.adapter_bank import AdapterBank
-
-__all__ = ["space"]
+    from netweight.store.bank.bank import AdapterBank
 
 _SHOWN = 20  # skipped adapters that are listed
 
@@ -53,7 +51,7 @@ def ingest(
     weights2weights. Headers are checked first, and all problems are said at once. A run that was interrupted goes on
     where it stopped when it is started again.
     """
-    from netweight.store.adapter_bank import AdapterBank
+    from netweight.store.bank.bank import AdapterBank
     from netweight.store.published_w2w import import_published, stable_diffusion_dimensions
 
     progress = QUIET if output.as_json else Progress()
@@ -80,7 +78,7 @@ def info(path: Path, verify: bool, output: Output) -> None:
     if (path / "space.json").is_file() and not verify:
         show_space(path, output)
         return
-    from netweight.store.adapter_bank import AdapterBank
+    from netweight.store.bank.bank import AdapterBank
 
     bank = AdapterBank.open(path)
     if verify:

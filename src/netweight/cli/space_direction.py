@@ -12,8 +12,6 @@ from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
 
-__all__ = ["direction"]
-
 
 @click.command()
 @space_argument
@@ -39,10 +37,9 @@ def direction(
     kind: Any, fidelity: Any, folds: int, resamples: int, seed: int, overwrite: bool, out: Path, output: Output,
 ) -> None:  # fmt: skip
     """Find the direction of an attribute and say how well it tells held-out models apart."""
-    from netweight.methods.space.direction_fit import bootstrap_cosine, fit_direction
-    from netweight.methods.space.labels import read_labels
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.directions import bootstrap_cosine, fit_direction, read_labels
     from netweight.methods.space.points import write_direction
-    from netweight.store.atomic import refuse_existing
 
     refuse_existing(out, overwrite=overwrite)
     space = opened(folder, bank)

@@ -11,8 +11,6 @@ from netweight.cli.opened_space import opened, points_of, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
 
-__all__ = ["edit"]
-
 
 @click.command()
 @space_argument
@@ -33,10 +31,10 @@ def edit(
     POINT is a model of the space, a file of points (FILE.json, or FILE.json:NAME for one of them), an adapter's file or
     folder, which is projected into the space, or mean. The order of moves does not matter.
     """
+    from netweight.core.files import refuse_existing
     from netweight.methods.space.edits import Move
     from netweight.methods.space.edits import edit as edited
     from netweight.methods.space.points import Points, read_direction, write_points
-    from netweight.store.atomic import refuse_existing
 
     refuse_existing(out, overwrite=overwrite)
     space = opened(folder, bank)

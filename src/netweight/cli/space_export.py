@@ -14,9 +14,7 @@ from netweight.cli.output import Output, output_option
 from netweight.cli.paths import NEW
 
 if TYPE_CHECKING:
-    from netweight.methods.space.exporting import Exported
-
-__all__ = ["export", "merge"]
+    from netweight.methods.space.export import Exported
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,7 +48,7 @@ def export(
     into a folder of its name under DST.
     """
     from netweight.errors import UsageError
-    from netweight.methods.space.export_record import recorded
+    from netweight.methods.space.folder import recorded
 
     if card and destination.suffix == ".safetensors":
         raise UsageError("A single file has no card.", cure="Name a folder, or leave --card out.")
@@ -82,8 +80,8 @@ def merge(
 
     They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere.
     """
-    from netweight.methods.space.exporting import export_adapter, merged
-    from netweight.store.adapter_files import read_adapter
+    from netweight.methods.space.export import export_adapter, merged
+    from netweight.store.lora_formats.files import read_adapter
 
     whole = merged([read_adapter(path) for path in adapters], list(weights) or None).adapter
     found = export_adapter(whole, destination, rank=rank, layout=layout, overwrite=overwrite)

@@ -13,9 +13,7 @@ from netweight.cli.paths import FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.space.accuracy import Accuracy
-
-__all__ = ["fit", "show_space"]
+    from netweight.methods.space.fit import Accuracy
 
 
 @click.command()
@@ -46,9 +44,9 @@ def fit(
     in SPACE/space.json.
     """
     from netweight.core.engines import local_processes
-    from netweight.methods.space.method import WeightSpace
-    from netweight.store.adapter_bank import AdapterBank
-    from netweight.store.atomic import refuse_existing
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.space import WeightSpace
+    from netweight.store.bank.bank import AdapterBank
 
     refuse_existing(space, overwrite=None)
     engine = None if processes is None else functools.partial(local_processes, workers=processes)
@@ -62,8 +60,8 @@ def fit(
 
 def show_space(folder: Path, output: Output) -> None:
     """Say what a fitted space is and how good its fit is; its bank is not needed."""
-    from netweight.methods.space.accuracy import Accuracy
-    from netweight.methods.space.saved import read_about
+    from netweight.methods.space.fit import Accuracy
+    from netweight.methods.space.space import read_about
 
     about = read_about(folder)
     accuracy = Accuracy.from_json(about["accuracy"])

@@ -15,10 +15,7 @@ from netweight.core.progress import QUIET, Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.methods.space.inversion import InversionSettings
-    from netweight.methods.space.inversion_runs import Target
-
-__all__ = ["invert"]
+    from netweight.methods.space.inversion import InversionSettings, Target
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _CHANGED = ("steps", "learning_rate", "components", "prior")
@@ -52,11 +49,10 @@ def invert(
 
     A call that was interrupted goes on where it stopped when it is made again.
     """
-    from netweight.integrations.diffusion_pipeline import load_text_to_image
-    from netweight.integrations.trained_prediction import trained_prediction
-    from netweight.methods.space.inversion_runs import InversionTask, invert_targets
+    from netweight.core.files import refuse_existing
+    from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
+    from netweight.methods.space.inversion import InversionTask, invert_targets
     from netweight.methods.space.points import write_points
-    from netweight.store.atomic import refuse_existing
 
     refuse_existing(out, overwrite=overwrite)
     settings = _settings(options)
@@ -86,7 +82,7 @@ def _settings(options: dict[str, Any]) -> InversionSettings:
 def _target(path: Path, masks: Path | None) -> Target:
     """Read a target's pictures, in color, within 0 and 1."""
     from netweight.errors import UsageError
-    from netweight.methods.space.inversion_runs import Target
+    from netweight.methods.space.inversion import Target
 
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix.lower() in _SUFFIXES)
     if not files:
@@ -103,7 +99,7 @@ def _target(path: Path, masks: Path | None) -> Target:
 
 def _pictures(files: list[Path], channels: int) -> Tensor:
     """Pictures as `(m, channels, height, width)`, within 0 and 1."""
-    from netweight.zoo.data.pictures import decode_splits
+    from netweight.data.images.sources import decode_splits
 
     [pixels] = decode_splits([[(file.name, file) for file in files]], of=str(files[0].parent))
     found = pixels.float() / 255

@@ -11,8 +11,6 @@ import click
 from netweight.cli.opened_space import opened, points_of, space_argument
 from netweight.cli.output import Output, output_option
 
-__all__ = ["neighbors"]
-
 
 @click.command()
 @space_argument
@@ -26,7 +24,7 @@ def neighbors(folder: Path, bank: Path | None, point: str, count: int, measure: 
 
     POINT is what `netweight space edit` takes.
     """
-    from netweight.methods.space.neighbors import nearest
+    from netweight.methods.space.points import nearest
 
     space = opened(folder, bank)
     points = points_of(space, point)

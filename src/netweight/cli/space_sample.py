@@ -12,8 +12,6 @@ from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
 
-__all__ = ["sample"]
-
 _LEAST_AUDITED = 5
 
 
@@ -40,10 +38,9 @@ _LEAST_AUDITED = 5
 @output_option
 def sample(folder: Path, bank: Path | None, overwrite: bool, out: Path, output: Output, **options: Any) -> None:
     """Draw points. From five on, it says whether they lie where models lie without being copies of them."""
-    from netweight.methods.space.diversity import neighbor_findings
-    from netweight.methods.space.drawing import Drawing, draw
-    from netweight.methods.space.points import write_points
-    from netweight.store.atomic import refuse_existing
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.folder import Drawing, draw
+    from netweight.methods.space.points import neighbor_findings, write_points
 
     refuse_existing(out, overwrite=overwrite)
     given = dict(_pair(text) for text in options.pop("given"))

@@ -15,10 +15,8 @@ from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
 if TYPE_CHECKING:
-    from netweight.methods.space.view import View
-    from netweight.methods.space.viewing import Look
-
-__all__ = ["view"]
+    from netweight.methods.space.page import View
+    from netweight.methods.space.page_data import Look
 
 _AMOUNTS = ("components", "adapters", "samples")
 
@@ -55,8 +53,8 @@ def view(folder: Path | None, seed: int, overwrite: bool, out: Path, output: Out
     Every picture is painted by the pipeline, with the weights of just that point; long for a large pipeline, as so many
     images are. Without SPACE the page is about the miniature in the package: some hundred models of drawn faces.
     """
-    from netweight.methods.space.view_page import write_view
-    from netweight.store.atomic import refuse_existing
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.page import write_view
 
     refuse_existing(out, overwrite=overwrite)
     options["command"] = shlex.join(["netweight", *sys.argv[1:]])
@@ -71,7 +69,7 @@ def view(folder: Path | None, seed: int, overwrite: bool, out: Path, output: Out
 
 def _miniature(options: dict[str, Any], seed: int, progress: Progress) -> View:
     from netweight.errors import UsageError
-    from netweight.zoo.space_view import FACES_LOOK, faces_view
+    from netweight.toys.faces_pipeline import FACES_LOOK, faces_view
 
     given = [name for name in ("bank", "pipeline", "labels_file", "prompts", "directions", "attributes", "pairs")
              if options[name]]  # fmt: skip
@@ -86,10 +84,9 @@ def _miniature(options: dict[str, Any], seed: int, progress: Progress) -> View:
 def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progress) -> View:
     from netweight.cli.opened_space import opened, points_of
     from netweight.errors import UsageError
-    from netweight.methods.space.direction_fit import fit_direction
-    from netweight.methods.space.labels import read_labels
+    from netweight.methods.space.directions import fit_direction, read_labels
+    from netweight.methods.space.page_data import Look, painted_view
     from netweight.methods.space.points import read_direction
-    from netweight.methods.space.viewing import Look, painted_view
 
     missing = [name for name, key in (("--pipeline", "pipeline"), ("--prompt", "prompts")) if not options[key]]
     if missing or (options["attributes"] and options["labels_file"] is None):
@@ -108,7 +105,7 @@ def _of_folder(folder: Path, options: dict[str, Any], seed: int, progress: Progr
     start = points_of(space, options["start"])
     if len(start.names) != 1:
         raise UsageError(f"--start {options['start']} holds {len(start.names)} points.", cure="Name one of them.")
-    from netweight.integrations.diffusion_pipeline import load_text_to_image
+    from netweight.hf.load_pipeline import load_text_to_image
 
     return painted_view(
         load_text_to_image(options["pipeline"], device=options["device"]),

@@ -3,8 +3,6 @@
 Both are modules with the functions of `Codec`, so that a call reads `codec_for(path).encode(…)`.
 """
 
-# ruff: noqa: D102
-
 from __future__ import annotations
 
 import os

@@ -1,25 +1,107 @@
-"""Resumable fan-out: many runs of one function over many configurations, remembered in a ledger. Any layer may use it.
-
-Each run is appended to the ledger and synced as soon as it ends. A kill at any moment loses at most the runs that were
-under way; the next call starts where the last one stopped.
-"""
+"""A file that remembers finished work, one JSON object per line, safe against kills. Any layer may use it."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, final
 
 from netweight.core import digest
-from netweight.core.engines import Engine, Outcome, in_process, local_processes
+from netweight.core.engines import Engine, Outcome, local_processes
 from netweight.core.environment import netweight_version
-from netweight.core.ledger import Ledger
-from netweight.errors import UsageError
+from netweight.errors import CorruptBlob, UsageError
 
-__all__ = ["Engine", "Outcome", "Result", "in_process", "local_processes", "map_runs"]
+try:
+    import fcntl
+except ImportError:  # Windows: two processes on one ledger go unnoticed there
+    fcntl = None  # type: ignore[assignment]
+
+
+@final
+class Ledger:
+    """A file of finished runs, one JSON object per line, each with a `digest`; a context manager."""
+
+    # Opening takes a lock, so that two processes cannot work on one ledger, and drops a last line that a kill left
+    # unfinished.
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            self.records = self._read()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"Another process is working on the ledger {self.path}.", cure="Wait for it, or name another ledger."
+            ) from None
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        content = self.path.read_bytes()
+        complete = content.rfind(b"\n") + 1
+        if complete < len(content):
+            os.ftruncate(self._file, complete)
+            os.fsync(self._file)
+        return _parsed(content[:complete], self.path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record and return when it is on the disk; a later record replaces an earlier one of its digest."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=True).encode() + b"\n"
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._file, view) :]
+        os.fsync(self._file)
+        self.records[record["digest"]] = dict(record)
+
+    def close(self) -> None:
+        """Close the file and release the lock."""
+        os.close(self._file)
+
+    def __enter__(self) -> Self:
+        """Use the ledger in a block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close at the end of the block."""
+        self.close()
+
+
+def read_ledger(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the records of a ledger by their digests, without taking it; another process may be adding to it."""
+    path = Path(path)
+    content = path.read_bytes() if path.is_file() else b""
+    return _parsed(content[: content.rfind(b"\n") + 1], path)
+
+
+def _parsed(content: bytes, path: Path) -> dict[str, dict[str, Any]]:
+    records: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            records[record["digest"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise CorruptBlob(
+                f"Line {number} of the ledger {path} is not a record of a run.",
+                cure="Delete that line to run its configuration again, or name another ledger.",
+            ) from None
+    return records
+
 
 C = TypeVar("C")
 
@@ -27,23 +109,14 @@ C = TypeVar("C")
 @final
 @dataclass(frozen=True)
 class Result(Generic[C]):
-    """How one configuration's run ended.
+    """How one configuration's run ended."""
 
-    Attributes:
-        config: The configuration as it was given.
-        digest: Its digest, the key in the ledger.
-        value: What the function returned, as JSON gives it back (tuples become lists); None if the run failed.
-        error: The traceback of a failed run, else None.
-        seconds: Wall-clock time of the run.
-        remembered: True if the ledger knew the result and nothing was run.
-    """
-
-    config: C
-    digest: str
-    value: Any
-    error: str | None
-    seconds: float
-    remembered: bool
+    config: C  # the configuration as it was given
+    digest: str  # its digest, the key in the ledger
+    value: Any  # what the function returned, as JSON gives it back (tuples become lists); None if the run failed
+    error: str | None  # the traceback of a failed run, else None
+    seconds: float  # wall-clock time of the run
+    remembered: bool  # true if the ledger knew the result and nothing was run
 
     @property
     def ok(self) -> bool:
@@ -66,27 +139,9 @@ def map_runs(
     engine: Engine = local_processes,
     ordered: bool = False,
 ) -> Iterator[Result[C]]:
-    """Run `fn` once for every configuration, remembering results, so that a second call continues the first.
-
-    A run that failed is recorded with its traceback, yielded as a `Result` whose `ok` is False, and tried again by
-    the next call. Equal configurations run once.
-
-    Args:
-        fn: Takes one configuration and returns JSON values (numbers, text, lists, mappings; a dataclass or pydantic
-            model is stored as a mapping). Must depend on nothing but its configuration.
-        items: Configurations: dataclasses, pydantic models or JSON values; see `digest.canonical_json`.
-        ledger: The file to remember results in. It belongs to one function.
-        engine: Where runs happen.
-        ordered: Yield in the order of `items` instead of remembered results first and then as runs end.
-
-    Returns:
-        An iterator of one `Result` per item. Runs happen while it is consumed.
-
-    Raises:
-        UsageError: A configuration cannot be written as JSON, the ledger belongs to another function or is in use
-            by another process.
-        CorruptBlob: The ledger is damaged.
-    """
+    """Run `fn` once for every configuration, remembering results, so that a second call continues the first."""
+    # A run that failed is recorded with its traceback, yielded as a `Result` whose `ok` is False, and tried again by
+    # the next call. Equal configurations run once.
     keys = [digest.of_config(item) for item in items]
     results = _map(fn, dict(zip(keys, items, strict=True)), Path(ledger), engine)
     return _in_order(keys, items, results) if ordered else _as_they_come(keys, items, results)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, final
 
 from pydantic import ValidationError
 
+from netweight.core.files import whole_file
 from netweight.errors import UsageError
 from netweight.evidence.audit import missing_audits
 from netweight.evidence.document import (
@@ -31,7 +32,6 @@ from netweight.evidence.document import (
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, encode_json
 from netweight.evidence.page import render
-from netweight.store.atomic import whole_file
 
 __all__ = ["MAX_BYTES", "Column", "Report", "Table", "make_folder", "read_report", "rewrite", "write_text"]
 

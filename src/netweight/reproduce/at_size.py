@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+from netweight_experiments.toys.decoder import MINIATURE, made
+
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
-from netweight.zoo.shapes import MINIATURE, made
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Table
-from netweight.integrations.quantizers import held_bytes, linear_layers, quantize_, quantizers
+from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight.reproduce.at_size import PAPER, SEED, TRIAL, Run, chosen_device, in_turns, random_model
 from netweight.reproduce.registry import Column, Measured, Row
 

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+from netweight.core.engines import in_process
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
-from netweight.core.runs import in_process, map_runs
+from netweight.core.runs import map_runs
 from netweight.errors import NetweightError
 from netweight.evidence.finding import encode_json
 from netweight.evidence.report import Report, Table
@@ -159,7 +160,7 @@ def _in_time(
 
 def _is_kept(function: Callable[[R], Any], run: R, ledger: Path) -> bool:
     from netweight.core.digest import of_config
-    from netweight.core.ledger import Ledger
+    from netweight.core.runs import Ledger
 
     with Ledger(ledger) as kept:
         record = kept.records.get(of_config(run))

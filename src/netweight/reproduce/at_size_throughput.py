@@ -181,8 +181,8 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     from netweight import codec
     from netweight.codec.cuda import fixed_products
     from netweight.codec.fixed import encode_fixed
-    from netweight.methods.compress.memory.box import Box
-    from netweight.methods.compress.memory.ops import decode_now
+    from netweight.methods.compress.runtime.ops import decode_now
+    from netweight.methods.compress.runtime.storage import Box
 
     def boxed(precision: codec.Precision | None) -> Callable[[torch.Tensor], Any]:
         return lambda weight: Box.of(weight, precision=precision).payload
@@ -229,7 +229,7 @@ def _offloading(name: str, device: torch.device) -> _Way:
 
 
 def _nf4(name: str, device: torch.device) -> _Way:
-    from netweight.integrations.quantizers import nf4
+    from netweight.hf.quantizers import nf4
 
     pack, unpack = nf4()
     return _Way(name, pack, unpack, lambda kept: int(kept[0].nbytes + kept[1].absmax.nbytes), exact=False)

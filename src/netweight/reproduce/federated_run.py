@@ -18,9 +18,9 @@ from netweight.core.runs import Result
 from netweight.reproduce.resumed import LEDGER, Named, run_each
 
 if TYPE_CHECKING:
+    from netweight.data.images import Images
     from netweight.methods.federate import Federation, FedTask, Method
-    from netweight.zoo.data import Images
-    from netweight.zoo.federation import FederationPlan
+    from netweight.methods.federate.folder import FederationPlan
 
 __all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
 
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Named)
 @cache
 def images_of(data: str) -> Images:
     """Return a data set by its name, read once for all runs of a table."""
-    from netweight.zoo.data import load
+    from netweight.data.images import load
 
     return load(data)
 
@@ -71,7 +71,7 @@ class FederatedRun:
 
 def plan_of(run: FederatedRun) -> FederationPlan:
     """Return the paper's settings for a run: split, schedule, budget; of 100 clients 30 % are asked in each round."""
-    from netweight.zoo.federation import FederationPlan
+    from netweight.methods.federate.folder import FederationPlan
 
     return FederationPlan(
         data=run.data,

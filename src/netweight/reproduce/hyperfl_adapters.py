@@ -111,11 +111,11 @@ def _parts_of(run: AdapterRun) -> Parts:
     import torch
 
     from netweight.core import seeds
+    from netweight.data.images import crop_and_flip
     from netweight.methods.federate import Federation, FedTask, LocalTraining
-    from netweight.zoo.adapted_resnet import adapted_resnet20
-    from netweight.zoo.data import crop_and_flip
-    from netweight.zoo.federated import federated_images
-    from netweight.zoo.federation import REFERENCE_SPLIT
+    from netweight.methods.federate.folder import REFERENCE_SPLIT
+    from netweight.methods.federate.partition import federated_images
+    from netweight.toys.networks import adapted_resnet20
 
     images = images_of(run.data)
     generator = seeds.torch_generator(REFERENCE_SPLIT, "calibration")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 
 if TYPE_CHECKING:
-    from netweight.methods.federate.benchmark import Contender
+    from netweight_experiments.benchmarks.federate import Contender
 
 __all__ = ["table4"]
 
@@ -32,11 +32,12 @@ def table4(scale: Scale, out: Path) -> Measured:
         scale: "small" times 2 clients with 50 images, to see that it runs; "paper" 20 clients with 600.
         out: Nothing is kept here: times of two processes do not compare.
     """
+    from netweight_experiments.benchmarks.federate import speed_findings, time_rounds
+    from netweight_experiments.toys.random_federation import random_federation
+
     from netweight.core.environment import usable_cores
     from netweight.core.progress import Progress
     from netweight.methods.federate import LocalTraining
-    from netweight.methods.federate.benchmark import speed_findings, time_rounds
-    from netweight.zoo.random_federation import random_federation
 
     clients, images, training = (20, 600, LocalTraining()) if scale == "paper" else (2, 50, LocalTraining(epochs=1))
     workers = (1, 2) if usable_cores() > 1 and scale == "paper" else (1,)

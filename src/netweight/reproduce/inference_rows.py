@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from netweight.core.digest import of_config
-from netweight.core.ledger import Ledger
 from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import Ledger
 from netweight.errors import Unsupported
 from netweight.evidence.perplexity import Losses, compare, perplexity
 from netweight.evidence.statistics import Interval, paired_ratio
 from netweight.evidence.timing import Case, interleave
-from netweight.integrations.quantizers import held_bytes, linear_layers
+from netweight.hf.quantizers import held_bytes, linear_layers
 from netweight.reproduce.inference_ways import Way, apply, reason_missing
 
 if TYPE_CHECKING:

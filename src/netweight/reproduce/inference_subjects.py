@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from netweight_experiments.toys import decoder, encoder_decoder
+from netweight_experiments.toys.encoder_decoder import LONGEST, batches
+
 from netweight.core.digest import of_file
 from netweight.core.progress import Progress
+from netweight.data.corpora import Pair, count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import UsageError
 from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
+from netweight.hf.load_language_model import language_model
 from netweight.reproduce.inference_rows import Subject, Text
 from netweight.reproduce.registry import Scale
-from netweight.zoo import decoder, encoder_decoder
-from netweight.zoo.encoder_decoder import LONGEST, batches
-from netweight.zoo.model_folder import language_model
-from netweight.zoo.texts import Pair, count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from netweight.integrations.quantizers import linear_layers, missing, quantize_, quantizers
+from netweight.hf.quantizers import linear_layers, missing, quantize_, quantizers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,10 +19,10 @@ from netweight.reproduce.resumed import LEDGER, finished, run_each
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
+    from netweight.attacks.gradient_inversion.client import Reconstruction
+    from netweight.data.images import Images
     from netweight.methods.federate import Run
-    from netweight.methods.federate.threat import Observation
-    from netweight.zoo.data import Images
+    from netweight.methods.federate.report import Observation
 
 __all__ = ["CLIENTS", "AttackRun", "attack_all"]
 
@@ -86,7 +86,7 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     import torch
 
     from netweight.evidence.image_metrics import psnr, ssim
-    from netweight.methods.federate.threat import ThreatModel, observe
+    from netweight.methods.federate.report import ThreatModel, observe
 
     images = images_of(run.data)
     victim = _victim(run, images)
@@ -118,7 +118,7 @@ def _victim(run: AttackRun, images: Images) -> Run:
     from netweight.core import seeds
     from netweight.methods.federate import ClientData, FedTask, Run
     from netweight.methods.federate.catalog import METHODS, named_method
-    from netweight.zoo.small_cnn import small_cnn
+    from netweight.methods.federate.folder import small_cnn
 
     generator = seeds.torch_generator(SEED, "attacked images")
     numbers = torch.randperm(len(images.test[1]), generator=generator)[:CLIENTS]
@@ -134,8 +134,8 @@ def _victim(run: AttackRun, images: Images) -> Run:
 @cache
 def _noise(data: str) -> float:
     """Return the noise that table 1's schedule asks for at the paper's budget."""
-    from netweight.integrations.opacus import noise_multiplier
-    from netweight.zoo.federated import client_sizes
+    from netweight.methods.federate.dp import noise_multiplier
+    from netweight.methods.federate.partition import client_sizes
 
     size = client_sizes(images_of(data), CLIENTS)[0]
     return noise_multiplier(_EPSILON, _DELTA, n=size, batch_size=_BATCH, epochs=_EPOCHS)
@@ -153,8 +153,8 @@ def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) ->
     """Read the gradient and undo the body; return the image and the cosine of the gradient with the true one."""
     import torch
 
-    from netweight.attacks.gradient_inversion.features import PeelingConfig, invert_generated
-    from netweight.methods.federate.audit import read_update
+    from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+    from netweight.methods.federate.report import read_update
 
     recovered = read_update(victim, seen.sent, seen.received())
     config = PeelingConfig() if run.steps is None else PeelingConfig(softening=run.steps, rounds=max(1, run.steps // 2))
@@ -169,10 +169,10 @@ def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> R
     """Search the image by IG, ROG or the tailored attack."""
     from torch import nn
 
+    from netweight.attacks.gradient_inversion.client import gradient_of
     from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
     from netweight.attacks.gradient_inversion.rog import ROGConfig, rog
     from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
-    from netweight.attacks.gradient_inversion.victim import gradient_of
 
     received = seen.received()
     training = victim.method.training  # type: ignore[attr-defined]  # all of them have one
@@ -227,8 +227,8 @@ def _guessed(
     import torch
 
     from netweight.core import seeds
-    from netweight.methods.federate.generated_training import HYPERNETWORK
-    from netweight.zoo.small_cnn import small_cnn
+    from netweight.methods.federate.folder import small_cnn
+    from netweight.methods.federate.hyperfl import HYPERNETWORK
 
     layout, head = victim.task.body_layout, victim.task.head
     sent = {name.removeprefix(HYPERNETWORK): value for name, value in seen.sent.items()}

@@ -73,9 +73,8 @@ def attacked(ground: Ground, folder: Path, ways: Mapping[str, Way]) -> dict[Atta
 
 def attack_one(run: Attack, *, ground: Ground, tell: Callable[[int], None]) -> dict[str, Any]:
     """Search once; return JSON values."""
-    from netweight.attacks.embedding_search.comparison import Target, turned
-    from netweight.attacks.embedding_search.search import search
-    from netweight.attacks.embedding_search.similarity import paired
+    from netweight.attacks.embedding_search.compare import Target, turned
+    from netweight.attacks.embedding_search.search import paired, search
 
     own = next(each for each in ground.memorized if each.prompt == run.prompt)
     target = Target(own.prompt, own.prompt, own.image)

@@ -17,7 +17,7 @@ from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.localize import Localization
 
 __all__ = ["NOT_THE_PAPER", "beside", "by_kind", "figure5", "rerun_layers", "rerun_neurons"]
 
@@ -132,13 +132,13 @@ def _mean_of_layer(group: Sequence[Localization], layer: str) -> float | None:
 
 def _figures(ground: Ground, groups: Groups) -> tuple[Figure, ...]:
     from netweight.methods.forget.layers import value_layers
-    from netweight.methods.forget.neuron_figures import counts_figure, layers_figure
+    from netweight.methods.forget.report import counts_figure, layers_figure
 
     drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(ground.model.denoiser))))
     return tuple(figure for figure in drawn if figure is not None)
 
 
 def _by_prompt(found: Mapping[str, Localization]) -> Table:
-    from netweight.methods.forget.neuron_figures import prompts_table
+    from netweight.methods.forget.report import prompts_table
 
     return prompts_table(list(found.values()))

@@ -17,7 +17,7 @@ from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
-    from netweight.methods.forget.detection import Score
+    from netweight.methods.forget.detect import Score
 
 __all__ = ["figure3", "ssim_by_type"]
 
@@ -29,8 +29,8 @@ _AUC = 0.98
 def figure3(ground: Ground, folder: Path) -> Measured:
     """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
     from netweight.core.progress import QUIET
-    from netweight.methods.forget.audit import DetectionSubject, detection_findings
-    from netweight.methods.forget.detection import roc
+    from netweight.methods.forget.detect import roc
+    from netweight.methods.forget.report import DetectionSubject, detection_findings
 
     limit = threshold_of(ground, folder)
     scores = _by_kind(ground, folder)

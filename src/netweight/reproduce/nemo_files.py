@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from netweight.attacks.embedding_search.folder import predicted_error
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.digest import of_tensor
+from netweight.data.memorized_pairs import check_pairs, painted_size, read_pairs
+from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import Memorized
 from netweight.evidence.descriptors import Descriptor, TorchScriptDescriptor, sscd
 from netweight.evidence.image_sets import frechet_distance, kernel_distance
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.methods.forget.config import DetectionConfig
-from netweight.methods.forget.prompts import read_prompts
+from netweight.hf.load_pipeline import load_text_to_image
+from netweight.methods.forget.settings import DetectionConfig
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
-from netweight.zoo.embedding_attack import predicted_error
-from netweight.zoo.memorized_pairs import check_pairs, painted_size, read_pairs
 
 if TYPE_CHECKING:
     from netweight.reproduce.nemo_ground import OfImages, OfSets
@@ -223,7 +223,7 @@ def _inception(recipe: NemoRecipe) -> TorchScriptDescriptor | None:
 
 
 def _clip(folder: Path) -> Any:
-    from netweight.integrations.clip import Clip
+    from netweight.hf.clip import Clip
 
     return Clip(folder)
 

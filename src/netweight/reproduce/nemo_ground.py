@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from netweight.attacks.embedding_search.settings import SearchSettings
     from netweight.evidence.copy_metrics import Memorized
     from netweight.evidence.descriptors import Descriptor
-    from netweight.integrations.diffusion_pipeline import PipelineModel
-    from netweight.methods.forget.config import DetectionConfig
+    from netweight.hf.load_pipeline import PipelineModel
+    from netweight.methods.forget.settings import DetectionConfig
 
 __all__ = ["DETECTION_SEEDS", "NEEDS", "PAPER_NEEDS", "Ground", "folder_of", "ground_of", "nemo_table"]
 

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import mean
 
+from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
 from netweight.evidence.descriptors import CenteredPixels
 from netweight.evidence.image_sets import kernel_distance
-from netweight.integrations.diffusion_pipeline import text_to_image
-from netweight.methods.forget.config import DetectionConfig
+from netweight.hf.load_pipeline import text_to_image
+from netweight.methods.forget.settings import DetectionConfig
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.captioned_world import memorized
-from netweight.zoo.drawn_shapes import drawn
-from netweight.zoo.small_diffusion import shapes_pipeline
-from netweight.zoo.small_diffusion_training import GUIDANCE, STEPS
+from netweight.toys.diffusion import shapes_pipeline
+from netweight.toys.shapes import ShapesWorld, drawn, memorized
 
 __all__ = ["miniature"]
 

@@ -18,7 +18,7 @@ from netweight.reproduce.nemo_ways import ATTENTION, EMBEDDING, NONE, PRUNING, W
 from netweight.reproduce.registry import Measured
 
 if TYPE_CHECKING:
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.localize import Localization
 
 __all__ = ["ablation", "table1"]
 
@@ -126,7 +126,7 @@ def _initial(found: Mapping[str, Localization]) -> dict[str, Way]:
 
 def _variants(ground: Ground, folder: Path) -> dict[str, dict[str, Localization]]:
     """Neurons found otherwise, by what is different."""
-    from netweight.methods.forget.config import LocalizationConfig
+    from netweight.methods.forget.settings import LocalizationConfig
 
     fewer = ground.detection.seeds[: max(2, len(ground.detection.seeds) // 2)]
     late = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, timing="code"))

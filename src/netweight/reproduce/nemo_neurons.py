@@ -11,9 +11,9 @@ from netweight.reproduce.nemo_ground import Ground
 
 if TYPE_CHECKING:
     from netweight.core.units import Units
-    from netweight.methods.forget.config import LocalizationConfig
-    from netweight.methods.forget.detection import Score, Threshold
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.detect import Score, Threshold
+    from netweight.methods.forget.localize import Localization
+    from netweight.methods.forget.settings import LocalizationConfig
     from netweight.methods.forget.statistics import Statistics
 
 __all__ = ["neurons_of", "scores_of", "searched", "statistics_of", "status_notes", "threshold_of", "union"]
@@ -22,7 +22,7 @@ __all__ = ["neurons_of", "scores_of", "searched", "statistics_of", "status_notes
 def scores_of(ground: Ground, folder: Path, prompts: Sequence[str]) -> list[Score]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
     from netweight.core.progress import Progress
-    from netweight.methods.forget.method import detect_resumably
+    from netweight.methods.forget.localize import detect_resumably
 
     ledger = folder / "scores.jsonl"
     return detect_resumably(ground.model, prompts, ground.detection, ledger=ledger, progress=Progress("auto"))
@@ -30,7 +30,7 @@ def scores_of(ground: Ground, folder: Path, prompts: Sequence[str]) -> list[Scor
 
 def threshold_of(ground: Ground, folder: Path) -> Threshold:
     """Calibrate the threshold on the ground's ordinary prompts by the paper's rule."""
-    from netweight.methods.forget.detection import calibrate
+    from netweight.methods.forget.detect import calibrate
 
     return calibrate(scores_of(ground, folder, ground.calibration), model=ground.model.digest())
 
@@ -68,8 +68,8 @@ def neurons_of(
         By prompt, in the ground's order; prompts whose search failed are among them.
     """
     from netweight.core.progress import Progress
-    from netweight.methods.forget.config import LocalizationConfig
-    from netweight.methods.forget.method import localize
+    from netweight.methods.forget.localize import localize
+    from netweight.methods.forget.settings import LocalizationConfig
 
     found = localize(
         ground.model,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.evidence.copy_metrics import Kind, Memorized
-    from netweight.probe.diffusion import TextToImage
+    from netweight.nn.text_to_image import TextToImage
 
 __all__ = ["Painting", "Results", "kinds_of", "paint", "painting", "shown"]
 
@@ -153,7 +153,7 @@ class Painter:
 
     def ordinary(self, way: Way, prompt: str) -> dict[str, Any]:
         """Paint ordinary prompts, one image each."""
-        from netweight.attacks.embedding_search.similarity import paired
+        from netweight.attacks.embedding_search.search import paired
         from netweight.evidence.copy_metrics import COPY, similarity_to_memorized
 
         ground = self._ground
@@ -213,8 +213,8 @@ def mitigated(ground: Ground, way: Way, prompt: str) -> Iterator[TextToImage]:
 
 def images_of(ground: Ground, model: TextToImage, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
     """Return one image per prompt and seed, made as the ground says."""
-    from netweight.probe.batches import Batches
-    from netweight.probe.generation import generated
+    from netweight.nn.batching import Batches
+    from netweight.nn.text_to_image import generated
 
     text, batches = model.embed(list(prompts)), Batches(ground.detection.rows)
     return generated(model, text, seeds, batches, guidance=ground.guidance, steps=ground.steps)

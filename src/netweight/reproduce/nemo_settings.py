@@ -18,7 +18,7 @@ from netweight.reproduce.registry import Column, Measured, Row
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
     from netweight.evidence.finding import Number
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.localize import Localization
 
 __all__ = ["runtime", "thresholds"]
 
@@ -119,8 +119,8 @@ def _usual(ground: Ground, folder: Path) -> tuple[float, float]:
 
 
 def _found(ground: Ground, folder: Path, cell: _Cell) -> dict[str, Localization]:
-    from netweight.methods.forget.config import LocalizationConfig
-    from netweight.methods.forget.detection import Threshold
+    from netweight.methods.forget.detect import Threshold
+    from netweight.methods.forget.settings import LocalizationConfig
 
     usual, aim = _usual(ground, folder)
     if cell == _Cell(usual, aim, aim):

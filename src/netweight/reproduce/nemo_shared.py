@@ -20,7 +20,7 @@ from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.core.units import Units
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.localize import Localization
 
 __all__ = ["clusters", "rerun_shared_sets", "shared_neurons"]
 
@@ -31,7 +31,7 @@ _ALIKE = 0.5
 @nemo_table("nemo-shared-neurons")
 def shared_neurons(ground: Ground, folder: Path) -> Measured:
     """Switch off the neurons that several prompts share, those of single prompts, and all of them together."""
-    from netweight.methods.forget.neuron_figures import overlap_figure
+    from netweight.methods.forget.report import overlap_figure
 
     found = neurons_of(ground, folder)
     looked = list(searched(found).values())
@@ -86,7 +86,7 @@ def clusters(found: Sequence[Localization], alike: float = _ALIKE) -> list[list[
         found: Localizations; those without neurons are left out.
         alike: Share of common neurons among those of two prompts, from which they are joined.
     """
-    from netweight.methods.forget.neuron_figures import overlap
+    from netweight.methods.forget.report import overlap
 
     left = [each for each in found if each.neurons]
     joined: list[list[Localization]] = []

@@ -13,7 +13,7 @@ from netweight.reproduce.nemo_painting import shown
 from netweight.reproduce.nemo_rows import Line, Painted
 
 if TYPE_CHECKING:
-    from netweight.methods.forget.results import Localization
+    from netweight.methods.forget.localize import Localization
 
 __all__ = ["image_figure"]
 

@@ -89,7 +89,7 @@ def mitigation(way: Way, ground: Ground) -> Mitigation:
         Unsupported: The tokenizer has no words of one token, for "tokens".
     """
     from netweight.core.units import Units
-    from netweight.integrations.prompt_tokens import one_token_words, padding_masks
+    from netweight.hf.prompt_tokens import one_token_words, padding_masks
     from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
     from netweight.methods.forget.mitigation import AllActive, Deactivated
 

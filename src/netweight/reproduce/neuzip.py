@@ -11,12 +11,12 @@ from netweight.core.digest import of_file
 from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
-from netweight.zoo import minilm
+from netweight.toys import minilm
 
 if TYPE_CHECKING:
     import torch
 
-    from netweight.methods.compress.bits import BitStatistics
+    from netweight.methods.compress.inspect import BitStatistics
 
 __all__ = ["figure1", "figure5"]
 
@@ -90,7 +90,7 @@ def _measured(
     inputs: dict[str, str],
     seeds: tuple[int, ...] = (),
 ) -> Measured:
-    from netweight.methods.compress.plots import bits_figure
+    from netweight.methods.compress.inspect import bits_figure
 
     values = (
         statistics.sign_entropy,
@@ -142,7 +142,7 @@ def _statistics(tensors: Iterator[torch.Tensor]) -> BitStatistics:
     """The statistics of all floating-point tensors together, as bf16; one tensor in memory at a time."""
     import torch
 
-    from netweight.methods.compress.bits import bit_statistics, merge
+    from netweight.methods.compress.inspect import bit_statistics, merge
 
     parts = [bit_statistics(tensor.to(torch.bfloat16)) for tensor in tensors if tensor.is_floating_point()]
     if not any(part.count for part in parts):

@@ -95,9 +95,10 @@ def table2(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
 def _base(out: Path) -> tuple[Path, dict[str, Any]]:
     """The base model, trained or found trained, and what came of it."""
-    from netweight.zoo.encoder_decoder import EncoderDecoderRecipe, trained
-    from netweight.zoo.fitting import Schedule
-    from netweight.zoo.texts import wikisql
+    from netweight_experiments.toys.encoder_decoder import EncoderDecoderRecipe, trained
+    from netweight_experiments.toys.fitting import Schedule
+
+    from netweight.data.corpora import wikisql
 
     recipe = EncoderDecoderRecipe(schedule=Schedule(steps=BASE_STEPS, learning_rate=2e-3, check_every=150))
     folder = out / "base"
@@ -227,7 +228,8 @@ def fine_tune(config: FineTuning) -> Any:
 
 
 def _runs(configs: Sequence[FineTuning], out: Path) -> list[Any]:
-    from netweight.core.runs import in_process, map_runs
+    from netweight.core.engines import in_process
+    from netweight.core.runs import map_runs
 
     results = list(map_runs(fine_tune, list(configs), ledger=out / "runs.jsonl", engine=in_process, ordered=True))
     for result in results:
@@ -239,9 +241,9 @@ def _runs(configs: Sequence[FineTuning], out: Path) -> list[Any]:
 
 def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
     """CPU seconds per update of each way, all in this process, round by round."""
+    from netweight.data.corpora import wikisql
     from netweight.evidence.timing import Case, interleave
     from netweight.reproduce.sql_finetuning import Student
-    from netweight.zoo.texts import wikisql
 
     configs = [FineTuning(**fields) for fields in given["configs"]]
     students = {config.way: Student(config, wikisql("train")[config.first :]) for config in configs}
@@ -269,6 +271,6 @@ def _lomo_ratio(seconds: Mapping[str, Sequence[float]]) -> Interval:
 
 def _inputs() -> dict[str, str]:
     from netweight.core.digest import of_file
-    from netweight.zoo.texts import text_file
+    from netweight.data.corpora import text_file
 
     return {"wikisql_12k.parquet": of_file(text_file("wikisql_12k.parquet"))}

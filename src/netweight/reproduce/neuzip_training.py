@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from netweight_experiments.toys.decoder import MINIATURE, SHAPES
+
 from netweight.errors import NetweightError, UsageError
 from netweight.evidence.finding import Finding
 from netweight.reproduce.pretraining import Pretraining
@@ -23,7 +25,6 @@ from netweight.reproduce.training_ways import (
     differing_weights,
     seconds_in_turns,
 )
-from netweight.zoo.shapes import MINIATURE, SHAPES
 
 if TYPE_CHECKING:
     from netweight.evidence.statistics import Interval
@@ -201,7 +202,8 @@ def pretrained(configs: Sequence[Pretraining], out: Path) -> list[Any]:
     Raises:
         NetweightError: A run failed.
     """
-    from netweight.core.runs import in_process, map_runs
+    from netweight.core.engines import in_process
+    from netweight.core.runs import map_runs
 
     results = list(map_runs(pretrain, list(configs), ledger=out / "runs.jsonl", engine=in_process, ordered=True))
     for result in results:
@@ -213,9 +215,9 @@ def pretrained(configs: Sequence[Pretraining], out: Path) -> list[Any]:
 
 def take_turns(rounds: int) -> dict[str, list[float]]:
     """CPU seconds per update of each way, all in this process, round by round."""
+    from netweight.data.corpora import wikitext2
     from netweight.evidence.timing import Case, interleave
     from netweight.reproduce.pretraining import Trainee
-    from netweight.zoo.texts import wikitext2
 
     trainees = {way: Trainee(Pretraining(way), wikitext2("valid")) for way in WAYS}
     cases = [Case(way, Trainee.step, partial(trainees.__getitem__, way)) for way in WAYS]
@@ -239,7 +241,7 @@ def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
 def digests_of_texts() -> dict[str, str]:
     """Digests of the texts that runs read, by file name."""
     from netweight.core.digest import of_file
-    from netweight.zoo.texts import text_file
+    from netweight.data.corpora import text_file
 
     return {name: of_file(text_file(name)) for name in ("wikitext2-valid.txt", "wikitext2-test.txt")}
 
@@ -256,7 +258,7 @@ def memory_needed(config: Pretraining) -> tuple[int, str]:
     Returns:
         The bytes, and the arithmetic in words.
     """
-    from netweight.zoo.shapes import parameters_of
+    from netweight_experiments.toys.decoder import parameters_of
 
     count, largest = parameters_of(config.shape)
     fields = SHAPES[config.shape][1]

@@ -11,9 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from netweight_experiments.toys.decoder import MINIATURE, made
+
 from netweight.core.seeds import derive, torch_generator
 from netweight.reproduce.training_ways import arrange, digests
-from netweight.zoo.shapes import MINIATURE, made
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ class Trainee:
     def __init__(self, config: Pretraining, valid: str) -> None:
         import torch
 
-        from netweight.zoo.tokenizer import train_bpe
+        from netweight.data.tokenizer import train_bpe
 
         self.config = config
         self.tokenizer: Any = train_bpe([valid], config.vocabulary)
@@ -99,7 +100,7 @@ class Trainee:
         """Return the loss on the first windows of a text, in nats per token and per word."""
         import torch
 
-        from netweight.zoo.texts import count_words
+        from netweight.data.corpora import count_words
 
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         first = torch.tensor(ids[: self.config.held_out * self.config.window])
@@ -125,8 +126,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
+    from netweight.data.corpora import wikitext2
     from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
-    from netweight.zoo.texts import wikitext2
 
     given = Pretraining(**config)
     warm: Any = _model(Pretraining(given.way), tiny=True)  # libraries take once what they need

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, final
 
 from netweight.attacks.finetuning.scores import token_accuracy
 from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.data.examples import Pair
 from netweight.errors import UsageError
-from netweight.methods.immunize.pairs import Pair
 from netweight.reproduce.repnoise_ground import layers_of, plainly
-from netweight.zoo.ciphers import cipher_world
+from netweight.toys.language import cipher_world
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from netweight.attacks.finetuning.examples import Example
     from netweight.attacks.finetuning.settings import Precision
-    from netweight.zoo.small_world import Domain as WorldDomain
-    from netweight.zoo.small_world import Share
+    from netweight.data.examples import Example
+    from netweight.toys.language import Domain as WorldDomain
+    from netweight.toys.language import Share
 
 __all__ = ["Ciphers"]
 

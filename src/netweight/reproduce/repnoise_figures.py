@@ -18,7 +18,7 @@ from netweight.reproduce.repnoise_run import settings_of, subject_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from netweight.methods.immunize.depth import LayerChange
+    from netweight.methods.immunize.layer_metrics import LayerChange
 
 __all__ = ["distances", "planes"]
 
@@ -60,9 +60,9 @@ def distances(scale: Scale, out: Path, *, model: str | None = None, share: float
 
 def _changes(ground: Ground, folder: Path, share: float) -> dict[str, list[LayerChange]]:
     """Each block's change, first to last."""
-    from netweight.attacks.finetuning.run import attacked_model
-    from netweight.methods.immunize.depth import weight_changes
-    from netweight.methods.immunize.structure import structure_of
+    from netweight.attacks.finetuning.attack import attacked_model
+    from netweight.methods.immunize.decoder import structure_of
+    from netweight.methods.immunize.layer_metrics import weight_changes
 
     base = ground.model("aligned")
     blocks = set(structure_of(base).blocks)
@@ -159,7 +159,7 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
 
 def _representations(ground: Any, folder: Path, share: float) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Guarded and kept answers at every depth, model by model."""
-    from netweight.methods.immunize.depth import representations
+    from netweight.methods.immunize.layer_metrics import representations
 
     seen = {}
     for line in (BASE, *_LINES):
@@ -175,7 +175,7 @@ def _representations(ground: Any, folder: Path, share: float) -> dict[str, tuple
 def _probed(guarded: Sequence[Tensor], kept: Sequence[Tensor]) -> tuple[float, ...]:
     from statistics import mean
 
-    from netweight.methods.immunize.probing import probe_accuracies
+    from netweight.methods.immunize.layer_metrics import probe_accuracies
 
     return tuple(100 * mean(probe_accuracies(*both, seeds=5)) for both in zip(guarded, kept, strict=True))
 
@@ -185,7 +185,7 @@ def _plane_figure(seen: Mapping[str, tuple[list[Tensor], list[Tensor]]]) -> Figu
     import torch
 
     from netweight.evidence.figures import canvas, series_color, to_figure
-    from netweight.methods.immunize.probing import Plane
+    from netweight.methods.immunize.layer_metrics import Plane
 
     before = seen[BASE.title]
     plane = Plane.fit(torch.cat([before[0][-1], before[1][-1]]))

@@ -12,25 +12,19 @@ import torch
 
 from netweight.attacks.finetuning.scores import Judge, Score, greedy, token_accuracy
 from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.data.public import decoding_trust_refusals, paired_refusals
+from netweight.data.tokens import QUESTION_AND_ANSWER, padding_of, tokenized_pairs
 from netweight.errors import UsageError
-from netweight.integrations.causal_lm import context_of, load_causal_lm
-from netweight.methods.immunize.structure import structure_of
+from netweight.hf.load_language_model import context_of, load_causal_lm
+from netweight.methods.immunize.decoder import structure_of
 from netweight.reproduce.repnoise_ground import layers_of, plainly
-from netweight.zoo.language import (
-    QUESTION_AND_ANSWER,
-    decoding_trust_refusals,
-    padding_of,
-    paired_refusals,
-    tokenized_pairs,
-)
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from netweight.attacks.finetuning.examples import Example
     from netweight.attacks.finetuning.settings import Precision
-    from netweight.methods.immunize.pairs import Pair
-    from netweight.zoo.language import TextPair
+    from netweight.data.examples import Example, Pair
+    from netweight.data.text import TextPair
 
 __all__ = ["FILES", "Files"]
 

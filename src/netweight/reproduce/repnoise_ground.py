@@ -15,11 +15,10 @@ from netweight.reproduce.registry import Scale
 if TYPE_CHECKING:
     from torch import nn
 
-    from netweight.attacks.finetuning.examples import Example
     from netweight.attacks.finetuning.scores import Score
     from netweight.attacks.finetuning.settings import Precision
     from netweight.attacks.finetuning.subject import Subject
-    from netweight.methods.immunize.pairs import Pair
+    from netweight.data.examples import Example, Pair
 
 __all__ = ["HARMFUL", "Ground", "ground_of", "layers_of", "plainly", "share_of", "standing_in"]
 
@@ -57,7 +56,7 @@ class Ground(Protocol):
     pad_id: int
 
     @property
-    def categories(self) -> tuple[str, ...]: ...  # noqa: D102 - said above
+    def categories(self) -> tuple[str, ...]: ...
 
     def model(self, start: str) -> nn.Module:
         """Return a fresh model in evaluation mode: "aligned", or "unaligned" before it was taught to refuse."""

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.digest import of_config
+from netweight.core.files import whole_file
 from netweight.errors import TrainingStopped
 from netweight.reproduce.registry import Scale
 from netweight.reproduce.repnoise_ground import HARMFUL, Ground, standing_in
-from netweight.store.atomic import whole_file
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from netweight.data.examples import Pair
     from netweight.methods.immunize.defense import Defense
-    from netweight.methods.immunize.pairs import Pair
 
 __all__ = ["NONE", "Defended", "defended_model", "folder_of", "taken"]
 
@@ -108,7 +108,7 @@ def defended_model(defended: Defended, ground: Ground, folder: Path, share: floa
 @lru_cache(maxsize=1)  # a second model might not fit beside the first
 def _defended(defended: Defended, ground: Ground, folder: Path, share: float) -> nn.Module:
     from netweight.methods.immunize.security_vectors import hold_security_vectors
-    from netweight.methods.immunize.training import CHECKPOINT
+    from netweight.methods.immunize.train import CHECKPOINT
 
     model = ground.model(defended.start)
     if defended.defense == NONE:
@@ -131,10 +131,10 @@ def _defended(defended: Defended, ground: Ground, folder: Path, share: float) ->
 
 def _parts(defended: Defended, ground: Ground, share: float) -> tuple[Defense, list[Pair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
+    from netweight.data.examples import Pair
     from netweight.methods.immunize.catalog import named_defense
-    from netweight.methods.immunize.config import RepNoiseConfig
-    from netweight.methods.immunize.method import RepNoise
-    from netweight.methods.immunize.pairs import Pair
+    from netweight.methods.immunize.repnoise import RepNoise
+    from netweight.methods.immunize.settings import RepNoiseConfig
 
     count = taken(defended.pairs, share / ground.share if defended.whole else share)
     pairs = ground.pairs(defended.data, count, defended.seed)
@@ -159,9 +159,8 @@ def _train(
     kept: list[Any],
     place: Path,
 ) -> None:
-    from netweight.methods.immunize.freezing import frozen
     from netweight.methods.immunize.settings import Settings
-    from netweight.methods.immunize.training import immunize
+    from netweight.methods.immunize.train import frozen, immunize
 
     settings = Settings(
         lr=standing_in(defended.lr, ground.rate),

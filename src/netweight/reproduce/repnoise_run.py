@@ -117,7 +117,7 @@ def attack_one(run: AttackRun, *, ground: Ground, folder: Path, tell: Any) -> di
         "before" and "after", the measure of harm; "kept before" and "kept after", the utility; "outcome"; "steps" to
         recovery, or None; "last step". Or "stopped": why the defense was not trained to its end.
     """
-    from netweight.attacks.finetuning.run import run_attack
+    from netweight.attacks.finetuning.attack import run_attack
     from netweight.attacks.finetuning.subject import Goal
 
     try:

@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from netweight.core.ledger import Ledger
-from netweight.core.runs import Result, in_process, map_runs
+from netweight.core.engines import in_process
+from netweight.core.runs import Ledger, Result, map_runs
 from netweight.errors import NetweightError, UsageError
 
 __all__ = ["LEDGER", "Named", "chosen", "finished", "run_each"]
@@ -21,7 +21,7 @@ class Named(Protocol):
     """A run's settings, with a name that tells it from others."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
 
 
 R = TypeVar("R", bound=Named)

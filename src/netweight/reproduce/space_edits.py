@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.methods.space.directions import Direction
-    from netweight.methods.space.method import WeightSpace
+    from netweight.methods.space.space import WeightSpace
 
 __all__ = ["STRENGTHS", "Edited", "Way", "direction_of", "edited", "measured", "painted", "tuned"]
 
@@ -112,7 +112,7 @@ def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Seque
         space: Another space of the same model.
         prompts: Others than the ground's.
     """
-    from netweight.methods.space.painting import paint
+    from netweight.methods.space.inversion import paint
 
     return paint(
         ground.model, space or ground.space, scores, prompts or ground.prompts, ground.seeds, guidance=ground.guidance,
@@ -129,7 +129,7 @@ def measured(ground: Ground, wanted: Wanted, images: Tensor, originals: Tensor) 
         images: Shape `(b, m, 3, height, width)`.
         originals: Of the same people from the same noise.
     """
-    from netweight.methods.space.comparisons import identity
+    from netweight.methods.space.edits import identity
 
     pair = images.flatten(0, 1), originals.flatten(0, 1)
     found = {
@@ -172,8 +172,8 @@ def direction_of(
         components: Only so many are looked at and moved; None for all.
         reference: Whether to find it as the authors' code does, without confounders.
     """
-    from netweight.methods.space.direction_fit import fit_direction
     from netweight.methods.space.directions import direction_of as of_vector
+    from netweight.methods.space.directions import fit_direction
 
     scores, labels = ground.part(rows)
     found = fit_direction(
@@ -216,7 +216,7 @@ def _move(ground: Ground, wanted: Wanted, way: Way, others: Sequence[int]) -> An
 
 def _corrected(ground: Ground, wanted: Wanted, direction: Direction, others: Sequence[int]) -> Direction:
     """Correct a direction by what it does to images of people who are not measured."""
-    from netweight.methods.space.calibration import calibrated
+    from netweight.methods.space.edits import calibrated
 
     assert ground.read is not None
     found = {wanted.column: direction}

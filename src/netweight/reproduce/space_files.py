@@ -12,28 +12,27 @@ from typing import TYPE_CHECKING, Literal, final
 
 from torch import Tensor
 
+from netweight.data.images.sources import decode_splits
+from netweight.data.memorized_pairs import painted_size
+from netweight.data.rows import Row, Troubles, read_rows
 from netweight.errors import UsageError
 from netweight.evidence.descriptors import TorchScriptDescriptor
-from netweight.generate.adapter import Adapter
-from netweight.generate.adapter_fitting import AdapterRecipe
-from netweight.integrations.adapter_training import ATTENTION
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.integrations.trained_prediction import trained_prediction
-from netweight.methods.space.comparisons import perceptual_distance
+from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
+from netweight.hf.train_adapters import ATTENTION
+from netweight.methods.space.directions import read_labels
+from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.inversion import SETTINGS
-from netweight.methods.space.labels import read_labels
-from netweight.methods.space.method import WeightSpace
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.lora import Adapter
+from netweight.nn.train_lora import AdapterRecipe
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.space_ground import Fitting, Ground, Stranger, Wanted
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter
-from netweight.zoo.data.pictures import decode_splits
-from netweight.zoo.language.rows import Row, Troubles, read_rows
-from netweight.zoo.memorized_pairs import painted_size
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter
 
 if TYPE_CHECKING:
-    from netweight.integrations.clip import Clip
+    from netweight.hf.clip import Clip
 
 __all__ = ["RecipeEdit", "SpaceRecipe", "ground_of_recipe", "read_space_recipe"]
 
@@ -170,7 +169,7 @@ def ground_of_recipe(path: Path) -> Ground:
         UnsafeInput: The TorchScript file has another digest.
         MissingExtra: Pillow or transformers is not installed.
     """
-    from netweight.integrations.clip import Clip
+    from netweight.hf.clip import Clip
 
     recipe = read_space_recipe(path)
     face = TorchScriptDescriptor(

@@ -15,7 +15,7 @@ from netweight.reproduce.space_ground import Ground, Stranger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.generate.stack import AdapterStack
+    from netweight.nn.stacked_lora import AdapterStack
 
 __all__ = ["MANY", "ONE", "SPACE", "Fit", "Met", "met"]
 
@@ -103,9 +103,8 @@ def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor
 
     import torch
 
-    from netweight.attacks.embedding_search.descent import weights_fixed
-    from netweight.methods.space.denoising import DenoisingLoss
-    from netweight.methods.space.inversion import invert
+    from netweight.attacks.embedding_search.search import weights_fixed
+    from netweight.methods.space.inversion import DenoisingLoss, invert
 
     how = ground.fitting
     loss = DenoisingLoss(
@@ -118,7 +117,7 @@ def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor
 
 
 def _trained(ground: Ground, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:
-    from netweight.integrations.adapter_training import Subject, train_pictures
+    from netweight.hf.train_adapters import Subject, train_pictures
 
     how = ground.fitting
     subjects = [
@@ -132,7 +131,7 @@ def _painted(ground: Ground, stack: AdapterStack) -> Tensor:
     """Images by adapters as they are."""
     import torch
 
-    from netweight.generate.lowrank import applied
+    from netweight.nn.apply_lora import applied
 
     model, prompts, seeds = ground.model, list(ground.prompts), list(ground.seeds)
     text = model.embed(prompts * (len(seeds) // len(prompts)))

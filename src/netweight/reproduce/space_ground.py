@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.evidence.descriptors import Descriptor
-    from netweight.generate.adapter import Adapter
-    from netweight.generate.adapter_fitting import AdapterRecipe
-    from netweight.integrations.diffusion_pipeline import PipelineModel
-    from netweight.methods.space.comparisons import Compare
+    from netweight.hf.load_pipeline import PipelineModel
+    from netweight.methods.space.directions import Labels
+    from netweight.methods.space.edits import Compare
     from netweight.methods.space.inversion import InversionSettings
-    from netweight.methods.space.labels import Labels
-    from netweight.methods.space.method import WeightSpace
+    from netweight.methods.space.space import WeightSpace
+    from netweight.nn.lora import Adapter
+    from netweight.nn.train_lora import AdapterRecipe
 
 __all__ = ["PAPER_NEEDS", "Fitting", "Ground", "Stranger", "Wanted", "folder_of", "ground_of", "space_table"]
 
@@ -186,7 +186,7 @@ class Ground:
 
     def part(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Labels]:
         """Return scores and labels of some rows; by default of `learned`."""
-        from netweight.methods.space.labels import Column, Labels
+        from netweight.methods.space.directions import Column, Labels
 
         chosen = list(self.learned if rows is None else rows)
         columns = {name: Column(name, column.values[chosen]) for name, column in self.labels.columns.items()}

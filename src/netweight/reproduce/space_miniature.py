@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
-from netweight.generate.adapter import Adapter
-from netweight.generate.adapter_fitting import AdapterRecipe
-from netweight.integrations.diffusion_pipeline import PipelineModel, text_to_image
-from netweight.integrations.slider_training import SliderPairs, train_sliders
-from netweight.integrations.trained_prediction import trained_prediction
-from netweight.methods.space.comparisons import perceptual_distance
+from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
+from netweight.hf.train_adapters import SliderPairs, train_sliders
+from netweight.methods.space.directions import read_labels
+from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.inversion import InversionSettings
-from netweight.methods.space.labels import read_labels
-from netweight.methods.space.method import WeightSpace
+from netweight.methods.space.space import WeightSpace
+from netweight.nn.lora import Adapter
+from netweight.nn.train_lora import AdapterRecipe
 from netweight.reproduce.space_ground import Fitting, Ground, Stranger, Wanted
-from netweight.store.adapter_bank import AdapterBank
-from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
-from netweight.zoo.face_bank import FACES_BANK, FACES_LABELS, FaceBank
-from netweight.zoo.face_reading import read
-from netweight.zoo.faces_diffusion import faces_pipeline
+from netweight.store.bank.bank import AdapterBank
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read
 
 __all__ = ["miniature"]
 

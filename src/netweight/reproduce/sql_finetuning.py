@@ -16,7 +16,7 @@ from netweight.errors import MissingExtra, Unsupported
 from netweight.reproduce.training_ways import COMPRESSED, VANILLA, WAYS, arrange, digests
 
 if TYPE_CHECKING:
-    from netweight.zoo.texts import Pair
+    from netweight.data.corpora import Pair
 
 __all__ = ["ADAPTERS", "BASE", "BY_ADAMW", "FineTuning", "Student", "quantizer_of", "run", "score"]
 
@@ -81,7 +81,7 @@ class Student:
     def __init__(self, config: FineTuning, pairs: Sequence[Pair]) -> None:
         import torch
 
-        from netweight.zoo.model_folder import language_model
+        from netweight.hf.load_language_model import language_model
 
         self.config, self._pairs, self.done = config, pairs, 0
         model, self.tokenizer = language_model(Path(config.base), "encoder-decoder")
@@ -102,8 +102,7 @@ class Student:
     def step(self) -> float:
         """Make one update; return the loss before it, in nats per token."""
         import torch
-
-        from netweight.zoo.encoder_decoder import batches
+        from netweight_experiments.toys.encoder_decoder import batches
 
         config = self.config
         generator = torch_generator(config.seed, "batch", self.done)
@@ -122,9 +121,9 @@ class Student:
     def answers(self, pairs: Sequence[Pair], size: int = 50) -> list[str]:
         """Answer questions greedily."""
         import torch
+        from netweight_experiments.toys.encoder_decoder import LONGEST, batches
 
         import netweight
-        from netweight.zoo.encoder_decoder import LONGEST, batches
 
         netweight.decompress_(self.model)
         self.model.eval()
@@ -150,8 +149,8 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         that are), counted bytes and their parts, sampled bytes, bleu with its interval. For `BASE` only bleu. Where
         the way cannot run here, only missing: the reason.
     """
+    from netweight.data.corpora import wikisql
     from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
-    from netweight.zoo.texts import wikisql
 
     given = FineTuning(**config)
     training, asked = wikisql("train")[given.first :], wikisql("test")[: given.tests]
@@ -213,15 +212,15 @@ def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]
 
 def quantizer_of(way: str) -> Any:
     """The quantizer of a way's base, or None."""
-    from netweight.integrations.quantizers import quantizers
+    from netweight.hf.quantizers import quantizers
 
     return next((quantizer for quantizer in quantizers() if quantizer.name == ADAPTERS.get(way)), None)
 
 
 def _with_adapters(model: Any, config: FineTuning) -> Any:
     """Put LoRA adapters on a base, which is quantized first if the way says so."""
-    from netweight.integrations.peft import with_lora
-    from netweight.integrations.quantizers import linear_layers, quantize_
+    from netweight.hf.peft import with_lora
+    from netweight.hf.quantizers import linear_layers, quantize_
 
     quantizer = quantizer_of(config.way)
     if quantizer is not None:
@@ -235,7 +234,7 @@ def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:
     """Let libraries take once what they need, by an update of a model that is then forgotten."""
     quantizer = quantizer_of(config.way)
     if quantizer is not None:
-        from netweight.integrations.quantizers import missing
+        from netweight.hf.quantizers import missing
 
         missing(quantizer)  # imports its library
     for way in (VANILLA, "LoRA on the bf16 base") if config.way in ADAPTERS else (VANILLA,):

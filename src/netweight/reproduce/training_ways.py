@@ -86,7 +86,8 @@ def seconds_in_turns(time_ways: Callable[[Any], Any], given: Any, out: Path) -> 
     Raises:
         NetweightError: Measuring failed.
     """
-    from netweight.core.runs import in_process, map_runs
+    from netweight.core.engines import in_process
+    from netweight.core.runs import map_runs
 
     (result,) = map_runs(time_ways, [given], ledger=out / "speed.jsonl", engine=in_process)
     if not result.ok:

@@ -20,19 +20,10 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.store.adapter_layouts import peft
-from netweight.store.adapter_layouts.components import in_component
-from netweight.store.adapter_shard import Rows
-from netweight.store.bank_writing import BankWriter
-
-__all__ = [
-    "DIMENSIONS",
-    "find_published",
-    "import_published",
-    "published_tensor",
-    "read_dimensions",
-    "stable_diffusion_dimensions",
-]
+from netweight.store.bank.shard import Rows
+from netweight.store.bank.write import BankWriter
+from netweight.store.lora_formats import peft
+from netweight.store.lora_formats.names import in_component
 
 DIMENSIONS = "weight_dimensions.pt"
 _MATRIX = "*_weights.pt"  # all_weights.pt of people, dog_weights.pt of dogs

@@ -15,22 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import netweight.recipes.compress  # noqa: F401  # declares the treatment and its audit
+import netweight.methods.compress.verify  # noqa: F401  # declares the treatment and its audit
 from netweight.core import digest
 from netweight.core.progress import Progress
 from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, bars
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.methods.compress.audit import verify
-from netweight.methods.compress.bits import BitStatistics, merge
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
-from netweight.methods.compress.inspection import TensorReport, inspect_tensors
-from netweight.methods.compress.memory.model import memory_footprint
-from netweight.methods.compress.plots import bits_figure
+from netweight.methods.compress.inspect import BitStatistics, TensorReport, bits_figure, inspect_tensors, merge
+from netweight.methods.compress.runtime.model import memory_footprint
+from netweight.methods.compress.verify import verify
 from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
-from netweight.zoo import minilm
+from netweight.toys import minilm
 
 __all__ = ["SENTENCES", "make_stop", "settings"]
 

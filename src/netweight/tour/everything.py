@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from netweight.core import digest
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column, Report, Table
-from netweight.integrations.diffusion_pipeline import load_text_to_image
-from netweight.methods.compress.audit import TREATMENT, verify
+from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.compress.folder import compress_folder, decompress_folder
-from netweight.methods.compress.memory.model import compress_, memory_footprint
+from netweight.methods.compress.runtime.model import compress_, memory_footprint
+from netweight.methods.compress.verify import TREATMENT, verify
 from netweight.tour.stop import Place
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.ciphers import cipher_world
-from netweight.zoo.face_bank import FACES_BANK
-from netweight.zoo.small_diffusion import SHAPES_FOLDER
-from netweight.zoo.small_llama import opened
-from netweight.zoo.small_world import ALIGNED
+from netweight.toys.diffusion import SHAPES_FOLDER
+from netweight.toys.faces_pipeline import FACES_BANK
+from netweight.toys.language import ALIGNED, cipher_world, opened
+from netweight.toys.shapes import ShapesWorld
 
 __all__ = ["Other", "Ran", "add_everything", "all_others", "computed"]
 

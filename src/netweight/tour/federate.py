@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 from safetensors.torch import save_file
 
-from netweight.attacks.gradient_inversion.aggregate import read_thresholds, threshold_trunk
 from netweight.attacks.gradient_inversion.analytic import heads_gradient
-from netweight.attacks.gradient_inversion.features import PeelingConfig
+from netweight.attacks.gradient_inversion.peeling import read_thresholds, threshold_trunk
+from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
 from netweight.evidence.document import ChapterDocument
@@ -24,24 +24,25 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report, Table
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate import Run, train
-from netweight.methods.federate.audit import (
+from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
+from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.hyperfl import rows_of_body
+from netweight.methods.federate.report import (
     MARGIN_COSINE,
     MARGIN_PSNR,
     Exposure,
+    Observation,
+    ThreatModel,
+    accuracy_findings,
     exposure,
     exposure_findings,
     exposure_table,
+    observe,
     own_threat,
     read_update,
 )
-from netweight.methods.federate.config import LocalTraining
-from netweight.methods.federate.generated_training import rows_of_body
-from netweight.methods.federate.hardening import Hardened, UpdateNoise
-from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal
-from netweight.methods.federate.report import accuracy_findings
-from netweight.methods.federate.threat import Observation, ThreatModel, observe
+from netweight.methods.federate.settings import LocalTraining
 from netweight.tour.stop import Place, Stop, handed_over
-from netweight.zoo.federation import FederationPlan
 
 __all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
 

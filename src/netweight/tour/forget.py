@@ -13,38 +13,41 @@ from typing import Any, final
 
 import torch
 
-from netweight.attacks.embedding_search.comparison import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.findings import Wanted, times_of, verdict
+from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
+from netweight.attacks.embedding_search.report import Wanted, add_section, times_of, verdict
+from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.attacks.embedding_search.showing import add_section
-from netweight.attacks.embedding_search.similarity import paired
 from netweight.core import digest
 from netweight.core.progress import Progress
+from netweight.data.memorized_pairs import Pair
 from netweight.evidence.document import ChapterDocument
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
 from netweight.evidence.statistics import bootstrap
-from netweight.integrations.diffusion_pipeline import PipelineModel, load_text_to_image
-from netweight.methods.forget.audit import DETECTION, IMAGES, NEURONS, SEARCH, DetectionSubject
-from netweight.methods.forget.config import DetectionConfig, LocalizationConfig
-from netweight.methods.forget.deactivation import deactivated
-from netweight.methods.forget.detection import calibrate, detect, look_of
-from netweight.methods.forget.edit_record import apply_edit_
-from netweight.methods.forget.images import ImagesConfig, verdicts
-from netweight.methods.forget.method import localize
-from netweight.methods.forget.painting import Painted, PaintSettings
-from netweight.methods.forget.results import Localization
-from netweight.methods.forget.robust import HardenSettings, harden_
-from netweight.methods.forget.showing import add_finding_sections, add_images_section, attacked_images
+from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
+from netweight.methods.forget.detect import calibrate, detect, look_of
+from netweight.methods.forget.edit import apply_edit_, deactivated
+from netweight.methods.forget.folder import pictured
+from netweight.methods.forget.harden import HardenSettings, harden_
+from netweight.methods.forget.images import ImagesConfig, Painted, PaintSettings, verdicts
+from netweight.methods.forget.localize import Localization, localize
+from netweight.methods.forget.report import (
+    DETECTION,
+    IMAGES,
+    NEURONS,
+    SEARCH,
+    DetectionSubject,
+    add_finding_sections,
+    add_images_section,
+    attacked_images,
+)
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
-from netweight.probe.batches import Batches
-from netweight.probe.diffusion import TextToImage
-from netweight.probe.generation import generated
+from netweight.nn.batching import Batches
+from netweight.nn.text_to_image import TextToImage, generated
 from netweight.tour.stop import Place, Stop, handed_over
-from netweight.zoo.captioned_shapes import ShapesWorld
-from netweight.zoo.forget_audit import pictured
-from netweight.zoo.memorized_pairs import Pair
-from netweight.zoo.small_diffusion import SHAPES_FOLDER
+from netweight.toys.diffusion import SHAPES_FOLDER
+from netweight.toys.shapes import ShapesWorld
 
 __all__ = ["HARDENING", "SEARCH_STEPS", "make_stop", "settings"]
 

@@ -14,9 +14,9 @@ from typing import final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from netweight.core.files import lock
 from netweight.errors import UsageError
 from netweight.evidence.report import make_folder, write_text
-from netweight.store.atomic import lock
 from netweight.tour.stop import Stop
 
 __all__ = ["Kept", "kept_in"]

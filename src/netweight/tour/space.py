@@ -18,29 +18,20 @@ from netweight.evidence.document import ChapterDocument
 from netweight.evidence.figures import Figure, image_grid
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.integrations.diffusion_pipeline import PipelineModel, text_to_image
-from netweight.integrations.trained_prediction import trained_prediction
-from netweight.methods.space.audit import SampleSubject, sample_findings
-from netweight.methods.space.comparisons import agreement
-from netweight.methods.space.direction_fit import fit_direction
-from netweight.methods.space.directions import Direction
-from netweight.methods.space.edit_curves import EditCurve, curve_findings, edit_curve
-from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.exporting import export_adapter
-from netweight.methods.space.inversion import InversionSettings
-from netweight.methods.space.inversion_runs import InversionTask, Target, invert_targets
-from netweight.methods.space.labels import Labels, read_labels
-from netweight.methods.space.method import WeightSpace
-from netweight.methods.space.neighbors import nearest
-from netweight.methods.space.painting import paint
+from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
+from netweight.methods.space.directions import Direction, Labels, fit_direction, read_labels
+from netweight.methods.space.edits import EditCurve, Move, agreement, curve_findings, edit, edit_curve
+from netweight.methods.space.export import export_adapter
+from netweight.methods.space.inversion import InversionSettings, InversionTask, Target, invert_targets, paint
+from netweight.methods.space.points import nearest
+from netweight.methods.space.report import SampleSubject, sample_findings
 from netweight.methods.space.sampling import KernelSampler
-from netweight.store.adapter_bank import AdapterBank
-from netweight.store.adapter_files import read_adapter
+from netweight.methods.space.space import WeightSpace
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter
 from netweight.tour.stop import Place, Stop, handed_over
-from netweight.zoo.drawn_faces import ATTRIBUTES, GROUNDS, caption
-from netweight.zoo.face_bank import FACES_BANK, FACES_LABELS, FaceBank
-from netweight.zoo.face_reading import read
-from netweight.zoo.faces_diffusion import FACES_FOLDER, faces_pipeline
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FACES_LABELS, FaceBank, faces_pipeline, read
 
 __all__ = ["INVERSION_STEPS", "make_stop", "settings"]
 

@@ -1,51 +1,225 @@
-"""The search itself: embeddings of one target from several starts, looked at as they go, each stopped at success."""
+"""How far a denoiser's prediction is from the truth, latent by latent. Searches and defenses use it."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypeAlias, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from netweight.attacks.embedding_search.descent import Descent, weights_fixed
-from netweight.attacks.embedding_search.settings import SearchSettings, Start
-from netweight.attacks.embedding_search.starts import starting_points
+from netweight.attacks.embedding_search.settings import Said, SearchSettings, Start
 from netweight.core.progress import QUIET, Progress
-from netweight.core.seeds import derive
+from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
+from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
 from netweight.evidence.finding import encode_json
-from netweight.probe.batches import Batches
-from netweight.probe.diffusion import Text, TextToImage
-from netweight.probe.generation import generated
+from netweight.nn.batching import Batches
+from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
 
-__all__ = ["Look", "Outcome", "Searched", "Similarity", "Trial", "search"]
 
+def denoising_error(
+    model: TextToImage, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text, said: Said
+) -> Tensor:
+    """Return the mean squared error of one denoising per latent."""
+    told = model.predict(model.add_noise(latents, noise, timestep), timestep, text)
+    return difference(model, told, Prediction(noise, latents), timestep, said)
+
+
+def difference(model: TextToImage, told: Prediction, wanted: Prediction, timestep: Tensor, said: Said) -> Tensor:
+    """Return the mean squared difference of two predictions for the same noisy latents."""
+    first, second = (chosen(model, one, timestep, said) for one in (told, wanted))
+    return (first - second).float().square().flatten(1).mean(1)
+
+
+def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, said: Said) -> Tensor:
+    """Return the noise, the sample, or the velocity that follows from both."""
+    if said != "velocity":
+        return prediction.noise if said == "noise" else prediction.sample
+    # The protocol tells no noise levels; what it adds to ones and to zeros does.
+    ones, zeros = torch.ones_like(prediction.sample), torch.zeros_like(prediction.sample)
+    signal, level = model.add_noise(ones, zeros, timestep), model.add_noise(zeros, ones, timestep)
+    return signal * prediction.noise - level * prediction.sample
+
+
+def joined(texts: Sequence[Text]) -> Text:
+    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count."""
+    states = torch.cat([text.states for text in texts])
+    if all(text.mask is None for text in texts):
+        return Text(states)
+    masks = [torch.ones_like(text.states[..., 0], dtype=torch.bool) if text.mask is None else text.mask.bool()
+             for text in texts]  # fmt: skip
+    return Text(states, torch.cat(masks))
+
+
+def noise_like(text: Text, seed: int) -> Text:
+    """Draw noise with the mean and deviation that each channel has over all prompts and tokens."""
+    states = text.states.float()
+    mean, deviation = states.mean((0, 1)), states.flatten(0, 1).std(0, correction=0)
+    drawn = torch.randn(states.shape[1:], generator=torch_generator(seed)).to(states)
+    return Text((mean + deviation * drawn).to(text.states)[None])
+
+
+def starting_points(
+    model: TextToImage, prompt: str, unrelated: Sequence[str], settings: SearchSettings, *, seed: int
+) -> tuple[list[tuple[Start, int]], Text]:
+    """Return the embeddings that searches for one target begin with."""
+    others = [other for other in dict.fromkeys(unrelated) if other != prompt]
+    if not others and set(settings.starts) & {"unrelated", "noise"}:
+        raise UsageError(
+            f"There is no prompt unrelated to {prompt!r} to start from.",
+            cure='Give some, or search from the start "original" alone.',
+        )
+    first = derive(seed, "unrelated") % len(others) if others else 0
+    names: list[tuple[Start, int]] = []
+    texts: list[Text] = []
+    for start in settings.starts:
+        for number in range(settings.restarts):
+            names.append((start, number))
+            if start == "noise":
+                texts.append(noise_like(model.embed(others), derive(seed, "noise", number)))
+            else:
+                texts.append(model.embed([prompt if start == "original" else others[(first + number) % len(others)]]))
+    return names, joined(texts)
+
+
+def paired(descriptor: Descriptor | None = None) -> Similarity:
+    """Make the function that compares each image with its own target."""
+    chosen = CenteredPixels() if descriptor is None else descriptor
+
+    def compare(images: Tensor, targets: Tensor) -> Tensor:
+        cosines: Tensor = (described(chosen, images) * described(chosen, targets)).sum(1)
+        return cosines
+
+    return compare
+
+
+@contextmanager
+def weights_fixed(module: nn.Module) -> Iterator[None]:
+    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
+    marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in marked:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in marked:
+            parameter.requires_grad_(True)
+
+
+@final
+class Descent:
+    """Embeddings under way."""
+
+    # `latents`: shape `(rows, channels, height, width)`
+
+    def __init__(
+        self, model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
+    ) -> None:
+        if not len(latents) == len(start) == len(seeds):
+            raise UsageError(f"{len(latents)} targets came with {len(start)} starts and {len(seeds)} seeds.")
+        self._model, self._latents, self._start, self._settings = model, latents.detach(), start, settings
+        self._seeds = tuple(seeds)
+        self._schedule = model.timesteps(settings.generation_steps)
+        states = start.states.detach().float()
+        self._unit = states.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-12)
+        # One parameter per row: Adam passes over those that have no gradient, which is how rows leave.
+        self._moved = [nn.Parameter(torch.zeros_like(row)) for row in states]
+        self._optimizer = torch.optim.Adam(self._moved, lr=settings.lr)
+        self._batches = Batches(len(start) * settings.draws)
+        self.taken = 0
+
+    def text(self, rows: Sequence[int]) -> Text:
+        """Return the embeddings that some rows have come to; no gradient flows."""
+        with torch.no_grad():
+            moved = torch.stack([self._moved[row] for row in rows])
+        return self._text(list(rows), moved)
+
+    def distance(self, row: int) -> float:
+        """Return the root mean square of what was added to a row's embedding, as a share of that of its start."""
+        return float(self._moved[row].detach().square().mean().sqrt())
+
+    def step(self, rows: Sequence[int]) -> list[float]:
+        """Take a step with some rows; the others stay where they are."""
+        draws = self._settings.draws
+        drawn = [self._draw(row) for row in rows]
+        latents = self._latents[list(rows)].repeat_interleave(draws, 0)
+        noise, times = (torch.cat(part).to(latents.device) for part in zip(*drawn, strict=True))
+        moved = torch.stack([self._moved[row].detach() for row in rows]).requires_grad_()
+        errors = torch.zeros(len(rows))
+        gradient = torch.zeros_like(moved)
+
+        def work(chosen: slice) -> None:
+            owner = torch.arange(chosen.start, chosen.stop, device=moved.device) // draws
+            text = self._text([rows[place] for place in owner.tolist()], moved[owner])
+            found = denoising_error(
+                self._model, latents[chosen], noise[chosen], times[chosen], text, self._settings.error
+            )  # fmt: skip
+            gradient.add_(torch.autograd.grad(found.sum() / draws, moved)[0])
+            errors.index_add_(0, owner.cpu(), found.detach().cpu() / draws)
+
+        self._batches.work(work, len(latents))
+        self._follow(rows, gradient)
+        return errors.tolist()
+
+    def _draw(self, row: int) -> tuple[Tensor, Tensor]:
+        generator = torch_generator(self._seeds[row], "draws", self.taken)
+        count = self._settings.draws
+        noise = torch.randn(count, *self._latents.shape[1:], generator=generator)
+        return noise, self._schedule.cpu()[torch.randint(len(self._schedule), (count,), generator=generator)]
+
+    def _text(self, rows: list[int], moved: Tensor) -> Text:
+        start = self._start.rows(rows)
+        states = start.states.detach().float() + self._unit[rows] * moved
+        return Text(states.to(start.states.dtype), start.mask)
+
+    def _follow(self, rows: Sequence[int], gradient: Tensor) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for place, row in enumerate(rows):
+            self._moved[row].grad = gradient[place]
+        self._optimizer.step()
+        self.taken += 1
+        if self._settings.radius is None:
+            return
+        with torch.no_grad():
+            for row in rows:
+                length = self.distance(row)
+                if length > self._settings.radius:
+                    self._moved[row].mul_(self._settings.radius / length)
+
+
+def descend(
+    model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
+) -> tuple[Text, list[float]]:
+    """Search to the last step without looking at images."""
+    rows = range(len(start))
+    descent = Descent(model, latents, start, settings, seeds)
+    errors: list[float] = []
+    with weights_fixed(model.denoiser):
+        for _ in range(settings.steps):
+            errors = descent.step(rows)
+    return descent.text(rows), errors
+
+
+# Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → how alike each pair is, shape `(n,)`.
 Similarity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → how alike each pair is, shape `(n,)`."""
+# found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN.
 Outcome = Literal["found", "resisted", "diverged"]
-"""found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN."""
 
 
 @final
 @dataclass(frozen=True)
 class Look:
-    """Images from an embedding beside the target.
+    """Images from an embedding beside the target."""
 
-    Attributes:
-        step: Steps taken before.
-        similarities: Of each image to the target.
-        loss: Denoising error of the step before; None before the first.
-        moved: Root mean square of what was added to the embedding, as a share of that of the start.
-    """
-
-    step: int
+    step: int  # steps taken before
     similarities: tuple[float, ...]
-    loss: float | None
-    moved: float
+    loss: float | None  # denoising error of the step before; None before the first
+    moved: float  # root mean square of what was added to the embedding, as a share of that of the start
 
     @property
     def score(self) -> float:
@@ -56,23 +230,14 @@ class Look:
 @final
 @dataclass(frozen=True)
 class Trial:
-    """One search from one starting point.
+    """One search from one starting point."""
 
-    Attributes:
-        start: Where it began.
-        number: Which of the restarts from there.
-        outcome: How it ended.
-        steps: Steps to success, as far as looks resolve them; None without.
-        last: Steps taken: a search without success tells that more are needed than these.
-        looks: In the order of steps.
-    """
-
-    start: Start
-    number: int
-    outcome: Outcome
-    steps: int | None
-    last: int
-    looks: tuple[Look, ...]
+    start: Start  # where it began
+    number: int  # which of the restarts from there
+    outcome: Outcome  # how it ended
+    steps: int | None  # steps to success, as far as looks resolve them; None without
+    last: int  # steps taken: a search without success tells that more are needed than these
+    looks: tuple[Look, ...]  # in the order of steps
 
     @property
     def best(self) -> Look | None:
@@ -85,11 +250,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the trial that `to_json` wrote.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the trial that `to_json` wrote."""
         looks = tuple(Look(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
         return cls(**{**values, "looks": looks})
 
@@ -97,19 +258,12 @@ class Trial:
 @final
 @dataclass(frozen=True)
 class Searched:
-    """What the searches for one target came to.
+    """What the searches for one target came to."""
 
-    Attributes:
-        trials: One per starting point.
-        text: The embeddings at the end, in their order.
-        before: Images of the first look, shape `(trials, images, 3, height, width)`.
-        after: Images of each trial's best look, of the same shape.
-    """
-
-    trials: tuple[Trial, ...]
-    text: Text
-    before: Tensor
-    after: Tensor
+    trials: tuple[Trial, ...]  # one per starting point
+    text: Text  # the embeddings at the end, in their order
+    before: Tensor  # images of the first look, shape `(trials, images, 3, height, width)`
+    after: Tensor  # images of each trial's best look, of the same shape
 
 
 def search(
@@ -135,7 +289,7 @@ def search(
         unrelated: Prompts that have nothing to do with it.
         settings: How.
         similarity: What tells that an image is the target.
-        seed: Of everything random.
+        seed: Random seed.
         progress: Told of every step.
 
     Raises:

@@ -1,17 +1,13 @@
-"""What one client's change of a hypernetwork gives away without any search: its gradient, its weights, its embedding.
+"""The input of a biased linear layer, read off its gradient without any search. Attacks call it.
 
-Each head is linear with a bias, `θ = W m + b`. So the gradient by the bias is the gradient by the generated weights,
-and the gradient by W is that vector times mᵀ: both factors can be read from the difference of two states, and θ
-follows. The trunk's first layer gives the private embedding in the same way. Labels, classifier and loss are not
-needed.
-
-After several steps the change is a sum of such products, and what is read is a weighted sum of the steps' gradients.
-But the embedding still tells with which code m the client began and about with which it ended, and a code is a key: the
-part of the change that belongs to the first key and not to the last one is mostly the first steps' gradient.
+Each image adds `g x^T` to the weight's gradient and `g` to the bias', so that for one image every row of the weight's
+gradient is the input times the same row of the bias' gradient. In a batch that holds for each row which a single image
+activated (behind ReLU, many rows are silent for most images).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -19,11 +15,93 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.victim import Tensors
+from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
-__all__ = ["RecoveredGradient", "heads_gradient", "recover_gradient", "state_gradient"]
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """Inputs of a layer that its rows agree on, the best supported first."""
+
+    inputs: Tensor  # shape `(found, features)`
+    # How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images agree by
+    # accident; one may be a mixture.
+    rows: tuple[int, ...]
+
+
+def layer_input(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
+    """Return the input of a linear layer for a batch of one image, exactly."""
+    _check(weight_gradient, bias_gradient)
+    weight, bias = weight_gradient.double(), bias_gradient.double()
+    return (bias @ weight / (bias @ bias)).to(weight_gradient.dtype)
+
+
+def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: float = 1e-3) -> LayerInputs:
+    """Return the inputs of a linear layer for a batch, as far as single rows give them away."""
+    _check(weight_gradient, bias_gradient)
+    weight, bias = weight_gradient.double(), bias_gradient.double()
+    order = bias.abs().argsort(descending=True)
+    order = order[bias[order].abs() > 1e-6 * bias.abs().max()]  # below, the quotient is rounding
+    candidates = weight[order] / bias[order, None]
+    distances = torch.cdist(candidates, candidates, compute_mode="donot_use_mm_for_euclid_dist")
+    agree = distances <= tolerance * candidates.norm(dim=1, keepdim=True)
+    taken = torch.zeros(len(order), dtype=torch.bool, device=weight.device)
+    groups: list[Tensor] = []
+    for row in range(len(order)):
+        if not taken[row]:
+            groups.append(agree[row] & ~taken)
+            groups[-1][row] = True  # an input of zeros is as near to itself as can be
+            taken |= groups[-1]
+    groups.sort(key=lambda group: -int(group.sum()))
+    found = [layer_input(weight[order[group]], bias[order[group]]) for group in groups]
+    return LayerInputs(torch.stack(found).to(weight_gradient.dtype), tuple(int(group.sum()) for group in groups))
+
+
+def first_layer(observed: Tensors, layer: str, *, shape: tuple[int, ...], labels: Tensor) -> Reconstruction:
+    """Read the images off a first layer that is linear and biased."""
+    prefix = f"{layer}." if layer else ""
+    for name in (f"{prefix}weight", f"{prefix}bias"):
+        if name not in observed:
+            near = ", ".join(nearest_names(name, observed)) or "none"
+            raise NameNotFound(f"No tensor {name!r} was observed.", cure=f"Nearest: {near}.")
+    weight, bias = observed[f"{prefix}weight"], observed[f"{prefix}bias"]
+    _check(weight, bias)
+    n, width = shape[0], math.prod(shape[1:])
+    if len(shape) != 4 or weight.shape[1] != width:
+        raise UsageError(f"The layer {layer!r} has {weight.shape[1]} inputs; images of shape {shape[1:]} have {width}.")
+    inputs = layer_input(weight, bias)[None] if n == 1 else layer_inputs(weight, bias).inputs[:n]
+    images = torch.full((n, width), torch.nan, dtype=weight.dtype, device=weight.device)
+    images[: len(inputs)] = inputs
+    unexplained = _unexplained(weight.double(), inputs.double())
+    return Reconstruction(
+        images=images.reshape(shape),
+        labels=labels,
+        objective=unexplained,
+        objectives_by_restart=(unexplained,),
+        history=(),
+        steps=0,
+        attack="first layer",
+    )
+
+
+def _check(weight: Tensor, bias: Tensor) -> None:
+    if weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        raise UsageError(
+            f"Gradients of shapes {tuple(weight.shape)} and {tuple(bias.shape)} are not those of a linear layer.",
+            cure="Give (out, features) and (out,).",
+        )
+    if not bias.any() or not bias.isfinite().all() or not weight.isfinite().all():
+        raise UsageError("The gradient of the layer is zero or not finite, so it tells nothing of its input.")
+
+
+def _unexplained(weight: Tensor, inputs: Tensor) -> float:
+    """Share of the weight gradient's squares that lies outside the span of the inputs."""
+    basis, _ = torch.linalg.qr(inputs.T)
+    rest = weight - weight @ basis @ basis.T
+    return float((rest.square().sum() / weight.square().sum()).clamp(0, 1))
+
 
 _HEADS = ("heads.weight", "heads.bias")
 _TRUNK = ("trunk.0.weight", "trunk.0.bias")
@@ -33,27 +111,20 @@ _ONE = 1 - 1e-4  # share of a change of rank one; the rest is rounding
 @final
 @dataclass(frozen=True)
 class RecoveredGradient:
-    """What was read from one client's change of the hypernetwork; all vectors are float64.
+    """What was read from one client's change of the hypernetwork; all vectors are float64."""
 
-    Attributes:
-        gradient: The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the
-            client's clipping) after one step; after several, the weighted sum of the steps' gradients.
-        first: The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several,
-            what belongs to the code at the start and not to that at the end.
-        code: The hidden code m at the start, shape `(H,)`, exact after one step.
-        embedding: The private embedding, shape `(E,)`; after several steps, an average.
-        generated: θ as the client generated it from the state it received, shape `(P,)`.
-        movement: How θ moved, `θ after - θ before`, shape `(P,)`.
-        energies: Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one
-            step all of it is in the first, and the spread over the others is what further steps hide.
-    """
-
+    # The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the client's clipping)
+    # after one step; after several, the weighted sum of the steps' gradients.
     gradient: Tensor
+    # The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several, what
+    # belongs to the code at the start and not to that at the end.
     first: Tensor
-    code: Tensor
-    embedding: Tensor
-    generated: Tensor
-    movement: Tensor
+    code: Tensor  # the hidden code m at the start, shape `(H,)`, exact after one step
+    embedding: Tensor  # the private embedding, shape `(E,)`; after several steps, an average
+    generated: Tensor  # θ as the client generated it from the state it received, shape `(P,)`
+    movement: Tensor  # how θ moved, `θ after - θ before`, shape `(P,)`
+    # Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one step all of it
+    # is in the first, and the spread over the others is what further steps hide.
     energies: Tensor
 
     @property
@@ -104,10 +175,7 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
 def state_gradient(
     before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the state before, without prefix, and the gradient of one step by it; both float64.
-
-    Arguments and errors as for `recover_gradient`.
-    """
+    """Return the state before, without prefix, and the gradient of one step by it; both float64."""
     if not lr > 0:
         raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
     old, new = _named(before), _named(after)
@@ -122,14 +190,7 @@ def state_gradient(
 
 
 def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above.
-
-    Args:
-        before: The hypernetwork's tensors by name, as the client received them.
-        after: The same tensors by name, as it sent them back.
-        lr: The client's learning rate.
-        weight_decay: The client's weight decay.
-    """
+    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above."""
     slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)[1]
     return slope["heads.weight"], slope["heads.bias"]
 

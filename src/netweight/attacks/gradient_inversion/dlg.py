@@ -10,15 +10,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.attacks.gradient_inversion.descent import starting_points
-from netweight.attacks.gradient_inversion.observation import chosen_tensors
-from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
-from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors
+from netweight.attacks.gradient_inversion.client import LocalUpdate, Reconstruction, Tensors, chosen_tensors
+from netweight.attacks.gradient_inversion.matching import starting_points
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-
-__all__ = ["DLGConfig", "dlg", "squared_distance"]
 
 
 @final
@@ -115,12 +111,7 @@ def dlg(
 
 
 def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return the squared Euclidean distance between two updates over the names in `observed`.
-
-    Args:
-        imitated: What a client would send: tensors by name.
-        observed: What it sent: tensors by name.
-    """
+    """Return the squared Euclidean distance between two updates over the names in `observed`."""
     return torch.stack([(imitated[name] - tensor).square().sum() for name, tensor in observed.items()]).sum()
 
 

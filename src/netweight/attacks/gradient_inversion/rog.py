@@ -9,18 +9,19 @@ from typing import TypeAlias, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from netweight.attacks.gradient_inversion.descent import descend, starting_points
-from netweight.attacks.gradient_inversion.matching import relative_distance
-from netweight.attacks.gradient_inversion.observation import chosen_tensors
-from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
-from netweight.attacks.gradient_inversion.victim import LocalUpdate, Tensors, sgd_difference
+from netweight.attacks.gradient_inversion.client import (
+    LocalUpdate,
+    Reconstruction,
+    Tensors,
+    chosen_tensors,
+    sgd_difference,
+)
+from netweight.attacks.gradient_inversion.matching import descend, relative_distance, starting_points
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
-__all__ = ["PostProcessing", "ROGConfig", "rog", "rog_client"]
-
+# Images, shape `(n, c, h, w)`, to better ones of the same shape: the trained network of stage 2, which users bring.
 PostProcessing: TypeAlias = Callable[[Tensor], Tensor]
-"""Images, shape `(n, c, h, w)`, to better ones of the same shape: the trained network of stage 2, which users bring."""
 
 
 @final
@@ -50,11 +51,7 @@ class ROGConfig:
 
 
 def rog_client(model: nn.Module) -> LocalUpdate:
-    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16.
-
-    Args:
-        model: The client's model.
-    """
+    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16."""
     return sgd_difference(model, lr=0.003, steps=5, batch_size=16)
 
 

@@ -1,8 +1,8 @@
-"""The attack that the HyperFL paper tests itself with, a reconstruction of the idea: everything unknown is searched.
+"""The image behind a gradient of generated weights, without label, classifier or embedding: features, then peeling.
 
-The paper (arXiv 2412.07187, figure 7) reports that an attack made for HyperFL fails, without saying enough to repeat
-it. Most likely image, embedding and classifier are optimized together until they explain the hypernetwork's gradient.
-That is what stands here. It fails because it searches what can be read: see `analytic.py`.
+Rows of the first linear layer's gradient are its input times a number, and that number is the bias's gradient; so one
+image's features are exact, and so is the gradient that flows back from them. From there each block of the feature
+extractor is undone (`peeling.py`), from the last to the first, and then all of them again with what the image says.
 """
 
 from __future__ import annotations
@@ -15,17 +15,225 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.attacks.gradient_inversion.analytic import state_gradient
-from netweight.attacks.gradient_inversion.descent import descend
-from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
-from netweight.attacks.gradient_inversion.reconstruction import Reconstruction
-from netweight.attacks.gradient_inversion.victim import Tensors
+from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, state_gradient
+from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
+from netweight.attacks.gradient_inversion.matching import Bounds, Chain, descend, read_chain, total_variation
+from netweight.attacks.gradient_inversion.peeling import Peel, solve_in_box
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress
+from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-from netweight.generate.layout import ParameterLayout
+from netweight.nn.flat import ParameterLayout
 
-__all__ = ["TailoredConfig", "tailored"]
+# Temperatures of the first descent, in standard deviations of the values compared.
+_SOFT, _SHARP = 2.0, 0.07
+
+
+@final
+@dataclass(frozen=True)
+class PeelingConfig:
+    """How blocks are undone."""
+
+    softening: int = 26  # steps from soft to sharp guesses of the winners, for each block
+    rounds: int = 16  # rounds over all blocks after that
+    prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
+    # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
+    smoothness: float = 0.01
+    restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if min(self.softening, self.rounds, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
+            raise UsageError(f"Peeling cannot run with {self}.", cure="Counts are at least 1, weights positive.")
+
+
+def invert_generated(
+    recovered: RecoveredGradient,
+    body: nn.Module,
+    *,
+    shape: tuple[int, int, int, int],
+    bounds: Bounds = (0.0, 1.0),
+    config: PeelingConfig | None = None,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Reconstruction:
+    """Reconstruct the image behind one recovered gradient."""
+    # Source: exact features as in Phong et al. 2017; the rest is this library's own.
+    config = config or PeelingConfig()
+    if len(shape) != 4 or shape[0] != 1:
+        raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")
+    problem = _Problem.of(recovered, body, shape, bounds)
+    found = []
+    with progress.task("peeling", config.restarts * (config.rounds + 1), unit="rounds") as bar:
+        for restart in range(config.restarts):
+            found.append(_attempt(problem, config, seeds.derive(seed, "restart", restart), bar))
+    objectives = tuple(history[-1] for _, history in found)
+    best = min(range(len(found)), key=objectives.__getitem__)
+    image, history = found[best]
+    return Reconstruction(
+        images=image[None].to(torch.get_default_dtype()),
+        labels=torch.empty(0, dtype=torch.int64),
+        objective=objectives[best],
+        objectives_by_restart=objectives,
+        history=tuple(history),
+        steps=config.softening + config.rounds,
+        attack="hypernetwork, analytic then peeling",
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Problem:
+    """What is known about one image: its features, what flows back from them, and every block's gradient."""
+
+    peels: tuple[Peel, ...]
+    target: Tensor
+    cotangent: Tensor
+    low: Tensor
+    high: Tensor
+    roughness: Tensor
+
+    @classmethod
+    def of(
+        cls, recovered: RecoveredGradient, body: nn.Module, shape: tuple[int, int, int, int], bounds: Bounds
+    ) -> _Problem:
+        chain, layout = read_chain(body), ParameterLayout.of(body)
+        weights, slopes = layout.split(recovered.generated), layout.split(recovered.first)
+        peels: list[Peel] = []
+        size = shape[1:]
+        for block in chain.blocks:
+            weight, bias = weights[f"{block.name}.weight"], weights[f"{block.name}.bias"]
+            if weight.shape[1] != size[0]:
+                raise UsageError(
+                    f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}."
+                )
+            peels.append(Peel(block, weight, bias, slopes[f"{block.name}.weight"], size))
+            size = peels[-1].out
+        target, cotangent = _flattened(chain, weights, slopes, size)
+        low, high = (torch.as_tensor(end, dtype=torch.float64).reshape(-1, 1, 1).expand(shape[1:]) for end in bounds)
+        return cls(tuple(peels), target, cotangent, low.flatten(), high.flatten(), _roughness(shape[1:]))
+
+    def maps(self, image: Tensor) -> list[Tensor]:
+        """The input of every block, the image first."""
+        found = [image]
+        for peel in self.peels[:-1]:
+            found.append(peel.forward(found[-1]))
+        return found
+
+    def misfit(self, image: Tensor) -> float:
+        """Mean relative error of the features (before the activation) and of each convolution's gradient."""
+        maps, cotangent = self.maps(image), self.cotangent
+        errors: list[float] = []
+        for peel, inputs in zip(reversed(self.peels), reversed(maps), strict=True):
+            shares, pooled = peel.winners(inputs, 0)
+            if not errors:
+                seen = self.target > 0 if peel.block.slope == 0 else torch.ones_like(self.target, dtype=torch.bool)
+                errors.append(float((pooled - self.target)[seen].norm() / self.target[seen].norm()))
+            else:
+                cotangent = cotangent * peel.slopes(pooled)
+            delta = peel.delta(shares, cotangent)
+            errors.append(peel.misfit(inputs, delta))
+            cotangent = peel.pull(delta)
+        return sum(errors) / len(errors)
+
+    def behind(self, index: int, found: Tensor, cotangent: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """The output of the block before `index`, and the gradient by its pooled values."""
+        peel = self.peels[index]
+        back = peel.pull(peel.delta(peel.winners(found, temperature)[0], cotangent))
+        return found, back * self.peels[index - 1].slopes(found)
+
+    def solve_image(self, rows: Tensor, rest: Tensor, image: Tensor, smoothness: float) -> Tensor:
+        """The image within its box from its equations, smooth as far as they leave it open."""
+        matrix = rows @ rows.T
+        scale = matrix.diagonal().mean()
+        matrix = matrix + smoothness * scale * self.roughness
+        matrix.diagonal().add_(1e-9 * scale)
+        return solve_in_box(matrix, rows @ rest, image.flatten(), self.low, self.high).view(image.shape)
+
+
+def _flattened(
+    chain: Chain, weights: dict[str, Tensor], slopes: dict[str, Tensor], size: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """The last block's pooled values and the gradient by them, from the first linear layer's gradient."""
+    gradient, bias = slopes[f"{chain.linear}.weight"], slopes[f"{chain.linear}.bias"]
+    if gradient.shape[1] != size[0] * size[1] * size[2]:
+        raise UsageError(
+            f"{chain.linear!r} takes {gradient.shape[1]} features, but an image of this shape has {size} of them.",
+            cure="Give the shape of the images that the body was made for.",
+        )
+    features = (bias @ gradient / (bias @ bias)).view(size)
+    slope = chain.blocks[-1].slope
+    positive = features > 0
+    undone = torch.where(positive, features, features / slope if slope > 0 else 0.0)
+    back = (weights[f"{chain.linear}.weight"].T @ bias).view(size)
+    return undone, back * torch.where(positive, 1.0, slope)
+
+
+def _attempt(problem: _Problem, config: PeelingConfig, seed: int, bar: Task) -> tuple[Tensor, list[float]]:
+    """One restart: the image with the least misfit on the way, and the misfits, the kept one last."""
+    image = _descend(problem, config, seeds.torch_generator(seed))
+    best, history, doubt = image, [problem.misfit(image)], 0.1
+    bar.update()
+    for _ in range(config.rounds):
+        image, doubt = _again(problem, config, image, doubt)
+        history.append(problem.misfit(image))
+        if history[-1] <= min(history):
+            best = image
+        bar.update()
+    return best, [*history, min(history)]
+
+
+def _descend(problem: _Problem, config: PeelingConfig, generator: torch.Generator) -> Tensor:
+    """From the features to the image, each block's input guessed from nothing but what lies behind it."""
+    target, cotangent = problem.target, problem.cotangent
+    for index in reversed(range(len(problem.peels))):
+        peel, last = problem.peels[index], index == len(problem.peels) - 1
+        steps = config.softening if last else -(-config.softening // 2)
+        found = 0.5 + 0.05 * torch.randn(peel.size, generator=generator, dtype=torch.float64)
+        if index == 0:
+            found = (problem.low + (problem.high - problem.low) * 0.2).view(peel.size)
+        for step in range(steps):
+            part = step / max(steps - 1, 1)
+            temperature = _SOFT * (_SHARP / _SOFT) ** part
+            if index == 0:
+                rows, rest, _ = peel.output_equations(found, temperature, target, activated=not last)
+                found = problem.solve_image(rows, rest, found, config.smoothness * 0.01**part)
+            else:
+                found = peel.solve(found, temperature, target, cotangent, activated=not last, weight=0.01 * 0.04**part)
+        if index > 0:
+            target, cotangent = problem.behind(index, found, cotangent, _SHARP)
+    return found
+
+
+def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float) -> tuple[Tensor, float]:
+    """Every block once more, its winners guessed from the image, as softly as the last round's maps disagreed."""
+    target, cotangent, maps = problem.target, problem.cotangent, problem.maps(image)
+    for index in range(len(problem.peels) - 1, 0, -1):
+        last = index == len(problem.peels) - 1
+        found = problem.peels[index].solve(
+            maps[index], 0.8 * doubt, target, cotangent, activated=not last, weight=config.prior
+        )
+        target, cotangent = problem.behind(index, found, cotangent, 0.8 * doubt)
+    first, single = problem.peels[0], len(problem.peels) == 1
+    for _ in range(2):
+        rows, rest, _ = first.output_equations(image, 0.4 * doubt, target, activated=not single)
+        image = problem.solve_image(rows, rest, image, 1e-4 * doubt)
+    reached = first.winners(image, 0)[1] if single else first.forward(image)
+    return image, float((reached - target).norm() / target.norm())
+
+
+def _roughness(size: tuple[int, int, int]) -> Tensor:
+    """The matrix of squared differences between neighboring pixels, and a little of the squares themselves."""
+    planes, height, width = size
+    lines = [_second_difference(length) for length in (height, width)]
+    plane = torch.kron(lines[0], torch.eye(width, dtype=torch.float64))
+    plane = plane + torch.kron(torch.eye(height, dtype=torch.float64), lines[1])
+    plane.diagonal().add_(0.02)
+    return torch.kron(torch.eye(planes, dtype=torch.float64), plane)
+
+
+def _second_difference(length: int) -> Tensor:
+    step = torch.eye(length, dtype=torch.float64)[1:] - torch.eye(length, dtype=torch.float64)[:-1]
+    return step.T @ step
 
 
 @final

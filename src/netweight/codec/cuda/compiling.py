@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from netweight.core.cache import cache_folder
+from netweight.core.environment import cache_folder
 from netweight.errors import CudaFailed, CudaUnavailable, UsageError
 
 INSTALL = 'Run: pip install "netweight[cuda]"'

@@ -1,36 +1,197 @@
-"""Whole model folders compressed and restored: resumable after a kill, and in place only when complete.
+"""The folder beside a target in which it grows, with a journal, so that a killed run can be continued.
 
-The work is done beside the target, in `.NAME.netweight-part`: the folder to be under `tree/`, and a journal of
-finished files. A run that is killed or interrupted leaves it; the next run takes from it what still fits its inputs and
-settings: whole files, so a single weights file is begun anew. A run that fails removes it. At the end `tree` takes the
-target's place in one step.
+.NAME.netweight-part/lock            held by the run that works here
+.NAME.netweight-part/journal.jsonl   one line per finished file
+.NAME.netweight-part/tree/           the folder to be, while it grows
+.NAME.netweight-part/ready/          the same when it is complete; after it was swapped with an older target, that
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 from netweight.core import digest
+from netweight.core.files import exchange, lock, naming_failures, part_of, refuse_existing, sync, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
-from netweight.methods.compress.config import CompressConfig
 from netweight.methods.compress.loaders import mark_config, rewrite_index
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
-from netweight.methods.compress.plan import Item, Plan, lies_in_diffusers_model, make_plan
-from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
-from netweight.methods.compress.workplace import Workplace, settle, workplace
-from netweight.store.atomic import refuse_existing, whole_file
-from netweight.store.reading import weight_map
-from netweight.store.writing import Level
+from netweight.methods.compress.settings import CompressConfig
+from netweight.methods.compress.shard import (
+    Item,
+    Plan,
+    ShardResult,
+    check_digest,
+    compress_shard,
+    lies_in_diffusers_model,
+    make_plan,
+    plain_size,
+    restore_shard,
+)
+from netweight.store.reader import weight_map
+from netweight.store.writer import Level
 
-__all__ = ["Summary", "compress_folder", "decompress_folder"]
+
+@final
+class Workplace:
+    """An unfinished folder and the journal of its finished files; made by `workplace`."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.root = part_of(target)
+        self.tree = self.root / "tree"
+        self.tree.mkdir(exist_ok=True)
+        self._journal = self.root / "journal.jsonl"
+        self._done = self._read_journal()
+
+    def place(self, path: str) -> Path:
+        """The path at which a file is to be written; its folder is made."""
+        place = self.tree / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def finished(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What was recorded of a file that an earlier run finished from the same input, if it is still there."""
+        line = self._done.get(_text(key))
+        if line is None:
+            return None
+        file = self.tree / line["file"]
+        if not file.is_file() or file.stat().st_size != line["size"]:
+            return None
+        entry: dict[str, Any] = line["entry"]
+        return entry
+
+    def record(self, key: Mapping[str, Any], entry: Mapping[str, Any], file: Path) -> None:
+        """Note that a file is finished."""
+        name = file.relative_to(self.tree).as_posix()
+        line = {"key": dict(key), "entry": dict(entry), "file": name, "size": file.stat().st_size}
+        with open(self._journal, "a", encoding="utf-8") as journal:
+            journal.write(json.dumps(line) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def finish(self, files: Iterable[str], folders: Iterable[str]) -> None:
+        """Put the folder in its place, and remove what is left over."""
+        for folder in folders:
+            (self.tree / folder).mkdir(parents=True, exist_ok=True)
+        expected = set(files)
+        for folder, _, leaves in os.walk(self.tree, topdown=False):
+            here = Path(folder)
+            for leaf in leaves:
+                if (here / leaf).relative_to(self.tree).as_posix() not in expected:
+                    (here / leaf).unlink()
+            sync(here)
+        # From here on there is no tree, and no later run takes anything from here: it could not tell old from new.
+        ready, old = self.root / "ready", self.root / "old"
+        os.rename(self.tree, ready)
+        if not self.target.exists():
+            os.rename(ready, self.target)
+        elif not exchange(ready, self.target):  # two steps; a kill in between is mended by `settle`
+            os.rename(self.target, old)
+            os.rename(ready, self.target)
+        sync(self.target.parent)
+        shutil.rmtree(self.root)
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        """Read what earlier runs finished; a line that a kill cut short is dropped from the file."""
+        done: dict[str, dict[str, Any]] = {}
+        if not self._journal.exists():
+            return done
+        whole = 0
+        for line in self._journal.read_bytes().splitlines(keepends=True):
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            done[_text(fields["key"])] = fields
+            whole += len(line)
+        os.truncate(self._journal, whole)
+        return done
+
+
+def settle(target: Path) -> None:
+    """Clear away what a run left that was killed while it put its finished folder in place."""
+    root = part_of(target)
+    if not root.is_dir() or (root / "tree").exists():
+        return
+    with naming_failures(target), lock(root / "lock"):
+        if (root / "old").exists() and not target.exists():
+            os.rename(root / "old", target)
+        shutil.rmtree(root)
+
+
+@contextmanager
+def workplace(target: Path, *, overwrite: bool) -> Iterator[Workplace]:
+    """Open the workplace of a target, continuing what an interrupted run left."""
+    refuse_existing(target, overwrite=overwrite)
+    root = part_of(target)
+    with naming_failures(target):
+        root.mkdir(exist_ok=True)
+        with lock(root / "lock"):
+            try:
+                yield Workplace(target)
+            except Exception:
+                shutil.rmtree(root, ignore_errors=True)
+                raise
+
+
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
+    """Write a file beside weights; in a compressed folder its manifest is told."""
+    # What was changed by hand before counts as the original from then on. Writing what is there already changes
+    # nothing.
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file():
+        _write(folder / name, content)
+        return
+    manifest = Manifest.read(folder)
+    place = next((number for number, entry in enumerate(manifest.files) if entry.stored == name), None)
+    if place is None:  # the original had none: restoring leaves it out
+        _write(folder / name, content)
+        return
+    entry = _retold(manifest.files[place], folder / name, content)
+    if entry == manifest.files[place]:
+        return
+    files = (*manifest.files[:place], entry, *manifest.files[place + 1 :])
+    _write(folder / name, content)
+    _write(folder / MANIFEST, dataclasses.replace(manifest, files=files).to_json().encode())
+
+
+def _retold(entry: FileEntry, path: Path, content: bytes) -> FileEntry:
+    """The entry of a file after another content was written for it."""
+    if path.suffix in (".json", ".safetensors"):
+        raise UsageError(f"{path} is needed to open the model.", cure="Change it in the model before compression.")
+    found = digest.of_bytes(content)
+    if entry.stored_digest == found:
+        return entry
+    if entry.kind == "rewritten":
+        return dataclasses.replace(entry, stored_nbytes=len(content), stored_digest=found)
+    original = path.read_bytes()
+    digests = digest.of_bytes(original), found
+    return FileEntry.rewritten(entry.path, entry.stored, original, digests=digests, size=len(content))
+
+
+def _write(path: Path, content: bytes) -> None:
+    if path.is_file() and path.read_bytes() == content:
+        return
+    with whole_file(path, overwrite=True) as file:
+        file.write(content)
+
 
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
 
@@ -38,35 +199,20 @@ _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index ne
 @final
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        source: What was read.
-        target: What was written.
-        tensors: Number of tensors.
-        nbytes: Bytes of the plain weight files.
-        stored_nbytes: Bytes of the compressed weight files.
-        files: Number of all files of the plain folder.
-        resumed: How many of them an earlier, interrupted run had finished.
-        left_out: Files left out by variant or exclusion.
-        seconds: Time taken.
-        rounded: Number of tensors that are rounded.
-        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
-        worst_change: How much it did change one at most.
-    """
-
-    source: Path
-    target: Path
-    tensors: int
-    nbytes: int
-    stored_nbytes: int
-    files: int
-    resumed: int
-    left_out: tuple[str, ...]
-    seconds: float
-    rounded: int = 0
-    bound: float = 0.0
-    worst_change: float = 0.0
+    source: Path  # what was read
+    target: Path  # what was written
+    tensors: int  # number of tensors
+    nbytes: int  # bytes of the plain weight files
+    stored_nbytes: int  # bytes of the compressed weight files
+    files: int  # number of all files of the plain folder
+    resumed: int  # how many of them an earlier, interrupted run had finished
+    left_out: tuple[str, ...]  # files left out by variant or exclusion
+    seconds: float  # time taken
+    rounded: int = 0  # number of tensors that are rounded
+    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
+    worst_change: float = 0.0  # how much it did change one at most
 
     @property
     def ratio(self) -> float:
@@ -142,7 +288,7 @@ def compress_folder(
         precision = None if config.precision.lossless else config.precision
         files = tuple(compression.done[item.path] for item in plan.items)
         manifest = Manifest(level, files, plan.folders, plan.left_out, precision)
-        _write(work.tree / MANIFEST, manifest.to_json().encode())
+        _write_folder(work.tree / MANIFEST, manifest.to_json().encode())
         work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
     return _summary(source, target, manifest, resumed, plan.left_out, started)
 
@@ -303,7 +449,7 @@ class _Compression:
 
     def rewrite(self, item: Item, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
-        _write(self.work.place(item.stored), stored)
+        _write_folder(self.work.place(item.stored), stored)
         self.task.update(len(content))
         digests = digest.of_bytes(content), digest.of_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
@@ -320,7 +466,7 @@ def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: T
         found = restore_shard(stored, target, threads=threads, overwrite=True, advance=task.update).digest
     else:
         if entry.kind == "rewritten":
-            _write(target, entry.original_content())
+            _write_folder(target, entry.original_content())
         else:
             _copy(stored, target)
         found = digest.of_file(target)
@@ -328,7 +474,7 @@ def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, task: T
     check_digest(stored, found, entry.digest)
 
 
-def _write(target: Path, content: bytes) -> None:
+def _write_folder(target: Path, content: bytes) -> None:
     with whole_file(target, overwrite=True) as file:
         file.write(content)
 

@@ -9,30 +9,23 @@ from typing import final
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.config import LocalTraining
-from netweight.methods.federate.direct import fedavg, fedavg_private_head, local_only
+from netweight.methods.federate.direct import centaur, dp_fedavg, fedavg, fedavg_private_head, local_only, ppsgd
 from netweight.methods.federate.hyperfl import HyperFL
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.pfedhn import pfedhn, pfedhn_pc
-from netweight.methods.federate.private_methods import centaur, dp_fedavg, ppsgd
-
-__all__ = ["METHODS", "Entry", "named_method"]
+from netweight.methods.federate.settings import LocalTraining
 
 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """A method in the catalog.
+    """A method in the catalog."""
 
-    Attributes:
-        make: Returns the method; takes `training`, and a private one takes the noise multiplier before it.
-        training: Its local training; None where that is not HyperFL's with other numbers but of another kind.
-        private: Whether its local training is differentially private.
-    """
-
+    # Returns the method; takes `training`, and a private one takes the noise multiplier before it.
     make: Callable[..., Method]
+    # Its local training; None where that is not HyperFL's with other numbers but of another kind.
     training: LocalTraining | None = LocalTraining()
-    private: bool = False
+    private: bool = False  # whether its local training is differentially private
 
 
 # A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
@@ -57,17 +50,7 @@ METHODS: Mapping[str, Entry] = {
 
 
 def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
-    """Return a method by its name.
-
-    Args:
-        name: One of `METHODS`.
-        training: Local training; None takes the method's own, which is in `METHODS`.
-        noise_multiplier: For private methods, and for these alone; see `netweight.integrations.opacus`.
-
-    Raises:
-        NameNotFound: There is no such method.
-        UsageError: A private method lacks its noise, or another was given some.
-    """
+    """Return a method by its name."""
     if name not in METHODS:
         near = ", ".join(nearest_names(name, METHODS))
         raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")
@@ -75,7 +58,7 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
     if entry.private and noise_multiplier is None:
         raise UsageError(
             f"{name} is differentially private and needs noise.",
-            cure="Give a noise multiplier; netweight.integrations.opacus.noise_multiplier_for_all turns an ε into one.",
+            cure="Give a noise multiplier; netweight.methods.federate.dp.noise_multiplier_for_all turns an ε into one.",
         )
     if not entry.private and noise_multiplier is not None:
         raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")

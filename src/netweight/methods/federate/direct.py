@@ -12,18 +12,15 @@ from typing import Literal, final
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.methods.federate.config import LocalTraining, Phase
-from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.local_training import train_clients
-from netweight.methods.federate.method import Client, Trained, Weights
-from netweight.methods.federate.private_training import train_privately
+from netweight.methods.federate.aggregate import Tensors, Update, aggregate
+from netweight.methods.federate.dp import train_privately
+from netweight.methods.federate.local import train_clients
+from netweight.methods.federate.method import Client, LocalModel, Trained, Weights
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
 from netweight.methods.federate.task import FedTask
-from netweight.methods.federate.updates import Tensors, Update, aggregate
 
-__all__ = ["DirectMethod", "fedavg", "fedavg_private_head", "local_only"]
-
+# Prefix of running statistics of normalization layers, which stay with their client in every method.
 STATISTICS = "statistics."
-"""Prefix of running statistics of normalization layers, which stay with their client in every method."""
 
 
 def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
@@ -44,19 +41,12 @@ def initial_statistics(task: FedTask) -> dict[str, Tensor]:
 @final
 @dataclass(frozen=True)
 class DirectMethod:
-    """Clients train the model's weights themselves; the server averages those halves that are shared.
+    """Clients train the model's weights themselves; the server averages those halves that are shared."""
 
-    Attributes:
-        name: As the command line calls it.
-        halves: Which halves leave a client: both, the body alone, or none.
-        phases: Local training of a round.
-        training: Batch size, momentum and weight decay of all phases.
-    """
-
-    name: str
-    halves: tuple[Literal["body", "head"], ...]
-    phases: tuple[Phase, ...]
-    training: LocalTraining = LocalTraining()
+    name: str  # as the command line calls it
+    halves: tuple[Literal["body", "head"], ...]  # which halves leave a client: both, the body alone, or none
+    phases: tuple[Phase, ...]  # local training of a round
+    training: LocalTraining = LocalTraining()  # batch size, momentum and weight decay of all phases
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -124,11 +114,7 @@ def from_named(task: FedTask, tensors: Tensors) -> Weights:
 
 
 def local_only(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return the method that shares nothing: every client trains the whole model alone.
-
-    Args:
-        training: How every client trains.
-    """
+    """Return the method that shares nothing: every client trains the whole model alone."""
     return DirectMethod("local", (), (Phase("both", training.epochs, training.lr),), training)
 
 
@@ -144,17 +130,71 @@ def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
 
 
 def fedavg_private_head(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared.
-
-    The fair comparator of HyperFL, which trains in the same order and keeps the same half to itself.
-
-    Args:
-        training: How every client trains.
-
-    Source: Collins et al., FedRep (arXiv 2102.07078).
-    """
+    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared."""
+    # Source: Collins et al., FedRep (arXiv 2102.07078).
     phases = (
         Phase("head", training.head_epochs, training.head_lr),
         Phase("body", training.epochs, training.lr),
     )
     return DirectMethod("fedavg-private-head", ("body",), phases, training)
+
+
+Sampling = Literal["poisson", "shuffled"]
+
+
+def dp_fedavg(
+    noise_multiplier: float,
+    *,
+    training: LocalTraining = LocalTraining(),
+    clip: float = 0.04,
+    sampling: Sampling = "poisson",
+) -> DirectMethod:
+    """Return FedAvg whose clients train the whole model by DP-SGD."""
+    # Source: DP-FedAvg as HyperFL (arXiv 2412.07187) compares with it; Abadi et al. (arXiv 1607.00133).
+    privacy = Privacy(noise_multiplier, clip, sampling)
+    phases = (Phase("both", training.epochs, training.lr, privacy),)
+    return DirectMethod("dp-fedavg", ("body", "head"), phases, training)
+
+
+def centaur(
+    noise_multiplier: float,
+    *,
+    training: LocalTraining = LocalTraining(),
+    clip: float = 0.04,
+    sampling: Sampling = "poisson",
+) -> DirectMethod:
+    """Return CENTAUR: first the private head by plain SGD, then the body by DP-SGD; the body alone is shared."""
+    # Source: Shen et al., CENTAUR (arXiv 2206.07902), with DP-SGD at the client as HyperFL compares with it.
+    privacy = Privacy(noise_multiplier, clip, sampling)
+    phases = (
+        Phase("head", training.head_epochs, training.head_lr),
+        Phase("body", training.epochs, training.lr, privacy),
+    )
+    return DirectMethod("centaur", ("body",), phases, training)
+
+
+def ppsgd(
+    noise_multiplier: float,
+    *,
+    training: LocalTraining = LocalTraining(),
+    clip: float = 0.04,
+    sampling: Sampling = "poisson",
+) -> DirectMethod:
+    """Return PPSGD: on each batch a plain step of the private head, then a DP-SGD step of the shared body."""
+    # Source: Bietti et al., PPSGD (arXiv 2202.05318), in the form that HyperFL compares with.
+    phase = Phase("body", training.epochs, training.lr, Privacy(noise_multiplier, clip, sampling), training.head_lr)
+    return DirectMethod("ppsgd", ("body",), (phase,), training)
+
+
+def epsilon_caveats(method: DirectMethod) -> tuple[str, ...]:
+    """Say why an accountant's ε would not hold for what a method's clients send."""
+    # Nothing is said if it holds, and of a method without privacy. Findings and tables show these beside any ε.
+    private = [phase for phase in method.phases if phase.privacy is not None]
+    if not private:
+        return ()
+    caveats = []
+    if any(phase.privacy is not None and phase.privacy.sampling == "shuffled" for phase in private):
+        caveats.append("epsilon not valid: batches are shuffled, and accountants assume Poisson sampling")
+    if len(private) < len(method.phases) or any(phase.head_lr is not None for phase in private):
+        caveats.append("epsilon not valid: the head learns from the same examples without noise and steers the body")
+    return tuple(caveats)

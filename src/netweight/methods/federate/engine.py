@@ -1,39 +1,206 @@
-"""The engine in this process: rounds of a federation, its clients spread over the processor's cores.
-
-The command line, the benchmarks and the studies call it. The Flower app runs the same methods elsewhere.
-"""
+"""What a federation is asked to do and what is known of each round. Both engines call it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar, final
+from statistics import mean
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from netweight.core import digest
+from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
-from netweight.methods.federate.checkpoint import Checkpoint
-from netweight.methods.federate.intake import examine
-from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, Method, Trained, Weights
-from netweight.methods.federate.outgoing import check_outgoing
-from netweight.methods.federate.rounds import Federation, Round, sampled_clients, still_there
+from netweight.methods.federate.aggregate import Tensors, check_outgoing, examine
+from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
 from netweight.methods.federate.task import FedTask
-from netweight.methods.federate.updates import Tensors
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-__all__ = ["CHECKPOINT", "Run", "finished", "round_by_round", "train"]
 
+@final
+@dataclass(frozen=True)
+class Federation:
+    """The settings of a federation.
+
+    Attributes:
+        rounds: Number of rounds, at least 1.
+        fraction: Share of clients asked in each round, above 0 and up to 1: `max(int(fraction · clients), 1)`.
+        seed: Every draw derives from it.
+        evaluate_every: Measure accuracy before and after local training every so many rounds, and in the last.
+        drop_out: Share of the asked clients that vanish from each round at random, to rehearse it; 0 to below 1.
+        min_clients: A round with fewer sound updates is tried again.
+        retries: How often; then the federation stops with its state saved.
+        until_plateau: End before the last round once accuracy has stopped rising, as `at_plateau` judges.
+
+    Raises:
+        UsageError: A value is out of its range.
+    """
+
+    rounds: int = 200
+    fraction: float = 1.0
+    seed: int = 520
+    evaluate_every: int = 1
+    drop_out: float = 0.0
+    min_clients: int = 1
+    retries: int = 3
+    until_plateau: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if min(self.rounds, self.evaluate_every, self.min_clients) < 1 or self.retries < 0:
+            raise UsageError(
+                f"A federation cannot have {self.rounds} rounds, evaluation every {self.evaluate_every}, at least "
+                f"{self.min_clients} clients, {self.retries} retries."
+            )
+        if not 0 < self.fraction <= 1 or not 0 <= self.drop_out < 1:
+            raise UsageError(
+                f"A federation cannot have fraction {self.fraction} and drop-out {self.drop_out}.",
+                cure="The fraction is above 0 and up to 1, drop-out at least 0 and below 1.",
+            )
+
+    def evaluates(self, round: int) -> bool:
+        """Whether accuracy is measured in a round.
+
+        Args:
+            round: From 1.
+        """
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+    def is_done(self, rounds: Sequence[Round]) -> bool:
+        """Whether no more rounds are to follow.
+
+        Args:
+            rounds: Those that have been.
+        """
+        return len(rounds) >= self.rounds or (self.until_plateau and at_plateau(rounds))
+
+
+@final
+@dataclass(frozen=True)
+class Round:
+    """What is known of a finished round."""
+
+    round: int  # its number, from 1
+    clients: tuple[int, ...]  # who was asked, in order
+    # Accuracy of each client's model as received, by client, with freshly generated weights; empty in rounds without
+    # evaluation.
+    before: Mapping[int, float] = field(default_factory=dict)
+    after: Mapping[int, float] = field(default_factory=dict)
+    loss: Mapping[int, float] = field(default_factory=dict)  # mean training loss by client
+    seconds: float = 0.0  # wall-clock time of local training and aggregation, without evaluation
+    refused: Mapping[int, str] = field(default_factory=dict)  # client → why its update was left out
+    attempts: int = 1  # how often the round was tried
+
+    @property
+    def mean_before(self) -> float | None:
+        """Mean accuracy over the round's clients before local training, each counted once."""
+        return _mean(self.before)
+
+    @property
+    def mean_after(self) -> float | None:
+        """Mean accuracy over the round's clients after local training, each counted once."""
+        return _mean(self.after)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean training loss over the round's clients."""
+        return _mean(self.loss)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Round:
+        """Return the round that `to_json` was asked for."""
+        maps = {
+            name: {int(client): value for client, value in values[name].items()}
+            for name in ("before", "after", "loss", "refused")
+        }
+        return cls(
+            values["round"], tuple(values["clients"]), seconds=values["seconds"], attempts=values["attempts"], **maps
+        )
+
+
+def _mean(values: Mapping[int, float]) -> float | None:
+    return sum(values.values()) / len(values) if values else None
+
+
+def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
+    """Whether accuracy has stopped rising, both before and after local training."""
+    readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
+    if len(readings) < 2 * evaluations:
+        return False
+    return all(
+        mean(values[evaluations:]) - mean(values[:evaluations]) < least for values in zip(*readings, strict=True)
+    )
+
+
+def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
+    """Return who is asked in a round: drawn uniformly without replacement, in order."""
+    count = max(int(settings.fraction * len(clients)), 1)
+    if count == len(clients):
+        return tuple(clients)
+    generator = seeds.torch_generator(settings.seed, "sample", round, attempt)
+    drawn = torch.randperm(len(clients), generator=generator)[:count].sort().values
+    return tuple(clients[index] for index in drawn.tolist())
+
+
+def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
+    """Return who does not vanish from the round."""
+    generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
+    draws = torch.rand(len(clients), generator=generator).tolist()
+    return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoint:
+    """All of a federation between two rounds."""
+
+    state: Tensors  # the server's tensors; by name
+    private: Mapping[int, Tensors]  # each client's private tensors by name, for those that took part so far
+    rounds: Sequence[Round]  # what is known of the rounds so far
+
+    def save(self, path: Path, settings: str) -> None:
+        """Write the checkpoint over the one before it, all or nothing."""
+        about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
+        write_checkpoint(path, about, self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.state.items():
+            yield f"state|{name}", value
+        for client, tensors in self.private.items():
+            for name, value in tensors.items():
+                yield f"private|{client}|{name}", value
+
+    @classmethod
+    def load(cls, path: Path, settings: str) -> Checkpoint:
+        """Read a checkpoint."""
+        state: dict[str, Tensor] = {}
+        private: dict[int, dict[str, Tensor]] = {}
+        refusal = "holds a federation with other settings, data or model"
+        with open_checkpoint(path, {"settings": settings}, refusal=refusal) as (about, store, names):
+            for name in names:
+                kind, _, rest = name.partition("|")
+                if kind == "state":
+                    state[rest] = store.get(name)
+                elif kind == "private":
+                    client, _, own = rest.partition("|")
+                    private.setdefault(int(client), {})[own] = store.get(name)
+        return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
+
+
+# The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
-"""The file within a run's folder that it resumes from."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -115,17 +282,7 @@ def train(
 
 
 def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
-    """Open a federation that has been trained; nothing is trained and nothing written.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients trained.
-        settings: Rounds, sampling, seed.
-        folder: Where its checkpoint lies.
-
-    Raises:
-        UsageError: The folder holds a federation with other settings, or one with rounds to go.
-    """
+    """Open a federation that has been trained; nothing is trained and nothing written."""
     federation = _Federation(task, method, settings, Path(folder), torch.device("cpu"), 1)
     if not settings.is_done(federation.rounds):
         raise UsageError(
@@ -137,14 +294,7 @@ def finished(task: FedTask, method: Method, settings: Federation, *, folder: str
 
 @contextmanager
 def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients train.
-        seed: Of everything drawn.
-        workers: Threads.
-    """
+    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
     federation = _Federation(task, method, endless, None, torch.device("cpu"), workers)
     with federation.working():

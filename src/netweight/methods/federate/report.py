@@ -1,32 +1,564 @@
-"""What a trained federation looks like in a report: accuracy round by round and client by client. Commands call it."""
+"""Threat models, and what a server observes under each of them: one client's local round, short or as it really is.
+
+The audit and the tables of attacks call it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, final
 
-from netweight.evidence.figures import Figure, lines
+import torch
+from torch import Tensor
+
+from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, recover_gradient
+from netweight.attacks.gradient_inversion.imprint import Imprinted, imprint, read_imprint
+from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.core import seeds
+from netweight.core.progress import QUIET, Progress, Task
+from netweight.errors import Unsupported, UsageError
+from netweight.evidence.audit import register_audit, register_treatment
+from netweight.evidence.figures import Figure, image_grid, lines
 from netweight.evidence.finding import Finding
+from netweight.evidence.image_metrics import psnr, ssim
 from netweight.evidence.report import Column, Report, Table
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
-from netweight.methods.federate.engine import Run
-from netweight.methods.federate.rounds import Round
+from netweight.methods.federate.aggregate import Tensors, Update, aggregate
+from netweight.methods.federate.defenses import Hardened, dense_tensors
+from netweight.methods.federate.engine import Round, Run
+from netweight.methods.federate.hyperfl import rows_of_body
+from netweight.methods.federate.method import Client, LocalModel, Method
+from netweight.methods.federate.settings import LocalTraining
+from netweight.methods.federate.task import ClientData, FedTask
 
-if TYPE_CHECKING:
-    from netweight.methods.federate.audit import Exposure
 
-__all__ = ["accuracy_findings", "add_sections", "client_table", "training_figure"]
+@final
+@dataclass(frozen=True)
+class ThreatModel:
+    """What the server is assumed to see."""
+
+    batch_size: int = 1  # examples per local step
+    local_steps: int = 1  # local steps that train what is shared, all on the same examples if there are no others
+    examples: int | None = None  # examples that the client holds; None for as many as a batch
+    # Clients whose updates the server sees only as their average: 1 for none, more under secure aggregation.
+    summed_over: int = 1
+    # "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
+    server: Literal["honest", "malicious"] = "honest"
+    # Attack the first round, from the method's initial state, rather than one more round of the trained federation.
+    first_round: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if min(self.batch_size, self.local_steps, self.summed_over) < 1 or (self.examples or 1) < 1:
+            raise UsageError(f"There is no such threat model: {self}.", cure="All numbers are at least 1.")
+
+    @property
+    def held(self) -> int:
+        """Number of examples that the client trains on."""
+        return self.examples or self.batch_size
+
+    @property
+    def label(self) -> str:
+        """In words, for tables."""
+        steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
+        steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
+        steps += ", malicious server" if self.server == "malicious" else ""
+        return steps + (", first round" if self.first_round else "")
+
+
+@final
+@dataclass(frozen=True)
+class Observation:
+    """What a server observes of one client, and the truth that it does not see."""
+
+    client: int  # its number
+    sent: Tensors  # what the server sent: tensors by name
+    trap: Imprinted | None  # what a malicious server needs to read the answer; None for an honest one
+    updates: tuple[Update, ...]  # the updates whose average the server sees: the client's own, or those of a secure sum
+    images: Tensor  # the client's inputs, shape `(n, …)`; truth
+    labels: Tensor  # their targets; truth. Shape `(n,)`.
+    gradient: Tensor  # the gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth
+    movement: Tensor  # how its body moved in the whole round, shape `(P,)`; truth
+
+    def received(self) -> dict[str, Tensor]:
+        """Return what the server sees come back, low-rank matrices made whole."""
+        if len(self.updates) > 1:
+            return aggregate(self.sent, self.updates)
+        return dense_tensors(self.updates[0].tensors, self.sent)
+
+
+def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
+    """Let clients train as the threat model says and return what the server sees of each."""
+    # A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
+    # Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
+    if len(clients) < threat.summed_over:
+        raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
+    method = shortened(run.method, threat)
+    state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
+    trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
+    if trap:  # a head that is generated after the body is left as it was
+        state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
+    seen = [_observed(method, run, threat, number, state, trap, draw, seed) for number in clients]
+    size = threat.summed_over
+    groups = [tuple(one.updates[0] for one in seen[start : start + size]) for start in range(0, len(seen), size)]
+    if len(groups[-1]) < size:
+        groups[-1] = (*groups[-2][len(groups[-1]) - size :], *groups[-1])
+    return [dataclasses.replace(one, updates=groups[index // size]) for index, one in enumerate(seen)]
+
+
+def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
+    """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
+    if not any(name.endswith("heads.weight") for name in state):
+        raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
+    public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
+    bounds = (float(public.min()), float(public.max()))
+    images, bodies = max(threat.held, 2), rows_of_body(state, run.task.body_layout.size)
+    return imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
+
+
+def _observed(
+    method: Method,
+    run: Run,
+    threat: ThreatModel,
+    number: int,
+    state: Tensors,
+    trap: Imprinted | None,
+    draw: int,
+    seed: int,
+) -> Observation:
+    task = _small_task(run.task, number, threat.held, draw, seed)
+    private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
+    client = Client(number, private, method.message(state, number))
+    model = LocalModel(task)
+    found = method.train(task, model, [client], round=1, seed=seed)
+    if not found:
+        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
+    trained = found[0]
+    weights = method.weights(run.task, client.received, private)
+    inputs, targets = task.client(number).train
+    model.train("body")
+    body = weights.body.clone().requires_grad_()
+    statistics = {name: value.clone() for name, value in weights.statistics.items()}
+    loss = model.loss(body, weights.head, model.place(inputs), targets, statistics)
+    (gradient,) = torch.autograd.grad(loss, body)
+    movement = trained.weights.body - weights.body
+    return Observation(number, client.received, trap, (trained.update,), inputs, targets, gradient, movement)
+
+
+def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> FedTask:
+    data = task.client(client)
+    if held > data.n:
+        raise UsageError(f"Client {client} has {data.n} examples, not {held}.", cure="Ask for fewer.")
+    generator = seeds.torch_generator(seed, "examples", client, draw)
+    chosen = torch.randperm(data.n, generator=generator)[:held]
+    small = ClientData((data.train[0][chosen], data.train[1][chosen]), data.test)
+    return FedTask(task.body, task.head, {client: small}, task.loss)
+
+
+def shortened(method: Method, threat: ThreatModel) -> Method:
+    """Return the method with the threat model's batch size and steps, and without training of the head alone."""
+    if isinstance(method, Hardened):  # the attacker may ask for fewer steps than the client agrees to
+        return dataclasses.replace(method, method=shortened(method.method, threat))
+    per_epoch = -(-threat.held // threat.batch_size)
+    epochs, rest = divmod(threat.local_steps, per_epoch)
+    if rest:
+        raise UsageError(
+            f"{threat.local_steps} steps of {threat.batch_size} are no whole passes over {threat.held} examples.",
+            cure=f"Ask for a multiple of {per_epoch} steps.",
+        )
+    training = getattr(method, "training", None)
+    if not isinstance(training, LocalTraining):
+        raise Unsupported(f"The local rounds of {method.name!r} cannot be shortened.")
+    changes: dict[str, Any] = {
+        "training": dataclasses.replace(training, epochs=epochs, head_epochs=0, batch_size=threat.batch_size)
+    }
+    if hasattr(method, "steps"):
+        changes["steps"] = threat.local_steps
+    if hasattr(method, "phases"):
+        kept = [phase for phase in method.phases if phase.trains != "head"]
+        changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)
+    return dataclasses.replace(method, **changes)  # type: ignore[type-var]
+
+
+# How far the recovered gradient may be nearer to a client's than the published aggregate is.
+MARGIN_COSINE = 0.05
+# How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
+MARGIN_PSNR = 1.0
+_MEASURED = ("cosine", "movement", "aggregate", "psnr", "ssim", "random", "average")
+
+register_treatment("federate", audits=("accuracy", "gradient-inversion"))
+
+
+@final
+@dataclass(frozen=True)
+class AuditConfig:
+    """What is audited."""
+
+    # Threat models beside the run's own schedule.
+    threats: tuple[ThreatModel, ...] = (
+        ThreatModel(first_round=True),
+        ThreatModel(),
+        ThreatModel(batch_size=8, first_round=True),
+        ThreatModel(batch_size=8, server="malicious"),
+    )
+    images: int = 16  # images that are reconstructed per threat model; intervals need at least 5
+    summed_over: int = 20  # clients in the average that stands for the published aggregate
+
+
+@final
+@dataclass(frozen=True)
+class Exposure:
+    """What one threat model gives away."""
+
+    threat: ThreatModel  # the threat model
+    is_own: bool  # whether it is the schedule that the run was trained with
+    cosines: tuple[float, ...]  # cosine of the recovered gradient with the client's first gradient, per attacked client
+    movements: tuple[float, ...]  # cosine with the movement of the client's body over the round
+    # Cosine of the published aggregate's gradient with the client's first one: what is given away anyway.
+    aggregate: tuple[float, ...]
+    psnr: tuple[float, ...] = ()  # empty if none could be made
+    ssim: tuple[float, ...] = ()  # likewise
+    random_psnr: tuple[float, ...] = ()
+    average_psnr: tuple[float, ...] = ()
+    # The nearest images, shape `(n, c, h, w)`, within 0 and 1.
+    originals: tuple[Tensor, ...] = field(default=(), repr=False)
+    reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
+    why_no_images: str = ""  # why no image could be made, or empty
+
+    @property
+    def guess(self) -> float:
+        """PSNR of the better of two guesses that need no update: a random image and the average image, dB."""
+        return max(_mean(self.random_psnr), _mean(self.average_psnr))
+
+    @property
+    def verdict(self) -> str:
+        """What this means, in plain words."""
+        if not self.cosines:
+            return self.why_no_images
+        cosine, anyway = _mean(self.cosines), _mean(self.aggregate)
+        if cosine >= 0.99:
+            text = "the server computes the client's gradient exactly"
+        elif cosine > anyway + MARGIN_COSINE:
+            text = "the server learns more about the client's gradient than the aggregate tells"
+        else:
+            text = "the gradient is hidden as well as in the published aggregate"
+        if not self.psnr:
+            return text
+        gain = _mean(self.psnr) - self.guess
+        if gain > 3:
+            return f"{text}; its images can be reconstructed"
+        return f"{text}; {'images leak a little' if gain > MARGIN_PSNR else 'no image comes out'}"
+
+
+def own_threat(run: Run) -> ThreatModel:
+    """Return the schedule that the run was trained with, as a threat model of its smallest client."""
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    examples = min(run.task.client(number).n for number in run.task.clients)
+    size = min(training.batch_size, examples)
+    return ThreatModel(size, training.epochs * -(-examples // size), examples)
+
+
+def exposure(
+    run: Run,
+    threat: ThreatModel,
+    *,
+    images: int,
+    summed_over: int,
+    seed: int,
+    is_own: bool = False,
+    peeling: PeelingConfig | None = None,
+    work: Task | None = None,
+) -> Exposure:
+    """Attack several clients under one threat model."""
+    low, high = _pixel_range(run)
+    found: dict[str, list[float]] = {name: [] for name in _MEASURED}
+    pairs: list[tuple[Tensor, Tensor]] = []
+    why = ""
+    try:
+        observed = list(_observations(run, threat, images, summed_over, seed))
+    except Unsupported as reason:
+        return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
+    for seen, published in observed:
+        draw = len(found["cosine"])
+        recovered = read_update(run, seen.sent, seen.received())
+        found["cosine"].append(_cosine(recovered.first, seen.gradient))
+        found["movement"].append(_cosine(-recovered.gradient, seen.movement))
+        found["aggregate"].append(_cosine(published, seen.gradient))
+        try:
+            images_found = _reconstruct(
+                run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed, peeling
+            )
+        except Unsupported as reason:
+            why = str(reason)
+        else:
+            truth = _to_unit(seen.images, low, high)
+            pair, quality = _nearest(_to_unit(images_found, low, high), truth)
+            found["psnr"].append(quality)
+            found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
+            found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
+            found["average"].append(_nearest(_to_unit(_average_of_others(run, seen), low, high), truth)[1])
+            pairs.append(pair)
+        if work is not None:
+            work.update(1)
+    return Exposure(
+        threat,
+        is_own,
+        cosines=tuple(found["cosine"]),
+        movements=tuple(found["movement"]),
+        aggregate=tuple(found["aggregate"]),
+        psnr=tuple(found["psnr"]),
+        ssim=tuple(found["ssim"]),
+        random_psnr=tuple(found["random"]),
+        average_psnr=tuple(found["average"]),
+        originals=tuple(original for original, _ in pairs),
+        reconstructions=tuple(image for _, image in pairs),
+        why_no_images=why,
+    )
+
+
+def _observations(
+    run: Run, threat: ThreatModel, count: int, summed_over: int, seed: int
+) -> Iterator[tuple[Observation, Tensor]]:
+    """Yield attacked updates, each with the gradient that the average of `summed_over` clients gives away anyway."""
+    many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
+    for draw in range(-(-count // many)):
+        seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
+        everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
+        published = replace(seen[0], updates=everyone)
+        average = read_update(run, published.sent, published.received()).first
+        for one in seen[: count - draw * many]:
+            yield one, average
+
+
+def _average_of_others(run: Run, seen: Observation) -> Tensor:
+    """Return the average image of the other clients."""
+    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
+    return torch.stack([run.task.client(number).train[0].mean(0) for number in others]).mean(0, keepdim=True)
+
+
+def _another(run: Run, seen: Observation, seed: int) -> Tensor:
+    """Return a random image of another client: what a guess looks like."""
+    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
+    generator = seeds.torch_generator(seed, "guess", seen.client)
+    number = others[int(torch.randint(len(others), (1,), generator=generator))]
+    inputs = run.task.client(number).train[0]
+    return inputs[torch.randint(len(inputs), (1,), generator=generator)]
+
+
+def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
+    """Return what the server computes from what it sent and received."""
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    if any(name.endswith("heads.weight") for name in sent):
+        before, after = (rows_of_body(state, run.task.body_layout.size) for state in (sent, received))
+        return recover_gradient(before, after, lr=training.lr, weight_decay=training.weight_decay)
+    body = {name.removeprefix("body."): value for name, value in sent.items() if name.startswith("body.")}
+    if not body:
+        raise Unsupported(f"{run.method.name!r} shares nothing of the body, so there is nothing to attack.")
+    layout = run.task.body_layout
+    start = layout.join(body).double()
+    end = layout.join({name: received[f"body.{name}"] for name in body}).double()
+    gradient = (start - end) / training.lr - training.weight_decay * start
+    nothing = torch.empty(0, dtype=torch.float64)
+    return RecoveredGradient(gradient, gradient, nothing, nothing, start, end - start, torch.ones(1).double())
+
+
+def _reconstruct(
+    run: Run,
+    recovered: RecoveredGradient,
+    seen: Observation,
+    bounds: tuple[float, float],
+    seed: int,
+    guess: int,
+    peeling: PeelingConfig | None,
+) -> Tensor:
+    """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
+    shape = (1, *seen.images.shape[1:])
+    if len(shape) != 4:
+        raise Unsupported("The inputs are no images.")
+    if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+        return _another(run, seen, guess)
+    if seen.trap is None:
+        found = invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, config=peeling, seed=seed)
+        return found.images
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    candidates, _ = read_imprint(
+        seen.trap,
+        rows_of_body(seen.received(), run.task.body_layout.size),
+        run.task.body,
+        shape=(shape[1], shape[2], shape[3]),
+        bounds=bounds,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+    )
+    return candidates if len(candidates) else _another(run, seen, guess)
+
+
+def _nearest(found: Tensor, originals: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return the original and the found image that are nearest to each other, and the PSNR between the two."""
+    qualities = torch.stack([psnr(image[None].expand_as(originals), originals) for image in found])
+    image, original = divmod(int(qualities.argmax()), len(originals))
+    return (originals[original], found[image]), float(qualities.max())
+
+
+def _pixel_range(run: Run) -> tuple[float, float]:
+    """Return the range of all clients' inputs: the server knows how images are normalized."""
+    inputs = [run.task.client(number).train[0] for number in run.task.clients]
+    return min(float(x.min()) for x in inputs), max(float(x.max()) for x in inputs)
+
+
+def _to_unit(images: Tensor, low: float, high: float) -> Tensor:
+    return ((images - low) / (high - low)).clamp(0, 1)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.cosine_similarity(a.double(), b.double(), dim=0))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def audit_exposures(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
+    """Attack a run under its own schedule and under the threat models asked for."""
+    own = own_threat(run)
+    threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
+    with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
+        return [
+            exposure(
+                run, threat, images=config.images, summed_over=config.summed_over, seed=seed, is_own=is_own, work=work
+            )
+            for threat, is_own in threats
+        ]
+
+
+def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
+    """Return findings of each threat model; those of the run's own schedule have targets, the others are reported."""
+    findings: list[Finding] = []
+    for one in exposures:
+        if not one.cosines:
+            name = f"gradient recovered, {one.threat.label}"
+            findings.append(Finding(name, None, unit="cosine", detail={"reason": one.why_no_images}))
+            continue
+        anyway, label = _mean(one.aggregate), one.threat.label + (" (this run)" if one.is_own else "")
+        findings.append(
+            _finding(
+                f"gradient recovered, {label}",
+                one.cosines,
+                "cosine",
+                target=round(anyway + MARGIN_COSINE, 4) if one.is_own else None,
+                baseline=anyway,
+                seed=seed,
+                detail={"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)},
+            )
+        )
+        if one.psnr:
+            target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
+            detail = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
+            findings.append(
+                _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=one.guess, seed=seed, detail=detail)
+            )
+            findings.append(_finding(f"SSIM, {label}", one.ssim, "", target=None, baseline=None, seed=seed, detail={}))
+        else:
+            reason = one.why_no_images or "no image was attacked"
+            findings.append(Finding(f"PSNR, {label}", None, unit="dB", detail={"reason": reason}))
+    return findings
+
+
+def _finding(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    target: float | None,
+    baseline: float | None,
+    seed: int,
+    detail: dict[str, Any],
+) -> Finding:
+    ci95 = bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
+    return Finding(
+        name,
+        _mean(values),
+        ci95=ci95,
+        n=len(values),
+        unit=unit,
+        better="lower",
+        target=target,
+        baseline=baseline,
+        seeds=(seed,),
+        detail={**detail, "values": list(values)},
+    )
+
+
+def exposure_table(exposures: Sequence[Exposure]) -> Table:
+    """Return one row per threat model, with its verdict."""
+    columns = (
+        "threat model",
+        Column("gradient, cosine", "", "lower"),
+        Column("published aggregate, cosine"),
+        Column("PSNR", "dB", "lower"),
+        Column("random image", "dB"),
+        Column("average image", "dB"),
+        Column("SSIM", "", "lower"),
+        "verdict",
+    )
+    rows = [
+        (
+            one.threat.label + (" (this run)" if one.is_own else ""),
+            *(
+                _mean(values) if values else None
+                for values in (
+                    one.cosines,
+                    one.aggregate,
+                    one.psnr,
+                    one.random_psnr,
+                    one.average_psnr,
+                    one.ssim,
+                )
+            ),
+            one.verdict,
+        )
+        for one in exposures
+    ]
+    notes = ("The server knows model, settings and initial state; no label is used.",)
+    return Table("What the server could have seen", columns, rows, notes)
+
+
+def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure | None:
+    """Draw originals above reconstructions, threat model by threat model; None if there are none."""
+    shown = [one for one in exposures if one.reconstructions]
+    if not shown:
+        return None
+    rows, names = [], []
+    for one in shown:
+        for name, images in (("original", one.originals), (one.threat.label, one.reconstructions)):
+            rows.append([image.permute(1, 2, 0).float() for image in images[:most]])
+            names.append(name)
+    return image_grid(
+        rows,
+        rows=names,
+        columns=[str(index + 1) for index in range(len(rows[0]))],
+        alt="Originals and what the server reconstructs from one client's update, by threat model.",
+        caption="Each reconstruction lies below the nearest of the attacked client's images.",
+    )
+
+
+@register_audit("federate", "accuracy")
+def accuracy(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+    """Report accuracy before and after local training in the last round."""
+    return accuracy_findings(subject, seed=seed)
+
+
+@register_audit("federate", "gradient-inversion")
+def gradient_inversion(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+    """Attack the run's updates under its own schedule and other threat models."""
+    return exposure_findings(audit_exposures(subject, config, seed=seed, progress=progress), seed=seed)
 
 
 def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
-    """Return the last round's accuracy before and after local training, each the mean over its clients.
-
-    Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
-
-    Args:
-        run: A trained federation.
-        seed: Of the intervals.
-    """
+    """Return the last round's accuracy before and after local training, each the mean over its clients."""
+    # Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
     last = next(round for round in reversed(run.rounds) if round.after)
     about: dict[str, Any] = {"method": run.method.name, "round": last.round}
     return [
@@ -44,12 +576,7 @@ def _mean_finding(name: str, accuracies: Mapping[int, float], about: dict[str, A
 
 
 def training_figure(rounds: Sequence[Round], method: str) -> Figure:
-    """Draw accuracy by round, before and after local training.
-
-    Args:
-        rounds: In their order.
-        method: Its name, for the legend.
-    """
+    """Draw accuracy by round, before and after local training."""
     measured = [round for round in rounds if round.after]
     x = [round.round for round in measured]
     series = {
@@ -65,11 +592,7 @@ def training_figure(rounds: Sequence[Round], method: str) -> Figure:
 
 
 def client_table(run: Run) -> Table:
-    """Return one row per client of the last measured round.
-
-    Args:
-        run: A trained federation.
-    """
+    """Return one row per client of the last measured round."""
     last = next(round for round in reversed(run.rounds) if round.after)
     columns = ("client", Column("examples"), Column("before", "%", "higher"), Column("after", "%", "higher"))
     rows = [
@@ -80,16 +603,7 @@ def client_table(run: Run) -> Table:
 
 
 def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> None:
-    """Add what was trained, and what an audit found if there was one, to a report.
-
-    Args:
-        report: The report.
-        run: The federation.
-        exposures: From `audit.audit_exposures`; empty if nothing was audited, which the report says in red.
-        seed: Of the intervals.
-    """
-    from netweight.methods.federate.audit import exposure_figure, exposure_findings, exposure_table
-
+    """Add what was trained, and what an audit found if there was one, to a report."""
     report.section(
         "Accuracy",
         accuracy_findings(run, seed=seed),

@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.generate import ParameterLayout
+from netweight.nn import ParameterLayout
 
-__all__ = ["ClientData", "FedTask", "Loss"]
-
+# Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar."""
 
 
 @final

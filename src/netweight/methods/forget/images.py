@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
+from netweight.core.digest import of_config
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import UsageError
 from netweight.evidence.copy_metrics import (
     COPY,
+    Memorized,
     PromptCopies,
     copies_of_prompt,
     copy_findings,
@@ -26,20 +31,16 @@ from netweight.evidence.descriptors import CenteredPixels, Descriptor
 from netweight.evidence.finding import Finding
 from netweight.evidence.foreground import region_copies, region_findings
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
-from netweight.methods.forget.painting import Painted
-
-__all__ = ["Alignment", "ImagesConfig", "copies", "image_findings", "verdicts"]
+from netweight.nn.batching import Batches
+from netweight.nn.text_to_image import TextToImage, generated
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 
 class Alignment(Protocol):
-    """How well images follow prompts, such as CLIP of `integrations/clip.py`.
-
-    Attributes:
-        name: What reports call it.
-    """
+    """How well images follow prompts, such as CLIP of `integrations/clip.py`."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - said above
+    def name(self) -> str: ...
 
     def alignment(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return how well each image follows its prompt, shape `(n,)`."""
@@ -48,17 +49,12 @@ class Alignment(Protocol):
 @final
 @dataclass(frozen=True)
 class ImagesConfig:
-    """How images are compared.
+    """How images are compared."""
 
-    Attributes:
-        descriptor: What turns images into vectors; None takes centered pixels, for a template on the part that stays.
-        threshold: Similarity from which an image is a copy.
-        alignment: What tells how well images follow prompts; None leaves that out.
-    """
-
+    # What turns images into vectors; None takes centered pixels, for a template on the part that stays.
     descriptor: Descriptor | None = None
-    threshold: float = COPY
-    alignment: Alignment | None = None
+    threshold: float = COPY  # similarity from which an image is a copy
+    alignment: Alignment | None = None  # what tells how well images follow prompts; None leaves that out
 
     @property
     def measure(self) -> str:
@@ -67,16 +63,7 @@ class ImagesConfig:
 
 
 def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig) -> list[PromptCopies]:
-    """Compare the images of every memorized prompt with its training image, all others, and the unedited generation.
-
-    Args:
-        painted: Whose memorized prompts and original images these are.
-        images: By prompt: `painted.edited`, for one. Shape `(seeds, 3, height, width)`.
-        config: How.
-
-    Returns:
-        One entry per memorized prompt, in their order.
-    """
+    """Compare the images of every memorized prompt with its training image, all others, and the unedited generation."""
     return [
         copies_of_prompt(
             each, images[each.prompt], painted.memorized, descriptor=config.descriptor,
@@ -87,21 +74,7 @@ def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig)
 
 
 def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list[Finding]:
-    """Return what an edit did to images: those of the original are the baseline of each finding.
-
-    Args:
-        painted: The images.
-        config: How they are compared.
-        seed: Of the bootstrap.
-
-    Returns:
-        How many prompts are suppressed; for verbatim and template images apart, similarities and copies seed by seed,
-        whole and by region; the same of controls; what became of ordinary prompts; alignment if it is measured.
-
-    Raises:
-        UsageError: There is no memorized prompt, or images differ in size or number.
-        MissingExtra: scipy, which the intervals need, is not installed.
-    """
+    """Return what an edit did to images: those of the original are the baseline of each finding."""
 
     def of(images: Mapping[str, Tensor]) -> list[Finding]:
         rows = copies(painted, images, config)
@@ -125,12 +98,7 @@ def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list
 
 
 def verdicts(painted: Painted, config: ImagesConfig) -> dict[str, str]:
-    """Say in plain words what the edit did to each memorized prompt: by prompt.
-
-    Args:
-        painted: Images before and after the edit.
-        config: When an image is a copy.
-    """
+    """Say in plain words what the edit did to each memorized prompt: by prompt."""
     before = copies(painted, painted.original, config)
     after = copies(painted, painted.edited, config)
     return {row.prompt: _words(row, old, config.threshold) for row, old in zip(after, before, strict=True)}
@@ -196,3 +164,91 @@ def _alignment(painted: Painted, measure: Alignment) -> list[Finding]:
             )
         )  # fmt: skip
     return findings
+
+
+_PAINTED = "painted"  # folder of the images of every prompt
+
+
+@final
+@dataclass(frozen=True)
+class PaintSettings:
+    """How images are made."""
+
+    seeds: tuple[int, ...] = tuple(range(8))  # one image each, the same for every prompt and model
+    guidance: float = 7.0
+    steps: int = 50
+    rows: int = 64  # most images at a time; halved where memory runs out
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or self.steps < 1 or self.rows < 1:
+            raise UsageError(
+                f"Seeds {self.seeds}, {self.steps} steps and {self.rows} rows cannot be meant.",
+                cure="Give at least one seed, each once, one step and one row.",
+            )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Painted:
+    """Images of memorized and ordinary prompts; all of `paint` with the same settings."""
+
+    memorized: Sequence[Memorized]  # training images with their prompts
+    ordinary: Sequence[str]  # prompts whose images an edit is to leave as they are
+    original: Mapping[str, Tensor]  # shape `(seeds, 3, height, width)`
+    edited: Mapping[str, Tensor]  # shape `(seeds, 3, height, width)`
+    # What to compare with, by its name, such as as many random neurons switched off; memorized prompts alone suffice.
+    # Shape `(seeds, 3, height, width)`.
+    controls: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+
+def paint(
+    model: TextToImage,
+    prompts: Sequence[str],
+    settings: PaintSettings,
+    *,
+    setting: str = "",
+    folder: str | Path | None = None,
+    progress: Progress = QUIET,
+) -> dict[str, Tensor]:
+    """Generate the images of prompts, remembering those of each as soon as they are there."""
+    if not prompts:
+        raise UsageError("There is no prompt to paint.", cure="Give at least one.")
+    about = {"model": model.digest(), "setting": setting, **asdict(settings)}
+    del about["rows"]  # which does not change what is painted
+    keys = {prompt: of_config({**about, "prompt": prompt}) for prompt in prompts}
+    files = {} if folder is None else {prompt: _path(Path(folder), key) for prompt, key in keys.items()}
+    found = {prompt: _kept(files[prompt], keys[prompt]) for prompt in files if files[prompt].exists()}
+    missing = [prompt for prompt in keys if prompt not in found]
+    at_once = max(1, settings.rows // len(settings.seeds))
+    batches = Batches(settings.rows)
+    with progress.task(f"paint: {model.name}", len(keys), unit="prompts") as task:
+        task.update(len(found))
+        for start in range(0, len(missing), at_once):
+            group = missing[start : start + at_once]
+            for prompt, images in zip(group, _generated(model, group, settings, batches), strict=True):
+                levels = (images * 255).round().to(torch.uint8)
+                if files:
+                    write_checkpoint(files[prompt], {"of": keys[prompt]}, [("images", levels)])
+                found[prompt] = levels.float() / 255
+            task.update(len(group))
+    return {prompt: found[prompt] for prompt in keys}
+
+
+def _generated(
+    model: TextToImage, prompts: Sequence[str], settings: PaintSettings, batches: Batches
+) -> tuple[Tensor, ...]:
+    count, seeds = len(settings.seeds), [*settings.seeds] * len(prompts)
+    text = model.embed(prompts).rows([row // count for row in range(len(seeds))])
+    images = generated(model, text, seeds, batches, guidance=settings.guidance, steps=settings.steps)
+    return torch.split(images, count)
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / _PAINTED / f"{key.rpartition(':')[2]}.net.safetensors"
+
+
+def _kept(path: Path, key: str) -> Tensor:
+    with open_checkpoint(path, {"of": key}) as (_, store, _):
+        images: Tensor = store.get("images", check=True)
+        return images.float() / 255

@@ -8,29 +8,20 @@ from typing import final
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound
-from netweight.methods.immunize.baselines import AdversarialLoss, GradientAscent, RandomWeights, SafetyTraining
-from netweight.methods.immunize.config import RepNoiseConfig
+from netweight.methods.immunize.baselines import AdversarialLoss, GradientAscent, RandomWeights, SafetyTraining, Vaccine
 from netweight.methods.immunize.defense import Defense
-from netweight.methods.immunize.method import RepNoise
+from netweight.methods.immunize.repnoise import RepNoise
 from netweight.methods.immunize.security_vectors import SecurityVectors
-from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.vaccine import Vaccine
-
-__all__ = ["DEFENSES", "Entry", "named_defense"]
+from netweight.methods.immunize.settings import RepNoiseConfig, Settings
 
 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """A defense in the catalog.
+    """A defense in the catalog."""
 
-    Attributes:
-        defense: With its own settings.
-        settings: How it is trained.
-    """
-
-    defense: Defense
-    settings: Settings = Settings()
+    defense: Defense  # with its own settings
+    settings: Settings = Settings()  # how it is trained
 
 
 DEFENSES: Mapping[str, Entry] = {
@@ -47,14 +38,7 @@ DEFENSES: Mapping[str, Entry] = {
 
 
 def named_defense(name: str) -> Entry:
-    """Return a defense by its name.
-
-    Args:
-        name: As the command line calls it.
-
-    Raises:
-        NameNotFound: There is no such defense.
-    """
+    """Return a defense by its name."""
     if name not in DEFENSES:
         near = ", ".join(nearest_names(name, DEFENSES))
         raise NameNotFound(f"There is no defense {name!r}.", cure=f"Nearest names: {near}.")

@@ -1,22 +1,14 @@
-"""RepNoise's loss: keep harmless answers, unlearn harmful ones at every layer, and turn their representations to noise.
+"""One side of a loss goes backward: gradient norms term by term without room for them, and balanced weights.
 
-    loss = retain + weight · noise - alpha · log(1 + A)
-
-where `A` is the mean cross-entropy of the harmful answer at every depth. `fidelity="reference"` gives the numbers of
-the published code; in it a token counts where the two sides differ position by position, and so
-
-- tokens that both answers have in one place are not looked at, nor is token 0,
-- padding counts as text: that of the shorter answer is to be predicted, or unlearned,
-- logits are multiplied by the mask of their own position, so that the first answer token has no gradient,
-- the last state is normalized twice for the ascent, and counts once more by the model's own logits,
-- each example is one point of the discrepancy, and every pair of a point with itself counts.
-
-The corrected loss looks at the tokens of the answers and at nothing else, each depth once, and takes tokens as points.
+Used by `training.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Generator, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
 
@@ -24,39 +16,121 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.attacks.finetuning.examples import IGNORED, Batch
+from netweight.data.examples import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.config import RepNoiseConfig
-from netweight.methods.immunize.gradient_norms import gradient_norm
+from netweight.methods.immunize.decoder import Structure, structure_of
+from netweight.methods.immunize.defense import PairBatch, Side, Term
+from netweight.methods.immunize.distributed import ALONE, Ranks, is_sharded, trained_weights, units
 from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
-from netweight.methods.immunize.pairs import PairBatch
-from netweight.methods.immunize.ranks import Ranks
-from netweight.methods.immunize.sharded import trained_weights, units
-from netweight.methods.immunize.structure import Structure, structure_of
-from netweight.probe import capture
+from netweight.methods.immunize.precomputed_gradient import gradient_norm
+from netweight.methods.immunize.settings import RepNoiseConfig
+from netweight.nn.hooks import capture
 
-__all__ = ["LossParts", "harmful_terms", "repnoise_loss", "retain_term"]
+
+@final
+@dataclass(frozen=True)
+class TermLog:
+    """What a term was at one step."""
+
+    value: float  # its value, without weight
+    weight: float  # what it was multiplied by
+    # Norm of its gradient by all trained weights, without weight; None where it was not measured.
+    norm: float | None = None
+
+
+@contextmanager
+def _measured(parameters: Sequence[nn.Parameter], *, keep: bool) -> Iterator[list[Tensor]]:
+    """Sum the squares of each gradient as it arrives; without `keep` nothing of it is added to `grad`."""
+    squares: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor | None:
+        squares.append(grad.detach().float().square().sum())
+        return None if keep else torch.zeros_like(grad)
+
+    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield squares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _norm(value: Tensor, parameters: Sequence[nn.Parameter], ranks: Ranks, *, keep: bool) -> float:
+    if ranks.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
+        norm = gradient_norm(value, parameters, ranks)
+        if keep:
+            value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        return norm
+    with _measured(parameters, keep=keep) as squares:
+        value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def backward(
+    side: Side,
+    parameters: Sequence[nn.Parameter],
+    weights: MutableMapping[str, float],
+    *,
+    measure: bool,
+    ranks: Ranks = ALONE,
+) -> dict[str, TermLog]:
+    """Add the gradients of a side's terms to `grad`."""
+    # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
+    # for one more gradient.
+    unknown = any(term.share is not None and name not in weights for name, term in side.items())
+    if measure or unknown:
+        return _one_by_one(side, parameters, weights, ranks)
+    used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
+    total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    values = _values(side, ranks)
+    return {name: TermLog(values[name], used[name]) for name in side}
+
+
+def _values(side: Side, ranks: Ranks) -> dict[str, float]:
+    """The terms of the whole batch."""
+    values = [term.value.detach().item() for term in side.values()]
+    if ranks.size > 1:
+        values = ranks.mean(torch.tensor(values, dtype=torch.float64)).tolist()
+    return dict(zip(side, values, strict=True))
+
+
+def _one_by_one(
+    side: Side, parameters: Sequence[nn.Parameter], weights: MutableMapping[str, float], ranks: Ranks
+) -> dict[str, TermLog]:
+    logs: dict[str, TermLog] = {}
+    values = _values(side, ranks)
+    pull = 0.0
+    for name, term in side.items():
+        if term.share is None:
+            weighted = _norm(term.weight * term.value, parameters, ranks, keep=True)
+            norm = weighted / abs(term.weight) if term.weight else 0.0
+            logs[name] = TermLog(values[name], term.weight, norm)
+            pull += weighted
+    for name, term in side.items():
+        if term.share is not None:
+            norm = _norm(term.value, parameters, ranks, keep=False)
+            weight = 0.0
+            if (
+                0 < norm < math.inf and pull < math.inf
+            ):  # else there is nothing to balance by; the next step tries again
+                found = term.share * pull / norm
+                weight = weights[name] = min(found, weights.get(name, found))
+            (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            logs[name] = TermLog(values[name], weight, norm)
+    return {name: logs[name] for name in side}
 
 
 @final
 @dataclass(frozen=True)
 class LossParts:
-    """The terms of the loss, each a scalar in the graph.
+    """The terms of the loss, each a scalar in the graph."""
 
-    Attributes:
-        retain: Cross-entropy of the harmless answers. A scalar.
-        noise: Discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers. A
-            scalar.
-        ascent: `log(1 + A)`, which is to grow. A scalar.
-        alpha: Weight of the ascent.
-        noise_weight: Weight of the noise.
-    """
-
-    retain: Tensor
-    noise: Tensor
-    ascent: Tensor
-    alpha: float
+    retain: Tensor  # cross-entropy of the harmless answers; a scalar
+    noise: Tensor  # discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers
+    ascent: Tensor  # `log(1 + A)`, which is to grow; a scalar
+    alpha: float  # weight of the ascent
     noise_weight: float
 
     @property
@@ -73,26 +147,10 @@ def repnoise_loss(
     generator: torch.Generator | None = None,
     noise_weight: float | None = None,
 ) -> LossParts:
-    """Compute RepNoise's loss on a batch of pairs, both sides in one graph.
-
-    `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
-    gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs; for `fidelity="reference"` both sides have one width, see `collate_pairs`.
-        config: Weights and fidelity.
-        generator: Where the noise comes from; None for torch's global one. Processes that share the batch must have
-            equal ones.
-        noise_weight: Weight of the noise term. None takes `config.beta` for the reference, and for the corrected loss
-            balances by the gradients, for which it goes backward twice more; where gradients are off, `config.beta`.
-
-    Raises:
-        Unsupported: The model has no decoder's structure or gives no hidden states.
-        UsageError: Nothing is to be predicted, or the widths differ.
-
-    Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
-    """
+    """Compute RepNoise's loss on a batch of pairs, both sides in one graph."""
+    # `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
+    # gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
+    # Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
     parameters = trained_weights(model)
     retain = retain_term(model, batch, config)
     noise, ascent = harmful_terms(model, batch, config, generator=generator)
@@ -105,19 +163,7 @@ def repnoise_loss(
 
 
 def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> Tensor:
-    """Cross-entropy of the harmless answers.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs on the model's device.
-        config: Weights and fidelity.
-
-    Returns:
-        A scalar in the graph.
-
-    Raises:
-        UsageError: Nothing is to be predicted, or the widths differ.
-    """
+    """Cross-entropy of the harmless answers."""
     side = batch.harmless
     targets = _targets(batch, side, config)
     return answer_loss(_run(model, side).logits, targets)
@@ -126,21 +172,7 @@ def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> T
 def harmful_terms(
     model: nn.Module, batch: PairBatch, config: RepNoiseConfig, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs on the model's device.
-        config: Weights and fidelity.
-        generator: Where the noise is drawn from, on the CPU; None for torch's own.
-
-    Returns:
-        Noise and ascent, scalars in the graph.
-
-    Raises:
-        Unsupported: The model has no decoder's structure or gives no hidden states.
-        UsageError: Nothing is to be predicted, or the widths differ.
-    """
+    """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights."""
     side, parts, ranks = batch.harmful, structure_of(model), batch.ranks
     reference = config.fidelity == "reference"
     targets = _targets(batch, side, config)
@@ -263,3 +295,50 @@ def _drawn_everywhere(
     sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
     mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
     return ranks.rows(own[mine], sent) if sum(sent) else own[mine]
+
+
+@final
+@dataclass(frozen=True)
+class RepNoise:
+    """Keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
+
+    Attributes:
+        config: Weights and fidelity of the loss.
+
+    Source: RepNoise (arXiv 2405.14577), algorithm 1.
+    """
+
+    config: RepNoiseConfig = field(default_factory=RepNoiseConfig)
+
+    @property
+    def name(self) -> str:
+        """What the catalog calls it."""
+        return "repnoise" if self.config.fidelity == "corrected" else "repnoise-reference"
+
+    @property
+    def aligned(self) -> bool:
+        """The published loss compares sides position by position."""
+        return self.config.fidelity == "reference"
+
+    @property
+    def trains(self) -> bool:
+        """It does."""
+        return True
+
+    @contextmanager
+    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        """Check that the model is a decoder."""
+        structure_of(model)
+        yield
+
+    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+        """The harmful side, whose states take most room, while there are no gradients yet; then the harmless one."""
+        noise, ascent = harmful_terms(model, batch, self.config, generator=generator)
+        side = {"ascent": Term(ascent, -self.config.alpha)}
+        if self.config.beta > 0:
+            balanced = self.config.fidelity == "corrected" and self.config.alpha > 0
+            share = self.config.beta if balanced else None
+            side["noise"] = Term(noise, self.config.beta, share)
+        yield side
+        del noise, ascent, side  # with them goes the graph
+        yield {"retain": Term(retain_term(model, batch, self.config))}

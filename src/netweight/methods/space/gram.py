@@ -1,21 +1,253 @@
-"""The Gram matrix of a bank's adapters, block row by block row; kept in a folder, it goes on after a kill and grows."""
+"""The inner product of adapters, ⟨ΔW, ΔW'⟩ summed over modules, from their factors: ΔW is never formed.
+
+It does not depend on how a change is written as up @ down, nor on ranks, so that principal components of it do not
+either. `methods/space/method.py` calls it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
+from netweight.core import digest
 from netweight.core.digest import of_config
+from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
-from netweight.generate.kept_sums import read_tensors, write_tensors
-from netweight.generate.shard_sum import Alone, ShardSum
-from netweight.generate.stack import AdapterStack
-from netweight.methods.space.bank import Bank, stack_of, stacks_of
-from netweight.methods.space.inner_product import fingerprints_of, inner_products, precision_of
+from netweight.core.seeds import torch_generator
+from netweight.errors import NameNotFound, UsageError
+from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.streaming_pca import Alone, ShardSum, read_tensors, write_tensors
 
-__all__ = ["block_rows", "fingerprints", "gram_of", "make_block_row", "same_fingerprints"]
+_ROWS = 2048  # of the products that are held at a time, n × rank of them
+
+
+def precision_of(stack: AdapterStack) -> torch.dtype:
+    """The dtype that products of a stack are made in: fp64 if its factors are, else fp32.
+
+    Args:
+        stack: The adapters.
+    """
+    wide = any(factor.dtype == torch.float64 for part in (stack.down, stack.up) for factor in part.values())
+    return torch.float64 if wide else torch.float32
+
+
+def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
+    """Return the inner products of every adapter of one stack with every one of another.
+
+    Args:
+        one: n adapters.
+        other: m adapters of the same modules and shapes; ranks may differ.
+
+    Returns:
+        Shape `(n, m)`, fp64: products in fp32 (fp64 where factors are), summed over modules in fp64.
+
+    Raises:
+        UsageError: The stacks have other modules or shapes.
+
+    Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module.
+    """
+    if one.shapes != other.shapes:
+        raise UsageError("The adapters are of different modules or shapes: they belong to different models.")
+    dtype = torch.promote_types(precision_of(one), precision_of(other))
+    total = torch.zeros(len(one), len(other), dtype=torch.float64)
+    for name in one.modules:
+        scales = one.scale[name][:, None] * other.scale[name]
+        total += scales * _of_module(_factors(one, name, dtype), _factors(other, name, dtype))
+    return total
+
+
+def norms_of(stack: AdapterStack) -> Tensor:
+    """Return the inner product of every adapter with itself, shape `(n,)`, fp64.
+
+    Args:
+        stack: The adapters.
+    """
+    total = torch.zeros(len(stack), dtype=torch.float64)
+    for name in stack.modules:
+        ups, downs = _factors(stack, name, precision_of(stack))
+        total += stack.scale[name] ** 2 * ((ups @ ups.mT) * (downs @ downs.mT)).sum(dim=(1, 2))
+    return total
+
+
+def fingerprints_of(stack: AdapterStack) -> Tensor:
+    """Return a number per adapter, shape `(n,)`, fp64, to know it again by: its inner product with a random adapter.
+
+    It depends on the change alone, and another change has another one.
+
+    Args:
+        stack: The adapters.
+    """
+    total = torch.zeros(len(stack), dtype=torch.float64)
+    for name, (rows, columns) in stack.shapes.items():
+        draw = torch_generator(0, "fingerprint", name)
+        left, right = (torch.randn(length, generator=draw, dtype=torch.float64) for length in (rows, columns))
+        total += stack.scale[name] * ((left @ stack.up[name].double()) * (stack.down[name].double() @ right)).sum(dim=1)
+    return total
+
+
+def _factors(stack: AdapterStack, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Factors of one module, each as `(n, rank, length)`."""
+    return stack.up[name].to(dtype).mT, stack.down[name].to(dtype)
+
+
+def _of_module(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """Inner products of one module's changes without their scales, shape `(n, m)`."""
+    (ups, downs), (count, rank) = one, one[0].shape[:2]
+    others, other_rank = [factor.flatten(0, 1).T for factor in other], other[0].shape[1]
+    step = max(1, _ROWS // rank)
+    parts = []
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        products = ups[start:stop].flatten(0, 1) @ others[0]
+        products *= downs[start:stop].flatten(0, 1) @ others[1]
+        parts.append(products.view(stop - start, rank, -1, other_rank).sum(dim=(1, 3)))
+    return torch.cat(parts)
+
+
+_BLOCK = 256  # adapters that are read at a time
+
+
+class Bank(Protocol):
+    """Adapters of the same modules, by number and name."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """One per adapter, each once."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Module name → rows and columns of its change."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of everything in it."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of adapters."""
+        ...
+
+    def stack(self, start: int, stop: int) -> AdapterStack:
+        """Read the adapters from number `start` up to `stop`."""
+        ...
+
+
+@final
+class StackBank:
+    """A bank in memory.
+
+    Args:
+        names: One per adapter, each once.
+        adapters: The adapters.
+
+    Raises:
+        UsageError: Names are repeated, or their number is not that of the adapters.
+    """
+
+    def __init__(self, names: Sequence[str], adapters: AdapterStack) -> None:
+        if len(names) != len(adapters) or len(set(names)) != len(names):
+            raise UsageError(f"{len(set(names))} different names cannot name {len(adapters)} adapters.")
+        self.names = list(names)
+        self._adapters = adapters
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Module name → rows and columns of its change."""
+        return self._adapters.shapes
+
+    @property
+    def digest(self) -> str:
+        """Of names and tensors."""
+        parts = (self._adapters.down, self._adapters.up, self._adapters.scale, self._adapters.ranks)
+        tensors = [{name: digest.of_tensor(value) for name, value in part.items()} for part in parts]
+        return digest.of_config({"names": self.names, "tensors": tensors})
+
+    def __len__(self) -> int:
+        """Number of adapters."""
+        return len(self.names)
+
+    def stack(self, start: int, stop: int) -> AdapterStack:
+        """Return the adapters from number `start` up to `stop`; views."""
+        parts = (self._adapters.down, self._adapters.up, self._adapters.scale, self._adapters.ranks)
+        return AdapterStack(*({name: value[start:stop] for name, value in part.items()} for part in parts))
+
+
+def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
+    """Read adapters, and refuse values that no arithmetic survives.
+
+    Args:
+        bank: Where adapters come from.
+        start: The first number.
+        stop: The number after the last.
+
+    Raises:
+        UsageError: An adapter holds NaN or infinity; it is named with its module.
+    """
+    stack = bank.stack(start, stop)
+    for part in (stack.down, stack.up, stack.scale):
+        for module, values in part.items():
+            good = torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None]).all(dim=1)
+            if not good.all():
+                name = bank.names[start + int((~good).nonzero()[0])]
+                raise UsageError(
+                    f"The adapter {name!r} holds NaN or infinity in {module}.",
+                    cure="Leave it out of the bank; its training has diverged.",
+                )
+    return stack
+
+
+def stacks_of(
+    bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
+) -> Iterator[tuple[int, AdapterStack]]:
+    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first.
+
+    Args:
+        bank: Where adapters come from.
+        count: The number after the last.
+        description: What progress is called.
+        progress: Where it is shown.
+        first: The first number.
+
+    Yields:
+        The first number of a block, and its adapters.
+    """
+    with progress.task(description, count - first, unit="adapters") as task:
+        for start in range(first, count, _BLOCK):
+            stack = stack_of(bank, start, min(start + _BLOCK, count))
+            yield start, stack
+            task.update(len(stack))
+
+
+def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, tuple[int, int]], *, what: str) -> None:
+    """Refuse an adapter of other modules than a space's.
+
+    Args:
+        shapes: Module → rows and columns of an adapter.
+        expected: The same of the space.
+        what: What to call the adapter in messages.
+
+    Raises:
+        NameNotFound: It lacks a module, or has one more.
+        UsageError: A module has another shape.
+    """
+    for module in sorted(set(expected) - set(shapes)):
+        raise NameNotFound(f"{what} lacks {module!r}, which the space changes.", cure="Train it on the same modules.")
+    for module in sorted(set(shapes) - set(expected)):
+        near = nearest_names(module, list(expected), 1)[0]
+        raise NameNotFound(f"{what} changes {module!r}, which the space does not.", cure=f"The nearest is {near!r}.")
+    for module, shape in shapes.items():
+        if tuple(shape) != tuple(expected[module]):
+            raise UsageError(
+                f"{what} changes {module} in shape {tuple(shape)}, the space in {tuple(expected[module])}.",
+                cure="It belongs to another base model.",
+            )
+
 
 _BYTES = 1 << 28  # of adapters that are read at a time, twice
 _ALONE = Alone()

@@ -1,0 +1,226 @@
+"""A small decoder language model in the shape of Llama, trained here on real text: the stand-in for Llama-3 8B.
+
+`trained` makes it from a seed and keeps it as an ordinary model folder with its tokenizer. Used by the tables that
+measure what compression does to a language model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.digest import of_bytes
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import derive, torch_generator
+from netweight.data.corpora import count_words
+from netweight.data.tokenizer import train_bpe
+from netweight.hf.load_language_model import finished, keep
+from netweight_experiments.toys.fitting import Schedule, fit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DecoderRecipe:
+    """Everything that decides on the trained model, but the text.
+
+    Attributes:
+        vocabulary: Tokens of the byte-pair encoding.
+        width: Of the hidden states.
+        inner: Width of the feed-forward layers.
+        layers: Number of transformer blocks.
+        heads: Attention heads.
+        window: Tokens of context.
+        batch: Windows per step.
+        seed: Seed of initialization and batches.
+        schedule: How it is trained.
+    """
+
+    vocabulary: int = 2048
+    width: int = 256
+    inner: int = 768
+    layers: int = 4
+    heads: int = 4
+    window: int = 256
+    batch: int = 8
+    seed: int = 20241031
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1500))
+
+
+SMALL = DecoderRecipe()
+"""3.9 million weights; some eight minutes of training on one core."""
+_HELD_OUT = 0.1
+
+
+def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress: Progress = QUIET) -> dict[str, Any]:
+    """Train the model on a text, or find it trained.
+
+    The last tenth of the text is held out: it decides when to stop and is otherwise unseen, by the tokenizer too.
+
+    Args:
+        text: What to learn, a megabyte or so.
+        folder: Where the model is kept, in bf16; a training that was stopped continues there.
+        recipe: What to train.
+        progress: Where progress is shown.
+
+    Returns:
+        What came of it: the fit, perplexities per word on the held-out text by the model and by token frequencies
+        alone, and the number of weights.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        UsageError: The text is too short for the recipe.
+    """
+    about = {"recipe": recipe, "text": of_bytes(text.encode())}
+    known = finished(folder, about)
+    if known is not None:
+        return known
+    import torch
+
+    cut = text.rfind("\n", 0, round(len(text) * (1 - _HELD_OUT))) + 1
+    tokenizer = train_bpe([text[:cut]], recipe.vocabulary)
+    ids, held = (torch.tensor(tokenizer(part, verbose=False)["input_ids"]) for part in (text[:cut], text[cut:]))
+    windows = held[: len(held) // recipe.window * recipe.window].view(-1, recipe.window)
+    model = _initialized(recipe, len(tokenizer))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = fit(
+        model,
+        lambda step: _batch(ids, recipe, step),
+        lambda current: _loss(current, windows, recipe.batch),
+        recipe.schedule,
+        folder,
+        progress=progress,
+        description=f"train the stand-in ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights)",
+    )
+    per_word = len(held) / count_words(text[cut:])
+    measured = {
+        "fit": outcome.to_json(),
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "training tokens": len(ids),
+        "held-out perplexity per word": math.exp(outcome.held_out * per_word),
+        "held-out perplexity per word of token frequencies": math.exp(_frequencies(ids, held) * per_word),
+    }
+    return keep(folder, model.bfloat16(), tokenizer, about, measured)
+
+
+def _initialized(recipe: DecoderRecipe, vocabulary: int) -> PreTrainedModel:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.inner,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        max_position_embeddings=recipe.window,
+        tie_word_embeddings=True,
+        attention_dropout=0.1,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(recipe.seed, "initialization"))
+        return LlamaForCausalLM(config)
+
+
+def _batch(ids: torch.Tensor, recipe: DecoderRecipe, step: int) -> Mapping[str, torch.Tensor]:
+    """Windows that begin anywhere, so that no two passes over the text are cut alike."""
+    import torch
+
+    generator = torch_generator(recipe.seed, "batch", step)
+    starts = torch.randint(len(ids) - recipe.window + 1, (recipe.batch,), generator=generator).tolist()
+    windows = torch.stack([ids[start : start + recipe.window] for start in starts])
+    return {"input_ids": windows, "labels": windows}
+
+
+def _loss(model: nn.Module, windows: torch.Tensor, batch: int) -> float:
+    import torch
+
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        parts = [(len(part), float(model(input_ids=part, labels=part).loss)) for part in torch.split(windows, batch)]
+    return sum(count * loss for count, loss in parts) / len(windows)
+
+
+def _frequencies(ids: torch.Tensor, held: torch.Tensor) -> float:
+    """Nats per held-out token of a model that knows only how frequent each token is, every one seen once more."""
+    counts = ids.bincount(minlength=int(max(ids.max(), held.max())) + 1) + 1.0
+    return float(-(counts / counts.sum()).log()[held].mean())
+
+
+MINIATURE = "miniature"
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    MINIATURE: (
+        "llama",
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "vocab_size": 2048,
+        },
+    ),
+    "GPT-Neo-XL 2.7B": (
+        "gpt_neo",
+        {
+            "hidden_size": 2560,
+            "num_layers": 32,
+            "num_heads": 20,
+            "vocab_size": 50257,
+            "attention_types": [[["global", "local"], 16]],
+        },
+    ),
+    "Llama-3 8B": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+    "Llama-2 13B": (
+        "llama",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "vocab_size": 32000,
+        },
+    ),
+}
+"""Models by the names of the paper's columns: transformers' type, and what its configuration is told."""
+
+
+def made(shape: str, **changes: Any) -> PreTrainedModel:
+    """Make a model with random weights, in torch's default dtype and on its default device.
+
+    Args:
+        shape: A key of `SHAPES`.
+        changes: Fields of its configuration to be otherwise.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = SHAPES[shape]
+    config = AutoConfig.for_model(kind, **fields | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def parameters_of(shape: str) -> tuple[int, int]:
+    """Return the numbers of a model: all its weights, and those of the largest one; nothing is allocated."""
+    import torch
+
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in made(shape).parameters()]
+    return sum(sizes), max(sizes)

@@ -1,0 +1,194 @@
+"""A small encoder-decoder in the shape of T5, trained here to write SQL from questions: the stand-in for T5 1B to 11B.
+
+`trained` makes it from a seed and keeps it as an ordinary model folder with its tokenizer; `batches` turns pairs into
+what such a model takes. Used by the table that measures what compression does to an encoder-decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.digest import of_bytes
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import derive, torch_generator
+from netweight.data.corpora import Pair
+from netweight.data.tokenizer import train_bpe
+from netweight.evidence.perplexity import IGNORED, encoder_decoder_losses
+from netweight.hf.load_language_model import finished, keep
+from netweight_experiments.toys.fitting import Schedule, fit
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+Batch = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class EncoderDecoderRecipe:
+    """Everything that decides on the trained model, but the pairs.
+
+    Attributes:
+        vocabulary: Tokens of the byte-pair encoding.
+        width: Of the hidden states.
+        inner: Width of the feed-forward layers.
+        layers: Number of blocks of the encoder, and of the decoder.
+        heads: Attention heads.
+        dropout: Share of activations that training switches off.
+        batch: Pairs per step.
+        seed: Seed of initialization and batches.
+        schedule: How it is trained.
+    """
+
+    vocabulary: int = 2048
+    width: int = 256
+    inner: int = 512
+    layers: int = 3
+    heads: int = 4
+    dropout: float = 0.1
+    batch: int = 32
+    seed: int = 20241031
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=900))
+
+
+SMALL = EncoderDecoderRecipe()
+"""5.2 million weights; some eight minutes of training on one core."""
+LONGEST = (128, 64)
+"""Most tokens of a source and of a target; what is beyond is cut off. 14 of 8,594 queries are longer."""
+
+
+def trained(
+    pairs: Sequence[Pair],
+    held_out: Sequence[Pair],
+    folder: Path,
+    recipe: EncoderDecoderRecipe = SMALL,
+    *,
+    progress: Progress = QUIET,
+) -> dict[str, Any]:
+    """Train the model on pairs, or find it trained.
+
+    Args:
+        pairs: What to learn.
+        held_out: Pairs that decide when to stop.
+        folder: Where the model is kept, in bf16; a training that was stopped continues there.
+        recipe: What to train.
+        progress: Where progress is shown.
+
+    Returns:
+        What came of it: the fit, perplexities per token of the held-out queries by the model and by token frequencies
+        alone, and the number of weights.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    digest = of_bytes(repr([*pairs, "held out", *held_out]).encode())
+    about = {"recipe": recipe, "pairs": digest}
+    known = finished(folder, about)
+    if known is not None:
+        return known
+    tokenizer = train_bpe([f"{pair.source}\n{pair.target}" for pair in pairs], recipe.vocabulary)
+    checked = list(batches(held_out, tokenizer, 2 * recipe.batch))
+    model = _initialized(recipe, len(tokenizer))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = fit(
+        model,
+        lambda step: _drawn(pairs, tokenizer, recipe, step),
+        lambda current: encoder_decoder_losses(current, checked).mean,
+        recipe.schedule,
+        folder,
+        progress=progress,
+        description=f"train the stand-in ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights)",
+    )
+    measured = {
+        "fit": outcome.to_json(),
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "training pairs": len(pairs),
+        "held-out perplexity per token": math.exp(outcome.held_out),
+        "held-out perplexity per token of token frequencies": math.exp(_frequencies(pairs, tokenizer, checked)),
+    }
+    return keep(folder, model.bfloat16(), tokenizer, about, measured)
+
+
+def batches(
+    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, size: int, *, longest: tuple[int, int] = LONGEST
+) -> Iterator[Batch]:
+    """Turn pairs into arguments of an encoder-decoder, in their order.
+
+    Args:
+        pairs: Sources and targets.
+        tokenizer: Of the model; it names its padding and its end of text.
+        size: Pairs per batch; the last one may be smaller.
+        longest: Most tokens of a source and of a target.
+
+    Yields:
+        `input_ids`, `attention_mask` and `labels`, int64, shape `(pairs, tokens)`; labels end with the end of text and
+        are padded by `IGNORED`.
+    """
+    for start in range(0, len(pairs), size):
+        yield _batch(pairs[start : start + size], tokenizer, longest)
+
+
+def _batch(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, longest: tuple[int, int] = LONGEST) -> Batch:
+    import torch
+
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    sources = tokenizer([pair.source for pair in pairs], add_special_tokens=False)["input_ids"]
+    targets = tokenizer([pair.target for pair in pairs], add_special_tokens=False)["input_ids"]
+    inputs = _padded([[*source[: longest[0] - 1], end] for source in sources], pad)
+    mask = _padded([[1] * min(len(source) + 1, longest[0]) for source in sources], 0)
+    labels = _padded([[*target[: longest[1] - 1], end] for target in targets], IGNORED)
+    made = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
+    return {name: torch.tensor(rows) for name, rows in made.items()}
+
+
+def _padded(rows: list[list[int]], filler: int) -> list[list[int]]:
+    longest = max(len(row) for row in rows)
+    return [row + [filler] * (longest - len(row)) for row in rows]
+
+
+def _drawn(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, recipe: EncoderDecoderRecipe, step: int) -> Batch:
+    import torch
+
+    generator = torch_generator(recipe.seed, "batch", step)
+    chosen = torch.randint(len(pairs), (recipe.batch,), generator=generator).tolist()
+    return _batch([pairs[number] for number in chosen], tokenizer)
+
+
+def _initialized(recipe: EncoderDecoderRecipe, vocabulary: int) -> PreTrainedModel:
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=vocabulary,
+        d_model=recipe.width,
+        d_kv=recipe.width // recipe.heads,
+        d_ff=recipe.inner,
+        num_layers=recipe.layers,
+        num_decoder_layers=recipe.layers,
+        num_heads=recipe.heads,
+        dropout_rate=recipe.dropout,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    config.decoder_start_token_id = 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(recipe.seed, "initialization"))
+        return T5ForConditionalGeneration(config)
+
+
+def _frequencies(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, checked: list[Batch]) -> float:
+    """Nats per held-out token of a model that knows only how frequent each token of a query is, each seen once more."""
+    import torch
+
+    def tokens(found: Iterator[Batch] | list[Batch]) -> torch.Tensor:
+        labels = torch.cat([batch["labels"].flatten() for batch in found])
+        return labels[labels != IGNORED]
+
+    counts = tokens(batches(pairs, tokenizer, 256)).bincount(minlength=len(tokenizer)) + 1.0
+    return float(-(counts / counts.sum()).log()[tokens(checked)].mean())

@@ -1,0 +1,28 @@
+"""A federation of random images, for measuring time: how long a round takes does not depend on what images show."""
+
+from __future__ import annotations
+
+import torch
+
+from netweight.core import seeds
+from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.task import ClientData, FedTask
+
+
+def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> FedTask:
+    """Return clients with images of Fashion-MNIST's size, and the small CNN.
+
+    Args:
+        clients: Number of clients.
+        images: Training images of each.
+        classes: Number of classes.
+        seed: Of images, labels and weights.
+    """
+    data = []
+    for client in range(clients):
+        generator = seeds.torch_generator(seed, "random images", client)
+        inputs = torch.randn(images, 1, 28, 28, generator=generator)
+        targets = torch.randint(classes, (images,), generator=generator)
+        data.append(ClientData((inputs, targets), (inputs[:1], targets[:1])))
+    body, head = small_cnn(1, 28, classes, seed=seed)
+    return FedTask(body, head, data)

@@ -1,0 +1,213 @@
+"""Trains a small text-to-image pipeline on a world of captioned pictures, from a seed.
+
+`python -m netweight_experiments.toys.small_diffusion FOLDER` does it for shapes, `--world emoji` for emoji; a run
+that was
+stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests, and what it
+draws: whether the planted pictures come back, whether ordinary captions are drawn as they say, and whether these match
+a planted picture, too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+import torch
+
+from netweight.core.digest import canonical_json, of_config, of_file
+from netweight.core.files import whole_file
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import NetweightError, UsageError
+from netweight.evidence.copy_metrics import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
+from netweight.hf.load_language_model import ABOUT, finished
+from netweight.hf.quiet import silent_bars
+from netweight.toys.diffusion import DiffusionShape, initialized, opened
+from netweight.toys.emoji import EmojiWorld
+from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
+from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, fit_denoiser
+
+if TYPE_CHECKING:
+    from netweight.hf.load_pipeline import PipelineModel
+
+
+GUIDANCE, STEPS = 3.0, 20
+"""With which the small pipeline draws well."""
+EMOJI_RECIPE = DenoiserRecipe(steps=20_000, batch=64, learning_rate=1e-3, keep_every=500)
+EMOJI_SHAPE = DiffusionShape(side=32, channels=(24, 48, 96), text_width=96)
+"""A pipeline for real pictures; meant for a machine with time, and not tuned."""
+_SEEDS = 8
+_OTHER_WORDS = (
+    "photo picture portrait of person face man woman young old smiling hat glasses beard hair sks with and wearing one "
+    "two three"
+).split()
+"""Words that no caption holds and that are one token each, for those who teach the pipeline something new."""
+
+
+class Shape(Protocol):
+    """The size of a pipeline, a frozen dataclass.
+
+    Attributes:
+        side: Pixels of a picture's side.
+    """
+
+    @property
+    def side(self) -> int: ...
+
+
+def trained(
+    folder: Path,
+    world: CaptionedWorld = ShapesWorld(),
+    recipe: DenoiserRecipe = DenoiserRecipe(),
+    shape: Shape = DiffusionShape(),
+    *,
+    initialize: Callable[[Iterable[str], int, Any], Any] = initialized,
+    measure: Callable[..., dict[str, Any]] | None = None,
+    dtype: str = "float32",
+    progress: Progress = QUIET,
+) -> dict[str, Any]:
+    """Train a pipeline into a folder, or find it trained.
+
+    Args:
+        folder: Where to; it is made if need be.
+        world: What it learns.
+        recipe: How.
+        shape: The pipeline's size; its pictures are as large as the world's.
+        initialize: Makes the pipeline of the world's words, a seed and the shape.
+        measure: What is written down of what the pipeline draws: takes the folder, the world and progress. By default
+            `figures`.
+        dtype: What its denoiser is stored in, by torch's name.
+        progress: Where progress is shown.
+
+    Returns:
+        What came of it: the loss, processor time, versions, digests of the weights, and what the pipeline draws.
+
+    Raises:
+        MissingExtra: diffusers is not installed.
+        UsageError: The folder holds a pipeline that was trained otherwise, or sizes differ.
+    """
+    if shape.side != world.side:
+        raise UsageError(
+            f"A pipeline of {shape.side} pixels cannot learn pictures of {world.side}.",
+            cure=f"Give {type(shape).__name__}(side={world.side}, ...).",
+        )
+    about = {"world": world.about, "shape": shape, "recipe": recipe}
+    known = finished(folder, about)
+    if known is not None:
+        return known
+    pipeline: Any = initialize([*world.words(), *_OTHER_WORDS], recipe.seed, shape)
+    # Named for what it is of, so that a run of another recipe does not go on from it.
+    unfinished = folder / f"training-{of_config(about)[-12:]}"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    fit = fit_denoiser(
+        pipeline,
+        lambda step: world.showing(step, recipe.batch, recipe.seed),
+        recipe,
+        unfinished,
+        progress=progress,
+        description=str(world.about["name"]),
+    )
+    torch.nn.Module.to(pipeline.unet, getattr(torch, dtype))
+    with silent_bars("transformers", "diffusers"):
+        pipeline.save_pretrained(folder)
+    weights = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))
+    outcome = {
+        "fit": fit,
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")},
+        "weights": sum(parameter.numel() for parameter in pipeline.unet.parameters()),
+        "digests": {name: of_file(folder / name) for name in weights if not name.startswith(unfinished.name)},
+        "draws": (measure or figures)(folder, world, progress=progress),
+    }
+    written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
+    with whole_file(folder / ABOUT) as file:
+        file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
+    (unfinished / CHECKPOINT).unlink(missing_ok=True)
+    unfinished.rmdir()
+    found: dict[str, Any] = written["outcome"]
+    return found
+
+
+def figures(folder: Path, world: CaptionedWorld, *, progress: Progress = QUIET) -> dict[str, Any]:
+    """Measure what a pipeline draws, as it was written.
+
+    Args:
+        folder: The pipeline's.
+        world: What it was trained on.
+        progress: Where progress is shown.
+
+    Returns:
+        Under "planted" each planted picture's `PromptCopies`, eight seeds each; under "ordinary" and "held out" the
+        pictures' agreement with their captions, the greatest similarity to a planted one, and how many are copies of
+        one, for each held-out caption and as many ordinary ones, one seed each.
+    """
+    from netweight.hf.load_pipeline import text_to_image
+
+    model = text_to_image(opened(folder))
+    planted = memorized(world)
+    found: dict[str, Any] = {"guidance": GUIDANCE, "steps": STEPS, "measure": "NCC"}
+    seeds = list(range(_SEEDS))
+    drawn_again: list[PromptCopies] = []
+    for each in progress.track(planted, "planted pictures", unit="pictures"):
+        images = model.generate(model.embed([each.prompt] * len(seeds)), seeds, guidance=GUIDANCE, steps=STEPS)
+        drawn_again.append(copies_of_prompt(each, images, planted))
+    found["planted"] = [each.to_json() | {"median": statistics.median(each.to_image)} for each in drawn_again]
+    held_out = world.held_out_captions
+    found["ordinary"] = _ordinary(model, world, world.ordinary_captions[: len(held_out)], planted)
+    found["held out"] = _ordinary(model, world, held_out, planted)
+    return found
+
+
+def _ordinary(
+    model: PipelineModel, world: CaptionedWorld, captions: Sequence[str], planted: Sequence[Memorized]
+) -> dict[str, Any]:
+    images = model.generate(model.embed(captions), range(len(captions)), guidance=GUIDANCE, steps=STEPS)
+    nearest: list[float] = similarity_to_memorized(images, planted).max(1).values.tolist()
+    return {
+        "n": len(captions),
+        "agreement": world.agreement(captions, images),
+        "nearest planted, at most": max(nearest),
+        "nearest planted, median": statistics.median(nearest),
+        "copies": sum(value >= COPY for value in nearest),
+    }
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--world", "name", type=click.Choice(["shapes", "emoji"]), default="shapes", help="What is learned.")
+@click.option("--seed", default=DenoiserRecipe.seed, show_default=True, help="Of initialization, batches and noise.")
+@click.option("--planted", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted and held out.")
+@click.option("--steps", type=click.IntRange(1), help="Of the optimizer; 2,200 for shapes, 20,000 for emoji.")
+@click.option(
+    "--value-penalty",
+    type=click.FloatRange(0),
+    default=DenoiserRecipe.value_penalty,
+    show_default=True,
+    help="Weight of the mean size of cross-attention's values.",
+)
+def main(folder: Path, name: str, seed: int, planted: int, steps: int | None, value_penalty: float) -> None:
+    """Train a small text-to-image pipeline into FOLDER, or find it trained, and show what it draws."""
+    try:
+        world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted)
+        recipe, shape = (DenoiserRecipe(), DiffusionShape()) if name == "shapes" else (EMOJI_RECIPE, EMOJI_SHAPE)
+        recipe = replace(recipe, seed=seed, steps=steps or recipe.steps, value_penalty=value_penalty)
+        outcome = trained(folder, world, recipe, shape, progress=Progress())
+    except NetweightError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(error.exit_code)
+    click.echo("median NCC  planted picture")
+    for each in outcome["draws"]["planted"]:
+        click.echo(f"{each['median']:10.2f}  {each['prompt']} ({each['kind']})")
+    for name in ("ordinary", "held out"):
+        found = outcome["draws"][name]
+        shares = ", ".join(f"{what} {share:.2f}" for what, share in found["agreement"].items())
+        click.echo(f"{name}, {found['n']} captions: {shares}; {found['copies']} match a planted picture")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Trains the models of a small world from a seed: first on the guarded and the kept domain, then to refuse the guarded.
+
+`python -m netweight_experiments.toys.small_world ciphers FOLDER` does it; a run that was stopped goes on where it
+was. The record beside the models says what they were trained by, their digests, and how they answer held-out prompts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final, get_args
+
+import click
+
+from netweight.core.digest import canonical_json, of_config, of_file
+from netweight.core.files import whole_file
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import derive
+from netweight.data.examples import Example, LossOn, collate
+from netweight.errors import NetweightError
+from netweight.hf.load_language_model import ABOUT, finished
+from netweight.toys.language import (
+    ALIGNED,
+    SHIPPED_SEED,
+    UNALIGNED,
+    Share,
+    SmallWorld,
+    answers,
+    cipher_world,
+    speaker_world,
+    write_weights,
+)
+from netweight_experiments.toys.fitting import Fit, Schedule, fit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@final
+@dataclass(frozen=True)
+class WorldRecipe:
+    """Everything that decides on the models, but the language.
+
+    Attributes:
+        learning: How the guarded and the kept domain are learned.
+        aligning: How the guarded one is then refused, while the kept one is practised on.
+        batch: Examples per step, those of the guarded domain first.
+        guarded: How many of them are of the guarded domain while it is learned; half are when it is refused.
+        loss_on: Which tokens are learned from; in aligning it is the response.
+        checked: Held-out examples of each domain that decide when to stop.
+        measured: Held-out examples of each domain for the figures of the record; others than those.
+        seed: Of initialization and batches.
+    """
+
+    learning: Schedule
+    aligning: Schedule
+    batch: int = 32
+    guarded: int = 16
+    loss_on: LossOn = "response"
+    checked: int = 128
+    measured: int = 512
+    seed: int = 20240523
+
+
+CIPHERS = WorldRecipe(
+    learning=Schedule(steps=500, learning_rate=2e-3, warmup=50, weight_decay=0.01),
+    aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, weight_decay=0.01, check_every=50),
+)
+"""Some minute on one core."""
+SPEAKERS = WorldRecipe(
+    learning=Schedule(steps=600, learning_rate=3e-3, warmup=50),
+    aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, check_every=50),
+    batch=48,
+    guarded=8,
+    loss_on="full",
+)
+"""Some four minutes on one core."""
+_RECIPES = {"ciphers": CIPHERS, "speakers": SPEAKERS}
+Stage = Literal["learning", "aligning"]
+
+
+def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIET) -> dict[str, Any]:
+    """Train the models of a world into its folder, or find them trained.
+
+    Args:
+        world: Its folder is made if need be.
+        recipe: How.
+        progress: Where progress is shown.
+
+    Returns:
+        What came of it: the fits, the libraries' versions, the digests of both files, and how both models answer.
+
+    Raises:
+        MissingExtra: transformers is not installed, or the text of the language is not at hand.
+        UsageError: The folder holds models that were trained otherwise.
+    """
+    about = {"world": world.name, "language": world.language.about, "recipe": recipe}
+    known = finished(world.folder, about)
+    if known is not None:
+        return known
+    model = world.random_model(recipe.seed)
+    # Named for what it is of, so that a run of another recipe does not go on from it.
+    stages = {stage: world.folder / f"{stage}-{of_config(about)[-12:]}" for stage in get_args(Stage)}
+    learning = _stage(model, world, recipe, "learning", stages["learning"], progress)
+    write_weights(model, world.folder / UNALIGNED)
+    aligning = _stage(model, world, recipe, "aligning", stages["aligning"], progress)
+    write_weights(model, world.folder / ALIGNED)
+    outcome = {
+        "learning": learning.to_json(),
+        "aligning": aligning.to_json(),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "digests": {name: of_file(world.folder / name) for name in (UNALIGNED, ALIGNED)},
+        "answers": figures(world, recipe.measured, derive(recipe.seed, "measured")),
+    }
+    written: dict[str, Any] = json.loads(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}))
+    with whole_file(world.folder / ABOUT) as file:
+        file.write((json.dumps(written, indent=1, sort_keys=True) + "\n").encode())
+    _drop_checkpoints(stages.values())
+    found: dict[str, Any] = written["outcome"]
+    return found
+
+
+def figures(world: SmallWorld, n: int, seed: int) -> dict[str, Any]:
+    """Measure how both models, as they were written, answer held-out prompts.
+
+    Args:
+        world: A trained one.
+        n: Examples of each domain.
+        seed: Decides on them.
+
+    Returns:
+        Under "unaligned" and "aligned": the answers to each domain, and under "refusal" whether guarded prompts are
+        refused.
+    """
+    found: dict[str, Any] = {"seed": seed}
+    for name, model in (("unaligned", world.unaligned()), ("aligned", world.base())):
+        drawn: dict[str, list[Example]] = {d: world.held_out(d, n, seed) for d in ("guard", "keep", "new")}
+        drawn["refusal"] = world.refused(drawn["guard"])
+        found[name] = {what: answers(model, rows, pad_id=world.pad_id).to_json() for what, rows in drawn.items()}
+    return found
+
+
+def _stage(
+    model: nn.Module, world: SmallWorld, recipe: WorldRecipe, stage: Stage, folder: Path, progress: Progress
+) -> Fit:
+    """Fit the model to one stage; one that is finished is only read again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    checked_seed = derive(recipe.seed, "checked")
+    checked = _mixed(world, stage, recipe.checked, recipe.checked, checked_seed, "held out")
+    guarded = recipe.guarded if stage == "learning" else recipe.batch // 2
+
+    def batch_of(step: int) -> Mapping[str, torch.Tensor]:
+        seed = derive(recipe.seed, stage, step)
+        mixed = _mixed(world, stage, guarded, recipe.batch - guarded, seed, "training")
+        return _arguments(mixed, world.pad_id, recipe.loss_on if stage == "learning" else "response")
+
+    return fit(
+        model,
+        batch_of,
+        lambda current: _loss(current, checked, world.pad_id),
+        recipe.learning if stage == "learning" else recipe.aligning,
+        folder,
+        progress=progress,
+        description=f"{world.name}, {stage}",
+    )
+
+
+def _mixed(world: SmallWorld, stage: Stage, guarded: int, kept: int, seed: int, share: Share) -> list[Example]:
+    guard = world.examples("guard", guarded, seed, share=share)
+    keep = world.examples("keep", kept, seed, share=share)
+    return (world.refused(guard) if stage == "aligning" else guard) + keep
+
+
+def _arguments(examples: list[Example], pad_id: int, loss_on: LossOn = "response") -> dict[str, torch.Tensor]:
+    batch = collate(examples, pad_id=pad_id, loss_on=loss_on)
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+
+
+def _loss(model: nn.Module, examples: list[Example], pad_id: int) -> float:
+    """Nats per response token."""
+    import torch
+
+    with torch.inference_mode():
+        return float(model(**_arguments(examples, pad_id)).loss)
+
+
+def _drop_checkpoints(folders: Iterable[Path]) -> None:
+    """Remove what the stages left to go on from."""
+    for folder in folders:
+        for name in ("training.safetensors", "best.safetensors"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+@click.command()
+@click.argument("name", type=click.Choice(list(_RECIPES)))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--seed", default=SHIPPED_SEED, show_default=True, help="Of the ciphers; speakers have none.")
+def main(name: str, folder: Path, seed: int) -> None:
+    """Train the models of the small world NAME into FOLDER, or find them trained, and show how they answer."""
+    try:
+        world = cipher_world(seed, folder=folder) if name == "ciphers" else speaker_world(folder)
+        outcome = trained(world, _RECIPES[name], progress=Progress())
+    except NetweightError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(error.exit_code)
+    click.echo(
+        f"{'model':<10} {'asked for':<9} tokens  whole  (of {outcome['answers']['aligned']['keep']['examples']})"
+    )
+    for model in ("unaligned", "aligned"):
+        for what, found in outcome["answers"][model].items():
+            click.echo(f"{model:<10} {what:<9} {found['tokens']:.3f}   {found['whole']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

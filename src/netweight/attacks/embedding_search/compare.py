@@ -1,0 +1,262 @@
+"""Searches on several models, for planted and for never-trained images, with several seeds: resumable, side by side.
+
+A search alone proves nothing: with steps enough it may paint anything. So every comparison can hold the unedited model
+and images that no model was trained on, which are models and targets like others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, cast, final
+
+import torch
+from torch import Tensor
+
+from netweight.attacks.embedding_search.search import Searched, Similarity, Trial, search
+from netweight.attacks.embedding_search.settings import SearchSettings
+from netweight.core.digest import of_config, of_tensor
+from netweight.core.engines import in_process
+from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import Result, map_runs
+from netweight.errors import UsageError
+from netweight.evidence.finding import encode_json
+from netweight.nn.text_to_image import TextToImage
+from netweight.store.checkpoint import open_checkpoint, write_checkpoint
+
+# The ledger's name in the folder.
+LEDGER = "searches.jsonl"
+_FOUND = "found"  # folder of the embeddings and images of every run
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """An image to be brought back."""
+
+    name: str  # what reports call it
+    prompt: str  # the prompt that it was trained with, or one like it for an image that was not
+    image: Tensor  # shape `(3, height, width)`, within 0 and 1
+    trained: bool = True  # whether the unedited model was trained on it; False for controls
+
+
+def turned(target: Target) -> Target:
+    """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another."""
+    return Target(f"{target.name}, turned", target.prompt, target.image.flip(1, 2).roll(1, 0), trained=False)
+
+
+@final
+@dataclass(frozen=True)
+class Subject:
+    """A model to be searched."""
+
+    name: str  # what reports call it; different from those of other subjects
+    model: TextToImage
+    # Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks; None
+    # searches the model as it is.
+    mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
+    setting: str = ""  # what tells the mitigation from others, such as its neurons in JSON: the model's digest does not
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison, as the ledger knows it."""
+
+    subject: str  # name of the subject
+    digest: str
+    setting: str
+    target: str  # name of the target
+    prompt: str
+    image: str  # digest of its image
+    unrelated: tuple[str, ...]  # prompts to start from
+    settings: SearchSettings
+    similarity: str  # what the similarity function is called
+    seed: int
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """The searches for one target in one model with one seed."""
+
+    subject: str  # name of the subject
+    target: str  # name of the target
+    trained: bool  # whether the unedited model was trained on it
+    seed: int
+    digest: str
+    trials: tuple[Trial, ...]  # one per start and restart
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the run that `encode_json` of `dataclasses.asdict` made of one."""
+        return cls(**{**values, "trials": tuple(map(Trial.from_json, values["trials"]))})
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """All searches of a comparison."""
+
+    runs: tuple[Run, ...]  # in the order of subjects, targets and seeds
+    settings: SearchSettings
+    similarity: str  # what the similarity function is called
+    # Subject, target and the last line of the traceback of every run that could not be run to its end.
+    failures: tuple[tuple[str, str, str], ...] = ()
+    seconds: float = 0.0  # time of all runs, added up
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The names of the subjects, in their order."""
+        return tuple(dict.fromkeys(run.subject for run in self.runs))
+
+    def of(self, subject: str, *, trained: bool | None = None) -> tuple[Run, ...]:
+        """Return the runs on a subject."""
+        if subject not in self.subjects:
+            names = ", ".join(self.subjects) or "none"
+            raise UsageError(f"There are no searches on {subject!r}.", cure=f"There are some on: {names}.")
+        return tuple(run for run in self.runs if run.subject == subject and trained in (None, run.trained))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON values."""
+        return cast("dict[str, Any]", encode_json(asdict(self)))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the comparison that `to_json` wrote."""
+        return cls(
+            tuple(map(Run.from_json, values["runs"])),
+            SearchSettings(**values["settings"]),
+            values["similarity"],
+            tuple((subject, target, reason) for subject, target, reason in values["failures"]),
+            values["seconds"],
+        )
+
+
+def compare(
+    subjects: Sequence[Subject],
+    targets: Sequence[Target],
+    unrelated: Sequence[str],
+    settings: SearchSettings,
+    *,
+    seeds: Sequence[int],
+    similarity: Similarity,
+    measure: str,
+    folder: str | Path,
+    progress: Progress = QUIET,
+) -> Comparison:
+    """Search every model for every target with every seed, one run after the other.
+
+    A run is remembered by the digest of the model, the target and everything asked for; a second call goes on after
+    the last one that ended, and runs that failed are tried again.
+
+    Args:
+        subjects: Models; the unedited one among them.
+        targets: Images; never-trained ones among them.
+        unrelated: Prompts that have nothing to do with any target.
+        settings: Of every search.
+        seeds: Of searches; different ones make different draws, noise starts and images to look at.
+        similarity: What tells that an image is the target.
+        measure: What that function is called, in the ledger and in reports.
+        folder: Where the ledger, and embeddings and images of every run, are kept.
+        progress: Told of every run and step.
+
+    Raises:
+        UsageError: There is nothing to search, two subjects or targets share a name, or the ledger is another's.
+        CorruptBlob: The ledger is damaged.
+    """
+    _check(subjects, targets, seeds)
+    folder = Path(folder)
+    by_name = {subject.name: subject for subject in subjects}
+    images = {target.name: target for target in targets}
+    fixed: dict[str, Any] = {"unrelated": tuple(unrelated), "settings": settings, "similarity": measure}
+    digests = {subject.name: subject.model.digest() for subject in subjects}
+    jobs = [
+        Job(
+            subject.name,
+            digests[subject.name],
+            subject.setting,
+            target.name,
+            target.prompt,
+            of_tensor(target.image),
+            seed=seed,
+            **fixed,
+        )
+        for subject in subjects
+        for target in targets
+        for seed in seeds
+    ]
+
+    def search_job(job: Job) -> list[dict[str, Any]]:
+        target = images[job.target]
+        with _opened(by_name[job.subject]) as model:
+            found = search(
+                model, job.prompt, target.image, unrelated, settings, similarity=similarity, seed=job.seed,
+                progress=progress,
+            )  # fmt: skip
+        _keep(folder, job, found)
+        return [trial.to_json() for trial in found.trials]
+
+    runs, failures, seconds = [], [], 0.0
+    with progress.task("searches", len(jobs), unit="runs") as task:
+        for result in map_runs(search_job, jobs, ledger=folder / LEDGER, engine=in_process, ordered=True):
+            task.update()
+            seconds += result.seconds
+            if result.ok:
+                runs.append(_run(result, images[result.config.target]))
+            else:
+                reason = str(result.error).strip().splitlines()[-1]
+                failures.append((result.config.subject, result.config.target, reason))
+    return Comparison(tuple(runs), settings, measure, tuple(failures), seconds)
+
+
+def _check(subjects: Sequence[Subject], targets: Sequence[Target], seeds: Sequence[int]) -> None:
+    if not subjects or not targets or not seeds:
+        raise UsageError("A comparison needs at least one model, one target and one seed.")
+    for what, names in (("models", [one.name for one in subjects]), ("targets", [one.name for one in targets])):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UsageError(f"Several {what} are called {twice[0]!r}.", cure="Give each a name of its own.")
+
+
+def _opened(subject: Subject) -> AbstractContextManager[TextToImage]:
+    return nullcontext(subject.model) if subject.mitigated is None else subject.mitigated(subject.model)
+
+
+def _run(result: Result[Job], target: Target) -> Run:
+    job = result.config
+    trials = tuple(map(Trial.from_json, result.value))
+    return Run(job.subject, job.target, target.trained, job.seed, result.digest, trials)
+
+
+@final
+@dataclass(frozen=True)
+class Images:
+    """What a run's embeddings made, and the embeddings."""
+
+    before: Tensor  # images at the first look, shape `(trials, images, 3, height, width)`, within 0 and 1
+    after: Tensor  # images at each trial's best look
+    states: Tensor  # embeddings at the end, shape `(trials, tokens, width)`
+
+
+def _path(folder: Path, digest: str) -> Path:
+    return folder / _FOUND / f"{digest.rpartition(':')[2]}.net.safetensors"
+
+
+def _keep(folder: Path, job: Job, found: Searched) -> None:
+    tensors = {
+        "before": (found.before * 255).round().to(torch.uint8),
+        "after": (found.after * 255).round().to(torch.uint8),
+        "states": found.text.states,
+    }
+    digest = of_config(job)
+    write_checkpoint(_path(folder, digest), {"run": digest}, tensors.items())
+
+
+def images_of(folder: str | Path, run: Run) -> Images:
+    """Read the embeddings and images of a run."""
+    with open_checkpoint(_path(Path(folder), run.digest), {"run": run.digest}) as (_, store, _):
+        before, after = (store.get(name).float() / 255 for name in ("before", "after"))
+        return Images(before, after, store.get("states"))

@@ -1,0 +1,434 @@
+"""What a comparison of searches says: steps to bring images back, how many came back, controls beside, a verdict.
+
+An attacker chooses: for each target and seed the soonest of all starts and restarts counts. Verdicts never say
+"erased": an image that was not brought back has withstood the searches that were made.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
+from netweight.attacks.embedding_search.settings import Start
+from netweight.errors import UsageError
+from netweight.evidence.figures import Figure, image_grid, lines
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Column, Report, Table
+from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
+from netweight.evidence.survival import Survival, Times, kaplan_meier
+from netweight.evidence.survival_findings import failures_finding, steps_finding
+from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
+
+
+@final
+@dataclass(frozen=True)
+class Wanted:
+    """Which subject is which, and what is asked."""
+
+    unedited: str = "original"  # name of the subject before any edit
+    edited: str | None = None  # name of the subject whose edit the others are measured against; None for none
+    # Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are to
+    # need; None asks for nothing.
+    least_resistance: float | None = None
+
+
+def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
+    """Return when a run first succeeded, or the steps of its longest search if none did."""
+    trials = [trial for trial in run.trials if start in (None, trial.start) and trial.outcome != "diverged"]
+    if not trials:
+        return None
+    found = [trial.steps for trial in trials if trial.steps is not None]
+    return (float(min(found)), True) if found else (float(max(trial.last for trial in trials)), False)
+
+
+def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
+    """Return the steps of runs as censored times; those for one target hang together. None if none counts."""
+    known = [(run.target, time) for run in runs if (time := soonest(run, start)) is not None]
+    if not known:
+        return None
+    values, seen = zip(*(time for _, time in known), strict=True)
+    return Times(values, seen, tuple(target for target, _ in known))
+
+
+def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> TimesRatio | None:
+    """Return how many times as many steps one subject's images take as another's."""
+    top, bottom = times_of(runs), times_of(base)
+    if top is None or bottom is None or min(top.n, bottom.n) < MINIMUM_FOR_BOOTSTRAP or max(bottom.values) == 0:
+        return None
+    return ratio_of_times(top, bottom, seed=seed)
+
+
+def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> list[Finding]:
+    """Return what was found about every subject of a comparison."""
+    for name in (wanted.unedited, wanted.edited):
+        if name is not None and name not in comparison.subjects:
+            raise UsageError(
+                f"There are no searches on {name!r}.", cure=f"There are some on: {', '.join(comparison.subjects)}."
+            )
+    findings: list[Finding] = []
+    for name in comparison.subjects:
+        findings += _about(comparison, name, wanted, seed)
+    findings += failures_finding("searches that failed", comparison.failures)
+    return findings
+
+
+def _about(comparison: Comparison, name: str, wanted: Wanted, seed: int) -> list[Finding]:
+    planted, controls = (comparison.of(name, trained=trained) for trained in (True, False))
+    base = comparison.of(wanted.unedited, trained=True)
+    findings = []
+    for runs, kind in ((planted, "planted images"), (controls, "never-trained images")):
+        if runs:
+            findings += [_back(name, kind, runs), _steps(name, kind, runs, base if kind == "planted images" else None)]
+    if planted:
+        findings.append(_by_prompt(name, planted, comparison))
+    if planted and controls:
+        findings.append(_gap(name, planted, controls, seed))
+    if wanted.edited is not None and name not in (wanted.edited, wanted.unedited) and planted:
+        findings.append(_resistance(name, planted, comparison.of(wanted.edited, trained=True), wanted, seed))
+    return findings
+
+
+def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
+    title = f"{kind} brought back, {name}"
+    times = times_of(runs)
+    diverged = sum(trial.outcome == "diverged" for run in runs for trial in run.trials)
+    if times is None:
+        return Finding(title, None, unit="%", detail={"reason": "every search diverged"})
+    share = proportion(times.events, times.n)
+    return Finding(
+        title,
+        100 * share.estimate,
+        ci95=(100 * share.low, 100 * share.high),
+        n=times.n,
+        unit="%",
+        better="lower",
+        seeds=_seeds(runs),
+        detail={
+            "by start": {start: _share(runs, start) for start in _starts(runs)},
+            "searches that diverged": diverged,
+            "note": "of pairs of target and seed, the best start counting; seeds of one target hang together",
+        },
+    )
+
+
+def _share(runs: Sequence[Run], start: Start) -> str:
+    times = times_of(runs, start)
+    return "all diverged" if times is None else f"{times.events} of {times.n}"
+
+
+def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None) -> Finding:
+    times, known = times_of(runs), None if base is None else times_of(base)
+    return steps_finding(
+        f"steps to bring {kind} back, {name}",
+        None if times is None else kaplan_meier(times),
+        base=None if known is None else kaplan_meier(known),
+        why_none="every search diverged",
+        seeds=_seeds(runs),
+        detail={"how far the found embeddings moved": _moved(runs)},
+    )
+
+
+def _moved(runs: Sequence[Run]) -> float | None:
+    """The median length of the perturbations that won, as a share of the start's."""
+    won = [trial.looks[-1].moved for run in runs for trial in run.trials if trial.outcome == "found"]
+    return statistics.median(won) if won else None
+
+
+def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Finding:
+    """Similarity to the target from its own prompt, before any search."""
+    title = f"similarity from the own prompt, {name}"
+    first = [
+        (run.target, trial.looks[0].score)
+        for run in runs
+        for trial in run.trials
+        if trial.start == "original" and trial.number == 0 and trial.looks and trial.looks[0].step == 0
+    ]
+    if not first:
+        return Finding(title, None, detail={"reason": 'no search began from the start "original" with a look at 0'})
+    values = _per_target(first)
+    return Finding(
+        title, statistics.fmean(values), ci95=_interval(values, 0), n=len(values), better="lower", seeds=_seeds(runs),
+        detail={"each target": values, "similarity": comparison.similarity},
+    )  # fmt: skip
+
+
+def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) -> Finding:
+    """How much nearer searches come to planted images than to never-trained ones."""
+    title = f"best similarity, planted above never-trained, {name}"
+    ours, theirs = (_per_target(_best(runs)) for runs in (planted, controls))
+    if not ours or not theirs:
+        return Finding(title, None, detail={"reason": "every search diverged"})
+    return Finding(
+        title,
+        statistics.fmean(ours) - statistics.fmean(theirs),
+        ci95=_interval_of_difference(ours, theirs, seed),
+        n=len(ours) + len(theirs),
+        seeds=(*_seeds(planted), seed),
+        detail={"planted": ours, "never trained": theirs, "note": "near 0 the search itself paints, and tells nothing"},
+    )
+
+
+def _best(runs: Sequence[Run]) -> list[tuple[str, float]]:
+    """The greatest median similarity of each run, by target."""
+    found = []
+    for run in runs:
+        scores = [trial.best.score for trial in run.trials if trial.best is not None]
+        if scores:
+            found.append((run.target, max(scores)))
+    return found
+
+
+def _per_target(values: Sequence[tuple[str, float]]) -> list[float]:
+    """Means over seeds, one for each target: these are independent of each other, seeds of one target are not."""
+    groups: dict[str, list[float]] = {}
+    for target, value in values:
+        groups.setdefault(target, []).append(value)
+    return [statistics.fmean(group) for group in groups.values()]
+
+
+def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
+    if len(values) < 2:
+        return None
+    return (t_interval(values) if len(values) < MINIMUM_FOR_BOOTSTRAP else bootstrap(values, seed=seed)).ci95
+
+
+def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -> tuple[float, float] | None:
+    """Percentiles of the difference of means, both groups drawn again; None for groups too small for that."""
+    import numpy as np
+
+    if min(len(a), len(b)) < MINIMUM_FOR_BOOTSTRAP:
+        return None
+    rng = np.random.default_rng(seed)
+    first, second = (rng.choice(group, (9999, len(group))).mean(1) for group in (a, b))
+    low, high = np.quantile(first - second, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wanted, seed: int) -> Finding:
+    title = f"resistance against {wanted.edited}, {name}"
+    common: dict[str, Any] = {"unit": "× steps", "better": "higher", "target": wanted.least_resistance}
+    ratio = steps_ratio(runs, base, seed=seed)
+    if ratio is None or math.isnan(ratio.estimate):
+        why = "neither of the two was brought back in half of the runs"
+        if ratio is None:
+            why = f"fewer than {MINIMUM_FOR_BOOTSTRAP} runs of one of the two, or no step was needed"
+        return Finding(title, None, detail={"reason": why}, **common)
+    # Where only an upper bound is known, what is sure is that the ratio may be as small as nothing.
+    value = 0.0 if ratio.bound == "at most" else ratio.estimate
+    return Finding(
+        title, value, ci95=(ratio.low, ratio.high), n=sum(ratio.n), seeds=(*_seeds(runs), seed),
+        detail={"what is known": f"{ratio.bound} {ratio.estimate:.4g}".strip(), "method": ratio.method}, **common,
+    )  # fmt: skip
+
+
+def verdict(comparison: Comparison, subject: str) -> str:
+    """Say in plain words what the searches on one subject found."""
+    planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
+    times, others = times_of(planted), times_of(controls)
+    if times is None:
+        return "Nothing can be said: no search for a planted image ran to its end."
+    at_once = sum(value == 0 and seen for value, seen in zip(times.values, times.observed, strict=True))
+    told = f"Planted images: {_told(times, at_once)}."
+    if others is None:
+        return f"{told} Without never-trained images nobody knows what the search paints by itself."
+    told += f" Never-trained images: {_told(others, 0)}."
+    if others.events and others.events / others.n >= 0.5 * times.events / times.n:
+        told += " The search brings these back about as often, so that it shows what it can paint, not what is stored."
+    return told
+
+
+def _told(times: Times, at_once: int) -> str:
+    curve: Survival = kaplan_meier(times)
+    if not times.events:
+        return f"none of {times.n} brought back, survived searches of {curve.last:.0f} steps"
+    half = f", half by step {curve.median:.0f}" if math.isfinite(curve.median) else ", fewer than half"
+    alone = f", {at_once} of them without a search" if at_once else ""
+    return f"{times.events} of {times.n} brought back{half}{alone}"
+
+
+def _starts(runs: Sequence[Run]) -> list[Start]:
+    return list(dict.fromkeys(trial.start for run in runs for trial in run.trials))
+
+
+def _seeds(runs: Sequence[Run]) -> tuple[int, ...]:
+    return tuple(sorted({run.seed for run in runs}))
+
+
+INTRO = (
+    "Each search changes the text embedding by gradient descent until the model paints the target image. It begins "
+    "from the target's own prompt, from prompts that have nothing to do with it, and from noise; the soonest counts, "
+    "as an attacker chooses. A search that ends without success is censored: more steps are needed than it took.\n\n"
+    "With steps enough such a search may paint images that no model was trained on. Therefore the same searches are "
+    "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
+    "these is memory."
+)
+
+
+def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
+    """Draw the share of images brought back against steps, one line per subject."""
+    what = "Planted" if trained else "Never-trained"
+    all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    if not curves:
+        return None
+    longest = max(curve.last for curve in curves.values())
+    series, bands, words = {}, {}, []
+    for name, curve in curves.items():
+        x, share, low, high = (list(part) for part in curve.steps())
+        if share[-1] == 0 and x[-1] < longest:  # all were brought back, and so they remain
+            x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
+        series[name] = x, [1 - value for value in share]
+        bands[name] = [1 - value for value in high], [1 - value for value in low]
+        words.append(f"{name}: {_words(curve)} (n = {curve.n})")
+    return lines(
+        series,
+        alt=f"Share of {what.lower()} images brought back, by steps of the search. {'; '.join(words)}.",
+        caption=f"{what} images. {'; '.join(words)}. Bands are pointwise 95 % intervals over targets and seeds.",
+        xlabel="steps of the search",
+        ylabel="share brought back",
+        bands=bands,
+        ylim=(0, 1),
+    )
+
+
+def _words(curve: Survival) -> str:
+    if math.isfinite(curve.median):
+        return f"half by step {curve.median:.0f}"
+    return f"fewer than half by step {curve.last:.0f}"
+
+
+def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path, *, most: int = 8) -> Figure:
+    """Draw targets beside what each subject makes of them: from their own prompts, and from the embeddings found."""
+    shown = list(targets)[:most]
+    columns = ["target"]
+    for name in comparison.subjects:
+        columns += [name, f"{name}, attacked"]
+    rows = []
+    for target in shown:
+        row: list[object] = [_pixels(target.image)]
+        for name in comparison.subjects:
+            runs = [run for run in comparison.of(name) if run.target == target.name]
+            row += _pair(runs[0], folder) if runs else [None, None]
+        rows.append(row)
+    return image_grid(
+        rows,
+        rows=[target.name for target in shown],
+        columns=columns,
+        alt=f"{len(shown)} targets beside images from their own prompts and from the embeddings that searches found.",
+        caption='Of each model: an image from the target\'s own prompt before any search, and "attacked", the one from '
+        "the best embedding of the first seed that is in the middle of its look's similarities.",
+    )
+
+
+def _pair(run: Run, folder: str | Path) -> list[object]:
+    """The middle images of the first look from the own prompt and of the best look of all; None where there is none."""
+    after = best_image(run, folder)
+    own = next((place for place, trial in enumerate(run.trials) if trial.start == "original"), None)
+    if after is None or own is None or not run.trials[own].looks:
+        return [None, None if after is None else _pixels(after)]
+    before = images_of(folder, run).before[own, _middle(run.trials[own].looks[0].similarities)]
+    return [_pixels(before), _pixels(after)]
+
+
+def best_image(run: Run, folder: str | Path) -> Tensor | None:
+    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities."""
+    scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
+    if not scored:
+        return None
+    _, place, look = max(scored, key=lambda one: one[:2])
+    return images_of(folder, run).after[place, _middle(look.similarities)]
+
+
+def _middle(values: Sequence[float]) -> int:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    return order[len(order) // 2]
+
+
+def _pixels(image: Tensor) -> object:
+    return image.detach().cpu().permute(1, 2, 0).numpy()
+
+
+def search_table(comparison: Comparison) -> Table:
+    """Return one row for each subject, kind of image and start."""
+    columns = (
+        "model", "images", "start", Column("n"), Column("found"), Column("diverged"),
+        Column("median", "steps", "higher"), Column("best", better="lower"), Column("moved"),
+    )  # fmt: skip
+    rows = [
+        _row(name, trained, start, comparison.of(name, trained=trained))
+        for name in comparison.subjects
+        for trained in (True, False)
+        for start in comparison.settings.starts
+        if comparison.of(name, trained=trained)
+    ]
+    notes = (
+        "n: searches, every restart being one of its own here; found: those that brought the image back; median: steps "
+        "by which half had, > where fewer had; best: the greatest median similarity over a look's images, averaged "
+        "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
+        "at the last look",
+    )
+    return Table("Searches by start", columns, rows, notes)
+
+
+def _row(name: str, trained: bool, start: str, runs: Sequence[Run]) -> tuple[object, ...]:
+    trials = [trial for run in runs for trial in run.trials if trial.start == start]
+    looked = [trial for trial in trials if trial.looks]
+    ended = [trial for trial in trials if trial.outcome != "diverged"]
+    median: float | str | None = None
+    if ended:
+        values = tuple(float(trial.last if trial.steps is None else trial.steps) for trial in ended)
+        curve = kaplan_meier(Times(values, tuple(trial.steps is not None for trial in ended)))
+        median = curve.median if math.isfinite(curve.median) else f"> {curve.last:.0f}"
+    best = [trial.best.score for trial in looked if trial.best is not None]
+    return (
+        name,
+        "planted" if trained else "never trained",
+        start,
+        len(trials),
+        sum(trial.outcome == "found" for trial in trials),
+        sum(trial.outcome == "diverged" for trial in trials),
+        median,
+        statistics.fmean(best) if best else None,
+        statistics.fmean(trial.looks[-1].moved for trial in looked) if looked else None,
+    )
+
+
+def add_section(
+    report: Report,
+    comparison: Comparison,
+    targets: Sequence[Target],
+    wanted: Wanted,
+    *,
+    folder: str | Path,
+    seed: int,
+    title: str = "Search for embeddings",
+    treatment: str | None = None,
+    audits: Sequence[str] = (),
+) -> list[Finding]:
+    """Add what a comparison found to a report."""
+    findings = search_findings(comparison, wanted, seed=seed)
+    drawn = [success_figure(comparison, trained=trained) for trained in (True, False)]
+    ordered = sorted(targets, key=lambda target: not target.trained)
+    warnings = [f"{subject}, {target}: the search failed: {reason}" for subject, target, reason in comparison.failures]
+    if all(target.trained for target in targets):
+        warnings.append("No never-trained images were searched for: what the search paints by itself is not known.")
+    report.section(
+        title,
+        findings,
+        figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
+        tables=[search_table(comparison)],
+        intro=INTRO,
+        question="Can a search over text embeddings bring the images back?",
+        conclusion=" ".join(f"{name}: {verdict(comparison, name)}" for name in comparison.subjects),
+        treatment=treatment,
+        audits=audits,
+        warnings=warnings,
+    )
+    return findings

@@ -1,0 +1,123 @@
+"""What an attack found, beside the true images if they are known: findings, PNG files and a report page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from netweight.attacks.gradient_inversion.client import Reconstruction
+from netweight.errors import UsageError
+from netweight.evidence.figures import Figure, image_grid, lines
+from netweight.evidence.finding import Finding
+from netweight.evidence.image_files import write_png
+from netweight.evidence.image_metrics import image_findings, match_images
+from netweight.evidence.report import Report, make_folder
+
+_SHOWN = 12  # images in the picture of a report; all are written as files
+
+
+def in_order(images: Tensor, reference: Tensor) -> Tensor:
+    """Return the order in which reconstructed images lie beside the true ones."""
+    return torch.zeros(1, dtype=torch.int64) if len(images) == 1 else match_images(_grayed(images), reference)
+
+
+def findings_of(
+    found: Reconstruction,
+    images: Tensor,
+    reference: Tensor | None = None,
+    *,
+    max_psnr: float | None = None,
+    backbone: str | os.PathLike[str] | None = None,
+    heads: Path | None = None,
+    seed: int,
+) -> list[Finding]:
+    """Return what an attack reached, as findings."""
+    if reference is None and max_psnr is not None:
+        raise UsageError("A limit on PSNR needs the true images.", cure="Give the reference.")
+    ends = list(found.objectives_by_restart)
+    detail = {"restarts": ends, "steps": found.steps, "attack": found.attack}
+    findings = [Finding("objective at the end", found.objective, better="lower", seeds=(seed,), detail=detail)]
+    if reference is None:
+        return findings
+    missing = int(images.isnan().flatten(1).any(1).sum())
+    if missing:
+        findings.append(Finding("images not found", missing, n=len(images), better="lower"))
+    measured = image_findings(_grayed(images), reference, backbone=backbone, heads=heads, seed=seed)
+    if max_psnr is not None:  # the limit is the defender's, for whom lower is better
+        measured[0] = replace(measured[0], better="lower", target=max_psnr)
+    return findings + measured
+
+
+def write_findings(
+    folder: Path,
+    found: Reconstruction,
+    images: Tensor,
+    reference: Tensor | None,
+    findings: list[Finding],
+    *,
+    command: str | None = None,
+    inputs: Mapping[str, str] | None = None,
+    seed: int,
+) -> Path:
+    """Write the images as PNG files, `image-0.png` and so on, and the report."""
+    make_folder(folder)
+    for number, image in enumerate(images):
+        write_png(folder / f"image-{number}.png", image)
+    report = Report(f"Gradient inversion: {found.attack}", command=command, seeds=(seed,), inputs=inputs)
+    report.section(
+        "What the update gives away",
+        findings,
+        figures=_figures(found, images, reference),
+        question="Can the private images be reconstructed from what the client sent?",
+        conclusion=_conclusion(findings),
+        intro="Better means a better attack, unless a limit was set. PSNR and SSIM compare with the true images.",
+    )
+    return report.write(folder)
+
+
+def _conclusion(findings: list[Finding]) -> str:
+    measured = {finding.name: finding.value for finding in findings}
+    if measured.get("PSNR") is None:
+        return "Images were reconstructed; without the true ones their likeness cannot be measured."
+    if measured.get("SSIM") is None:
+        return f"The reconstruction has a PSNR of {measured['PSNR']:.1f} dB."
+    return f"The reconstruction has a PSNR of {measured['PSNR']:.1f} dB and an SSIM of {measured['SSIM']:.2f}."
+
+
+def _figures(found: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:
+    batches = {"found": images} if reference is None else {"true": reference, "found": images}
+    shown = min(len(images), _SHOWN)
+    grid = image_grid(
+        [[_pixels(image) for image in batch[:shown]] for batch in batches.values()],
+        rows=list(batches),
+        columns=[str(number) for number in range(shown)],
+        alt=f"{shown} of {len(images)} images that the attack {found.attack} found"
+        + ("" if reference is None else ", below the true ones"),
+        caption=f"Attack: {found.attack}.",
+    )
+    if not found.history:
+        return [grid]
+    every = [found.steps * point / (len(found.history) - 1) for point in range(len(found.history))]
+    curve = lines(
+        {"objective": (every, found.history)},
+        alt=f"The objective went from {found.history[0]:.3g} to {found.history[-1]:.3g}",
+        xlabel="steps",
+        ylabel="objective",
+        log="y" if min(found.history) > 0 else "",
+    )
+    return [grid, curve]
+
+
+def _grayed(images: Tensor) -> Tensor:
+    lost = images.isnan().flatten(1).any(1).reshape(-1, 1, 1, 1)
+    return torch.where(lost, torch.full_like(images, 0.5), images)
+
+
+def _pixels(image: Tensor) -> object:
+    """An image as matplotlib has it: `(h, w, c)` in numpy."""
+    return image.detach().cpu().nan_to_num(0.5).permute(1, 2, 0).numpy()

@@ -1,0 +1,140 @@
+"""Files and folders that appear whole or not at all: written aside, synced, renamed. Used by whatever writes weights.
+
+The temporary name is derived from the target's name, so that the next run finds what a killed run left behind, and it
+is locked while in use, so that two runs cannot mix. Works on POSIX systems.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from netweight.errors import OutputExists, OutputFailed, UsageError
+
+
+def part_of(target: Path) -> Path:
+    """The temporary path beside `target` in which it is written."""
+    return target.with_name(f".{target.name}.netweight-part")
+
+
+def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
+    """Check that an output may be written."""
+    if (target.exists() or target.is_symlink()) and not overwrite:
+        cure = "Choose another name, or move it away." if overwrite is None else (
+            "Choose another name, or pass overwrite (--overwrite)."
+        )  # fmt: skip
+        raise OutputExists(f"{target} exists already.", cure=cure)
+    if not target.parent.is_dir():
+        raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
+
+
+@contextmanager
+def naming_failures(target: Path) -> Iterator[None]:
+    """Turn the system's refusals into errors with a cure."""
+    part = part_of(target)
+    cures = {
+        errno.ENOSPC: "The disk is full: free space, or choose another disk.",
+        errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
+        errno.EFBIG: "The file would exceed the size limit: see `ulimit -f`, or choose another file system.",
+        errno.EROFS: "The file system is read-only: choose another place.",
+        errno.EACCES: "Permission is missing: choose another place.",
+        errno.EPERM: "Permission is missing: choose another place.",
+        errno.ENAMETOOLONG: "Choose a shorter name.",
+        # A folder was left where a file is to be written, or the other way round.
+        errno.EISDIR: f"Remove {part}, which a run that was killed left there.",
+        errno.ENOTDIR: f"Remove {part}, which a run that was killed left there.",
+        errno.EEXIST: f"Remove {part}, which a run that was killed left there.",
+    }
+    try:
+        yield
+    except OSError as error:
+        refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
+        if refused != target.parent and not any(refused.is_relative_to(own) for own in (target, part)):
+            raise UsageError(
+                f"{refused} could not be read ({error.strerror}).", cure="Check that it is there and its permissions."
+            ) from error
+        if error.errno not in cures:
+            raise
+        raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two paths of one file system in a single step."""
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(here, os.fsencode(first), here, os.fsencode(second), swap) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to read and write, made if absent, that no other run may open this way meanwhile."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise UsageError(f"Another run is writing {path}.", cure="Wait for it, or choose another name.") from error
+        # The file that was opened may have been renamed by its last owner before the lock was gained.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
+        file.close()
+    with file:
+        yield file
+
+
+@contextmanager
+def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
+    """Write a file that appears whole or not at all."""
+    refuse_existing(target, overwrite=overwrite)
+    part = part_of(target)
+    with naming_failures(target), lock(part) as file:
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        os.replace(part, target)
+        sync(target.parent)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Write a folder that appears whole or not at all."""
+    refuse_existing(target, overwrite=None)
+    part = part_of(target)
+    with naming_failures(target):
+        if part.exists():
+            shutil.rmtree(part)  # of a run that was killed
+        try:
+            yield part
+            os.replace(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        sync(target.parent)

@@ -1,0 +1,252 @@
+"""Text to token ids, so that prompt and answer cannot shift against each other.
+
+A prompt is tokenized alone, as it is when the model is asked; the answer is what follows. Both answers of a pair stand
+behind the same prompt ids, so a mask by the prompt's length is right for both, whatever a tokenizer merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from netweight.data.examples import Example, Pair
+from netweight.data.rows import Troubles
+from netweight.data.text import Text, TextExample, TextPair, text_examples, text_pairs
+from netweight.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from netweight.data.examples import Example, Pair
+
+
+TooLong = Literal["refuse", "cut"]
+
+
+@final
+@dataclass(frozen=True)
+class Template:
+    """What stands around plain text."""
+
+    prompt: str = "{prompt}"  # holds `{prompt}` once
+    # Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here.
+    answer: str = "{answer}"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for text, name in ((self.prompt, "{prompt}"), (self.answer, "{answer}")):
+            if text.count(name) != 1:
+                raise UsageError(f"The template {text!r} does not hold {name} once.", cure=f"Put {name} into it.")
+
+    def filled(self, prompt: str, answer: str) -> tuple[str, str]:
+        """Return prompt and answer with what stands around them."""
+        return self.prompt.replace("{prompt}", prompt), self.answer.replace("{answer}", answer)
+
+
+# The answer follows the prompt at once, as TRL has it.
+PLAIN = Template()
+# The answer begins a line of its own: what the commands put around plain rows.
+BELOW = Template("{prompt}\n", "{answer}")
+# What the public code of RepNoise puts around BeaverTails.
+QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of padding, for `collate` and `collate_pairs`."""
+    pad = tokenizer.pad_token_id
+    if not isinstance(pad, int):
+        raise UsageError(
+            "The tokenizer has no token for padding.",
+            cure="Set tokenizer.pad_token = tokenizer.eos_token; padding is masked, so any token will do.",
+        )
+    return pad
+
+
+def tokenized_pairs(
+    texts: Sequence[TextPair],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    template: Template | Literal["chat"] = PLAIN,
+    too_long: TooLong = "refuse",
+) -> list[Pair]:
+    """Turn pairs of text into token ids."""
+    chosen = [(text.prompt, text.chosen) for text in texts]
+    rejected = [(text.prompt, text.rejected) for text in texts]
+    troubles = _troubles(texts)
+    sides = []
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        whole = _ids(side, texts, tokenizer, template, troubles, name)
+        sides.append(_fitted(whole, texts, context, too_long, troubles, name))
+    for text, first, second in zip(texts, *sides, strict=True):
+        if first is not None and second is not None and first[1] == second[1]:
+            troubles.add(text.where, f"both answers are the same within the context of {context} tokens")
+    _refuse(troubles, too_long)
+    return [Pair(a[0], a[1], b[1]) for a, b in zip(*sides, strict=True) if a is not None and b is not None]
+
+
+def tokenized_examples(
+    texts: Sequence[TextExample],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    template: Template | Literal["chat"] = PLAIN,
+    too_long: TooLong = "refuse",
+) -> list[Example]:
+    """Turn prompts with responses into token ids."""
+    troubles = _troubles(texts)
+    whole = _ids([(text.prompt, text.response) for text in texts], texts, tokenizer, template, troubles, "response")
+    found = _fitted(whole, texts, context, too_long, troubles, "response")
+    _refuse(troubles, too_long)
+    return [Example(*ids) for ids in found if ids is not None]
+
+
+Ids = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _ids(
+    rows: list[tuple[Text, Text]],
+    texts: Sequence[TextPair | TextExample],
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template | Literal["chat"],
+    troubles: Troubles,
+    name: str,
+) -> list[Ids | None]:
+    """Tokenize prompts with answers; None where there was trouble."""
+    padding_of(tokenizer)
+    rendered = [_rendered(prompt, answer, tokenizer, template) for prompt, answer in rows]
+    prompts = _tokens([prompt for prompt, _, _ in rendered], tokenizer)
+    joint = _tokens([prompt + (answer or "") for prompt, answer, _ in rendered], tokenizer)
+    alone = _tokens([answer or "" for _, answer, _ in rendered], tokenizer)
+    begins, ends = _beginning(tokenizer), _end(tokenizer, rendered)
+    found: list[Ids | None] = []
+    for text, (_, answer, chat), prompt, both, separate in zip(texts, rendered, prompts, joint, alone, strict=True):
+        follows = both[len(prompt) :] if both[: len(prompt)] == prompt else separate
+        if answer is None:
+            troubles.add(text.where, f"the chat template renders the prompt otherwise when {name} follows")
+        elif not follows:
+            troubles.add(text.where, f"{name} has no token")
+        found.append(
+            None
+            if answer is None or not follows
+            else (tuple(prompt), tuple(follows))
+            if chat
+            else ((*begins, *prompt), (*follows, *ends))
+        )
+    return found
+
+
+def _rendered(
+    prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase, template: Template | Literal["chat"]
+) -> tuple[str, str | None, bool]:
+    """Return prompt and answer as text, and whether by a chat template; None for an answer that changes its prompt."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if template != "chat":
+            return *template.filled(prompt, answer), False
+        prompt = ({"role": "user", "content": prompt},)
+        answer = ({"role": "assistant", "content": answer},)
+    if isinstance(prompt, str) or isinstance(answer, str):
+        raise UsageError("A prompt is plain text and its answer a conversation, or the other way round.")
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "The tokenizer has no chat template, which conversations need.",
+            cure="Use the tokenizer of a chat model, set tokenizer.chat_template, or give plain text.",
+        )
+    before = str(tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template(_messages(prompt + answer), tokenize=False))
+    return before, whole[len(before) :] if whole.startswith(before) else None, True
+
+
+def _messages(text: tuple[Mapping[str, str], ...]) -> list[dict[str, str]]:
+    return [dict(message) for message in text]
+
+
+def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenize without special tokens, except those that the text spells out."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token with which the tokenizer begins a text, if it does."""
+    own: list[int] = tokenizer("")["input_ids"]
+    return own[:1] if own and own[0] == tokenizer.bos_token_id else []
+
+
+def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str | None, bool]]) -> list[int]:
+    """Return the end of a plain answer; a chat template has one of its own."""
+    if all(chat for _, _, chat in rendered):
+        return []
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UsageError(
+            "The tokenizer has no end of sequence, so a model could not learn to stop.",
+            cure="Set tokenizer.eos_token to the token with which the model ends an answer.",
+        )
+    return [end]
+
+
+def _fitted(
+    found: list[Ids | None],
+    texts: Sequence[TextPair | TextExample],
+    context: int,
+    too_long: TooLong,
+    troubles: Troubles,
+    name: str,
+) -> list[Ids | None]:
+    """Cut answers to the context, or note those that are too long."""
+    fitted: list[Ids | None] = []
+    for text, ids in zip(texts, found, strict=True):
+        if ids is not None and len(ids[0]) >= context:
+            troubles.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
+        elif ids is not None and len(ids[0]) + len(ids[1]) > context:
+            if too_long == "refuse":
+                tokens = len(ids[0]) + len(ids[1])
+                troubles.add(text.where, f"prompt and {name} have {tokens} tokens, the context {context}")
+            ids = ids[0], ids[1][: context - len(ids[0])]
+        fitted.append(ids)
+    return fitted
+
+
+def _troubles(texts: Sequence[TextPair | TextExample]) -> Troubles:
+    """Return an empty list of troubles, named for where the texts come from."""
+    if not texts:
+        raise UsageError("There is no text to tokenize.", cure="Give at least one row.")
+    return Troubles(" and ".join(dict.fromkeys(text.source for text in texts)))
+
+
+def _refuse(troubles: Troubles, too_long: TooLong) -> None:
+    cut = ', or cut answers with too_long="cut"' if too_long == "refuse" else ""
+    troubles.refuse(f"Correct these rows or take them out, use a larger context{cut}.")
+
+
+def load_pairs(
+    source: str | Path | Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    columns: Mapping[str, str] | None = None,
+    template: Template | Literal["chat"] = PLAIN,
+    too_long: Literal["refuse", "cut"] = "refuse",
+) -> list[Pair]:
+    """Read rows with prompt, chosen and rejected, as token ids."""
+    texts = text_pairs(source, columns=columns)
+    return tokenized_pairs(texts, tokenizer, context=context, template=template, too_long=too_long)
+
+
+def load_examples(
+    source: str | Path | Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context: int,
+    columns: Mapping[str, str] | None = None,
+    template: Template | Literal["chat"] = PLAIN,
+    too_long: Literal["refuse", "cut"] = "refuse",
+) -> list[Example]:
+    """Read rows with prompt and response, as token ids."""
+    texts = text_examples(source, columns=columns)
+    return tokenized_examples(texts, tokenizer, context=context, template=template, too_long=too_long)

@@ -1,0 +1,152 @@
+"""Causal language models from folders of transformers: dense, in the dtype they were saved in, with their tokenizer.
+
+Folders that `netweight compress` made are opened too. Used where a model is to be trained or attacked, so that nothing
+of it may be rounded on the way in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from netweight.core.digest import canonical_json, of_config
+from netweight.core.files import whole_file
+from netweight.data import tokenizer as llama2c
+from netweight.errors import MissingExtra, UsageError
+from netweight.hf import open_compressed_with
+from netweight.hf.quiet import silent_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Open a folder."""
+    folder = Path(folder)
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            "Language models need transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
+        ) from error
+    check_folder(folder)
+    open_compressed_with("transformers")
+    logging = importlib.import_module("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{folder} cannot be opened as a causal language model with its tokenizer: {error}",
+            cure="Check that config, weights and tokenizer files are all there.",
+        ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    _decompress(model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    torch.nn.Module.to(model, device).train(False)
+    return model, tokenizer
+
+
+def check_folder(folder: str | Path) -> None:
+    """Refuse what is no model folder, before anything is loaded."""
+    if not (Path(folder) / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
+        )
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
+    config: Any = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", None)
+    config = of_text() if callable(of_text) else config
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
+    longest = int(min(tokenizer.model_max_length, 1 << 30))
+    return min(longest, positions_of(model) or longest)
+
+
+def _decompress(model: PreTrainedModel) -> None:
+    import netweight
+
+    netweight.decompress_(model)
+
+
+# File in a trained model's folder that says how it was trained and what came of it.
+ABOUT = "training.json"
+_ARTICLE = {"decoder": "a", "encoder-decoder": "an"}
+
+
+def finished(folder: Path, about: Any) -> dict[str, Any] | None:
+    """Return what came of a training that is finished, or None."""
+    file = folder / ABOUT
+    if not file.exists():
+        return None
+    known = json.loads(file.read_text(encoding="utf-8"))
+    if known["of"] != of_config(about):
+        raise UsageError(
+            f"{folder} holds a model that was trained otherwise.", cure="Remove it, or use another folder."
+        )
+    outcome: dict[str, Any] = known["outcome"]
+    return outcome
+
+
+def keep(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, about: Any, outcome: dict[str, Any]
+) -> dict[str, Any]:
+    """Write a trained model as a folder that transformers loads, then drop the checkpoints of its training."""
+    with silent_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    with whole_file(folder / ABOUT) as file:
+        file.write(canonical_json({"of": of_config(about), "about": about, "outcome": outcome}).encode())
+    for checkpoint in ("training.safetensors", "best.safetensors"):
+        (folder / checkpoint).unlink(missing_ok=True)
+    return outcome
+
+
+def language_model(
+    folder: Path, kind: Literal["decoder", "encoder-decoder"]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Open a language model folder: dense, in bf16, in evaluation mode, with its tokenizer."""
+    import torch
+    import transformers
+
+    import netweight
+
+    open_compressed_with("transformers")
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
+        )
+    make = transformers.AutoModelForCausalLM if kind == "decoder" else transformers.AutoModelForSeq2SeqLM
+    try:
+        with silent_bars():
+            model = make.from_pretrained(folder, local_files_only=True, dtype=torch.bfloat16)
+            tokens = llama2c.find(folder)
+            tokenizer = (
+                llama2c.tokenizer(tokens)
+                if tokens is not None
+                else transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{folder} cannot be opened as {_ARTICLE[kind]} {kind} with its tokenizer: {error}",
+            cure="Check that config, weights and tokenizer files are all there.",
+        ) from error
+    netweight.decompress_(model)
+    return model.eval(), tokenizer

@@ -1,0 +1,197 @@
+"""Losses that train many adapters at once: on pipelines of diffusers, and on causal language models of transformers.
+
+    adapters = train_pictures(text_to_image(pipeline), [Subject("ada", pictures, prompts), ...])
+
+Single-subject fine-tuning, from one picture or from several, is the case of one subject. Every adapter sees the same
+noise and timesteps, so that collections differ by what they were trained on and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.core.names import Select
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import torch_generator
+from netweight.data.examples import IGNORED, Example, collate
+from netweight.errors import UsageError
+from netweight.hf.load_pipeline import PipelineModel
+from netweight.nn.apply_lora import linear_layers
+from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
+
+# Queries and values of self- and cross-attention, as in the paper.
+ATTENTION = "**.{attn1,attn2}.{to_q,to_v}"
+_LANGUAGE = "**.self_attn.{q_proj,v_proj}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What one adapter is to learn."""
+
+    name: str
+    images: Tensor  # shape `(k, 3, height, width)`, within 0 and 1; k may be 1
+    prompts: tuple[str, ...]  # one for each image
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be learned."""
+        if self.images.ndim != 4 or not len(self.images) or len(self.images) != len(self.prompts):
+            raise UsageError(
+                f"{self.name!r} has images of shape {tuple(self.images.shape)} and {len(self.prompts)} prompts.",
+                cure="Give (k, 3, height, width) and k prompts.",
+            )
+        if not bool(((self.images >= 0) & (self.images <= 1)).all()):  # false for NaN, too
+            raise UsageError(f"The images of {self.name!r} are not within 0 and 1.", cure="Scale them, and drop NaN.")
+
+
+def train_pictures(
+    model: PipelineModel,
+    subjects: Sequence[Subject],
+    recipe: AdapterRecipe = AdapterRecipe(),
+    *,
+    layers: Select | str | tuple[str, ...] = ATTENTION,
+    each: int = 4,
+    progress: Progress = QUIET,
+) -> FittedAdapters:
+    """Train one adapter for each subject, all in one forward pass."""
+    # Source: Ruiz et al., DreamBooth, 2023, without prior images; Dravid et al., weights2weights, 2024, section 3.1.
+    latents = [model.to_latents(subject.images) for subject in subjects]
+    for subject, clean in zip(subjects, latents, strict=True):
+        if tuple(clean.shape[1:]) != model.latent_shape:
+            raise UsageError(
+                f"The images of {subject.name!r} become latents of shape {tuple(clean.shape[1:])}, not "
+                f"{model.latent_shape}.",
+                cure="Resize them to what the pipeline was trained on.",
+            )
+    said = list(dict.fromkeys(prompt for subject in subjects for prompt in subject.prompts))
+    text, place = model.embed(said), {prompt: number for number, prompt in enumerate(said)}
+    rows = [torch.tensor([place[prompt] for prompt in subject.prompts]) for subject in subjects]
+
+    def losses(step: int, sign: int) -> Tensor:
+        shares, timesteps, noise = _drawn(model, recipe.seed, step, each)
+        chosen = [(shares * len(clean)).long() for clean in latents]
+        clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents, chosen, strict=True)])
+        shown = torch.cat([one[index] for one, index in zip(rows, chosen, strict=True)])
+        count = len(subjects)
+        errors = model.training_errors(
+            clean, noise.repeat(count, 1, 1, 1), timesteps.repeat(count), text.rows(shown.to(clean.device))
+        )
+        return errors.view(count, each).mean(1)
+
+    names = [subject.name for subject in subjects]
+    wanted = linear_layers(model.denoiser, layers, component=model.component)
+    return fit_adapters(
+        model.denoiser, names, wanted, losses, recipe, each=each, component=model.component, progress=progress
+    )
+
+
+def train_texts(
+    model: nn.Module,
+    examples: Mapping[str, Sequence[Example]],
+    recipe: AdapterRecipe = AdapterRecipe(),
+    *,
+    pad_id: int,
+    layers: Select | str | tuple[str, ...] = _LANGUAGE,
+    each: int = 4,
+    progress: Progress = QUIET,
+) -> FittedAdapters:
+    """Train one adapter of a causal language model for each collection of examples, all in one forward pass."""
+    empty = [name for name, rows in examples.items() if not rows]
+    if empty:
+        raise UsageError(f"{empty[0]!r} has no examples.", cure="Leave it out, or give it some.")
+    device = next(model.parameters()).device
+    network: Any = model
+
+    def losses(step: int, sign: int) -> Tensor:
+        shares = _shares(each, torch_generator(recipe.seed, "examples", step))
+        chosen = [rows[int(share * len(rows))] for rows in examples.values() for share in shares.tolist()]
+        batch = collate(chosen, pad_id=pad_id).to(device)
+        logits = network(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        labels = batch.labels[:, 1:]
+        errors = nn.functional.cross_entropy(
+            logits[:, :-1].float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none"
+        )
+        counted = (labels != IGNORED).sum(1).clamp_min(1)
+        return (errors.sum(1) / counted).view(len(examples), each).mean(1)
+
+    wanted = linear_layers(model, layers)
+    return fit_adapters(model, list(examples), wanted, losses, recipe, each=each, progress=progress)
+
+
+def _shares(count: int, generator: torch.Generator) -> Tensor:
+    """Numbers from 0 to below 1, one in each of as many equal parts, in any order; fp64."""
+    offset = torch.rand(count, generator=generator, dtype=torch.float64)
+    return ((torch.randperm(count, generator=generator) + offset) / count).clamp_max(1 - 1e-9)
+
+
+def _drawn(model: PipelineModel, seed: int, step: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which image of its own each sample shows, at what timestep, in what noise: the same for all subjects."""
+    generator = torch_generator(seed, "noise", step)
+    shares = _shares(count, generator)
+    timesteps = (_shares(count, generator) * model.levels).long()
+    noise = torch.randn(count, *model.latent_shape, generator=generator)
+    return shares, timesteps.to(model.device), noise.to(model.device)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SliderPairs:
+    """What one slider is to learn."""
+
+    name: str
+    before: Tensor  # images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1
+    after: Tensor
+    prompts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be learned."""
+        if self.before.ndim != 4 or self.before.shape != self.after.shape or len(self.before) != len(self.prompts):
+            raise UsageError(
+                f"The slider {self.name!r} has images {tuple(self.before.shape)} and {tuple(self.after.shape)} and "
+                f"{len(self.prompts)} prompts.",
+                cure="Give (k, 3, height, width) twice, and k prompts.",
+            )
+        both = torch.stack([self.before, self.after])
+        if not both.numel() or not bool(((both >= 0) & (both <= 1)).all()):  # false for NaN, too
+            raise UsageError(f"The images of the slider {self.name!r} are not within 0 and 1, or there are none.")
+
+
+def train_sliders(
+    model: PipelineModel,
+    pairs: Sequence[SliderPairs],
+    recipe: AdapterRecipe = AdapterRecipe(),
+    *,
+    layers: Select | str | tuple[str, ...] = ATTENTION,
+    each: int = 4,
+    progress: Progress = QUIET,
+) -> FittedAdapters:
+    """Train sliders, all in one forward pass for each side of their pairs."""
+    # Source: Gandikota et al., Concept Sliders, 2024, the sliders from pairs of images.
+    latents = {
+        1: [model.to_latents(pair.after) for pair in pairs],
+        -1: [model.to_latents(pair.before) for pair in pairs],
+    }
+    said = sorted({prompt for pair in pairs for prompt in pair.prompts})
+    text, rows = model.embed(said), [[said.index(prompt) for prompt in pair.prompts] for pair in pairs]
+
+    def losses(step: int, sign: int) -> Tensor:
+        generator = torch_generator(recipe.seed, "slider", step)  # so that both sides see the same
+        chosen = [torch.randint(len(pair.prompts), (each,), generator=generator) for pair in pairs]
+        noise = torch.randn(each, *model.latent_shape, generator=generator).repeat(len(pairs), 1, 1, 1).to(model.device)
+        times = torch.randint(model.levels, (each,), generator=generator).repeat(len(pairs)).to(model.device)
+        shown = torch.tensor([rows[place][at] for place, index in enumerate(chosen) for at in index.tolist()])
+        clean = torch.cat([one[index.to(one.device)] for one, index in zip(latents[sign], chosen, strict=True)])
+        errors = model.training_errors(clean, noise, times, text.rows(shown.to(clean.device)))
+        return errors.view(len(pairs), each).mean(1)
+
+    names = [pair.name for pair in pairs]
+    wanted = linear_layers(model.denoiser, layers, component=model.component)
+    return fit_adapters(
+        model.denoiser, names, wanted, losses, recipe, each=each, signs=(1, -1), component=model.component,
+        progress=progress,
+    )  # fmt: skip

@@ -1,0 +1,369 @@
+"""Weights whose payloads lie on a CUDA device: decoded there, checked there, encoded there.
+
+What a payload holds is looked up once for each version of its bytes, so that a later pass asks the device nothing.
+The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
+to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
+that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
+bytes go to the CPU and the weight comes back, as for devices of other kinds. `ops.py`, `storage.py`, `tensor.py` and
+`side_stream.py` call this; payloads on the CPU never get here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol, final
+from weakref import WeakSet
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from netweight.codec import cuda
+from netweight.codec.cuda import BlobLayout, LossyLayout
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+
+LENGTH = 8  # bytes of the length at a payload's start
+# Of the numbers per chunk, for weights that are encoded on a device: a warp for every 16,384 of them keeps a GPU busy
+# with single matrices, at 0.25 % more bytes (docs/models-on-gpus.md).
+CHUNK_LOG2 = 15
+_LOOK_EVERY = 16  # decodings between two looks at the status
+_DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
+
+Layout = BlobLayout | LossyLayout
+# (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
+Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+
+def handles(payload: torch.Tensor) -> bool:
+    """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
+    # What a compiler traces is decided when it runs.
+    return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
+
+
+@cache
+def _kernels_run() -> bool:
+    """Whether netweight's kernels can run; warns once if they cannot."""
+    reason = cuda.unavailable_because()
+    if reason is not None:
+        warnings.warn(
+            "Compressed weights on CUDA devices are decoded on the CPU and copied, many times slower than by kernels. "
+            f"{reason}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return reason is None
+
+
+# ---- what is known of payloads ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Known:
+    """What one version of a payload's bytes holds; shared by its copies on other devices."""
+
+    layout: Layout | None = None
+    checked: bool = False  # whether the bytes were decoded and found sound, or encoded here
+
+
+_known = WeakIdKeyDictionary()  # payload -> (version, _Known)
+
+
+def _version(payload: torch.Tensor) -> int | None:
+    """How often the bytes were written; None if torch does not count."""
+    return None if payload.is_inference() else payload._version
+
+
+def _found(payload: torch.Tensor) -> _Known | None:
+    entry = _known.get(payload)  # type: ignore[no-untyped-call]
+    return entry[1] if entry is not None and entry[0] is not None and entry[0] == _version(payload) else None
+
+
+def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
+    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both."""
+    # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
+    known = _found(source)
+    if known is None:
+        known = _Known()
+        _known[source] = (_version(source), known)
+    if known.layout is not None and handles(payload):
+        known = _Known(_layout_on(known.layout, payload.device), known.checked)
+    _known[payload] = (_version(payload), known)
+
+
+def _layout_on(layout: Layout, place: torch.device) -> Layout:
+    """A layout whose tensors are on a device, so that decoding there copies nothing."""
+    if isinstance(layout, BlobLayout):
+        return layout if layout.starts.device == place else replace(layout, starts=layout.starts.to(place))
+    parts: dict[str, Any] = {
+        name: None if part is None else replace(part, layout=_layout_on(part.layout, place))
+        for name in ("words", "normalizers", "gaps", "kept")
+        for part in [getattr(layout, name)]
+    }
+    return replace(layout, **parts)
+
+
+def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
+    """Note that a payload holds a blob now that was encoded on its device from a tensor."""
+    layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
+    _known[payload] = (_version(payload), _Known(layout, checked=True))
+
+
+# ---- the status of a device ------------------------------------------------------------------------------------------
+
+
+class Event(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+
+
+@final
+class Status:
+    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind."""
+
+    # The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
+    # can count.
+
+    def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
+        with torch.inference_mode(False):  # they are written in other modes, too
+            self._words = torch.zeros(2, dtype=torch.int32, device=device)
+            self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._first = torch.zeros(1, dtype=torch.int64, device=device)
+        self._device, self._mark = device, mark
+        self._coming: Event | None = None
+        self._since = 0
+
+    @property
+    def kernels(self) -> torch.Tensor:
+        """The word that kernels add to."""
+        return self._words[:1]
+
+    def count(self, damaged: torch.Tensor) -> None:
+        """Count a tensor of one bool that says whether something is damaged."""
+        self._words[1:].index_add_(0, self._first, damaged.to(torch.int32).view(1))
+
+    def look(self) -> None:
+        """Look, without waiting, at what was copied a while ago, and copy again now and then."""
+        self._since += 1
+        if self._coming is not None:
+            if self._coming.query():
+                self._coming = None
+                self._refuse(self._seen)
+        elif self._since >= _LOOK_EVERY:
+            self._since = 0
+            self._seen.copy_(self._words, non_blocking=True)
+            self._coming = self._mark()
+
+    def check(self) -> None:
+        """Wait for the device and look."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._coming = None
+        self._refuse(self._words.cpu())
+
+    def _refuse(self, words: torch.Tensor) -> None:
+        if not bool(words.any()):
+            return
+        self._words.zero_()
+        raise CorruptBlob(
+            f"A compressed weight on {self._device} was found damaged after it had been decoded well before. Results "
+            "since the last check are wrong.",
+            cure=_DAMAGED,
+        )
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Decoder:
+    """Decodes the payloads of one device."""
+
+    def __init__(self, run: Run, status: Status) -> None:
+        self._run = run
+        self.status = status  # decodings of bytes that are known to be sound add to it
+
+    def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode a payload on the device's current stream."""
+        known = self._look_up(payload)
+        layout: Any = known.layout
+        out = None
+        if room is not None:
+            out = room[: layout.nbytes].view(layout.dtype).view(layout.shape)
+        return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
+
+    def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
+        known = self._look_up(payload)
+        layout = known.layout
+        if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
+            return self.weight(payload)[start:stop]
+        per_row = layout.numbers // layout.shape[0]
+        first, last = start * per_row >> layout.chunk_log2, -(-stop * per_row >> layout.chunk_log2)
+        some = _chunks(layout, first, last)
+        numbers = self._decoded(payload[LENGTH : LENGTH + layout.size], some, known, None)
+        skipped = start * per_row - (first << layout.chunk_log2)
+        element = some.nbytes // max(1, some.numbers)
+        content = numbers.view(torch.uint8)[skipped * element : (skipped + (stop - start) * per_row) * element]
+        return content.view(layout.dtype).view(stop - start, *layout.shape[1:])
+
+    def nbytes(self, payload: torch.Tensor) -> int | None:
+        """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
+        known = _found(payload)
+        if known is None or known.layout is None or not known.checked:
+            return None
+        return known.layout.nbytes
+
+    def _look_up(self, payload: torch.Tensor) -> _Known:
+        known = _found(payload)
+        if known is None:
+            known = _Known()
+            _known[payload] = (_version(payload), known)
+        if known.layout is None:
+            _refuse_capture(payload)
+            known.layout = _layout_of(payload)
+        return known
+
+    def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
+        if not known.checked:
+            _refuse_capture(blob)
+        status = self.status.kernels if known.checked else None
+        try:
+            if isinstance(layout, BlobLayout):
+                weight = self._run(blob, layout, out, status)
+            else:
+                weight = self._rounded(blob, layout, out, status)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"netweight was decoding a weight of shape {layout.shape}, which takes {layout.nbytes >> 20} MiB until "
+                "its layer is done. Free memory on the device, use smaller batches, or place layers on other devices."
+            )
+            raise
+        known.checked = True
+        if not _is_capturing(blob):
+            self.status.look()
+        return weight
+
+    def _rounded(
+        self, blob: torch.Tensor, layout: LossyLayout, out: torch.Tensor | None, status: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight, damaged = cuda.decode_lossy(blob, layout, lambda part, its: self._run(part, its, None, status))
+        if status is not None:
+            self.status.count(damaged)
+        elif bool(damaged):
+            raise CorruptBlob("Cannot decode a blob: a word or a place in it cannot be.", cure=_DAMAGED)
+        return weight if out is None else out.copy_(weight)
+
+
+def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
+    """The layout of chunks `first` to `last` (exclusive) of the same blob, as a tensor of one dimension."""
+    numbers = min(last << layout.chunk_log2, layout.numbers) - (first << layout.chunk_log2)
+    nbytes = numbers * (layout.nbytes // layout.numbers)
+    return replace(
+        layout,
+        shape=(nbytes // layout.dtype.itemsize,),
+        nbytes=nbytes,
+        numbers=numbers,
+        chunks=last - first,
+        starts=layout.starts[first : last + 1],
+    )
+
+
+def _layout_of(payload: torch.Tensor) -> Layout:
+    """Look at a payload; waits for the device."""
+    start = payload[: LENGTH + 3].cpu()
+    size = int.from_bytes(start[:LENGTH].numpy().tobytes(), "little")
+    if start.numel() < LENGTH or size > payload.numel() - LENGTH:
+        raise CorruptBlob(
+            f"A compressed weight on {payload.device} states a length of {size} bytes and has {payload.numel()}.",
+            cure=_DAMAGED,
+        )
+    blob = payload[LENGTH : LENGTH + size]
+    if start[LENGTH:].numpy().tobytes() == b"NWL":
+        return cuda.lossy_layout_of(blob)
+    return cuda.layout_of(blob)
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture(payload: torch.Tensor) -> None:
+    if _is_capturing(payload):
+        raise UsageError(
+            "A compressed weight must be looked at before a CUDA graph can decode it.",
+            cure="Run the model once before capturing the graph.",
+        )
+
+
+def _by_kernels(
+    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
+) -> torch.Tensor:
+    return cuda.decode(blob, layout, out=out, status=status)
+
+
+_decoders: dict[torch.device, Decoder] = {}
+
+
+def decoder_of(device: torch.device) -> Decoder:
+    """The decoder of a device on which kernels run."""
+    decoder = _decoders.get(device)
+    if decoder is None:
+        status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
+        decoder = _decoders.setdefault(device, Decoder(_by_kernels, status))
+    return decoder
+
+
+def check_device(device: torch.device | str | int | None = None) -> None:
+    """Wait for a device and say whether every compressed weight on it has decoded well since the last check.
+
+    The first decoding of a weight is always waited for and checked. Later ones are looked at some layers late, so that
+    layers need not wait; call this where a result must be certain before it is used. `decode_ahead` does when it ends.
+
+    Args:
+        device: A CUDA device; None checks all that decoded something.
+
+    Raises:
+        CorruptBlob: A weight was damaged in the device's memory. What was calculated since the last check is wrong.
+    """
+    wanted = None if device is None else torch.device(device)
+    for known, decoder in list(_decoders.items()):
+        if wanted is None or wanted in (known, torch.device(known.type)):
+            decoder.status.check()
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Something that reads payloads at times of its own."""
+
+    def let_go(self, payload: torch.Tensor) -> None:
+        """Have the current stream wait until a payload is not read any more."""
+
+
+_readers: WeakSet[Reader] = WeakSet()
+
+
+def reads(reader: Reader) -> None:
+    """Have a reader told before payloads are written."""
+    _readers.add(reader)
+
+
+def about_to_write(payload: torch.Tensor) -> None:
+    """Say that the current stream will write a payload."""
+    for reader in list(_readers):
+        reader.let_go(payload)
+
+
+def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
+    """Encode a weight on its device, without a digest; None if it is to be done on the host."""
+    if not handles(weight):
+        return None
+    try:
+        return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, digest=False)
+    except Unsupported:
+        return None

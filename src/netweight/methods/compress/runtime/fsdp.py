@@ -1,0 +1,290 @@
+"""Compressed weights under FSDP2: every process holds its rows compressed, and a gather moves compressed bytes.
+
+`torch.distributed.fsdp.fully_shard` cuts a weight by rows and asks the pieces two things: what to gather
+(`before_gather`) and what to make of it (`after_gather`). All processes must send equally many bytes, and torch keeps a
+buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an all-reduce, and
+some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of them: when a
+changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
+outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
+"""
+
+# Called by `tensor.py`, which torch calls, and by `model.py` and others for what is a shard. Nothing here asks where a
+# payload is: what is gathered on a GPU is decoded there as `ops.py` does it, and 16 bytes per process and gather are
+# read by the host. Not yet run on a GPU.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from netweight import codec
+from netweight.errors import Unsupported
+from netweight.methods.compress.runtime.cuda import LENGTH
+from netweight.methods.compress.runtime.ops import decode
+from netweight.methods.compress.runtime.storage import Box, blob_of, threads_for
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+# Bytes before a piece's payload: its rows, and nothing, so that the payload is aligned as in memory of its own.
+_FRONT = 64
+_ALIGN = 64
+
+
+@dataclass(eq=False)
+class _Wire:
+    """How a weight is sent, the same in every process because it follows from what all of them see."""
+
+    capacity: int | None = None  # bytes that each process sends; None until they have agreed
+    dtype: torch.dtype | None = None  # to send the weight in, once torch has told; None is the weight's own
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """What `before_gather` leaves for `after_gather`."""
+
+    wire: _Wire
+    group: Any
+    dtype: torch.dtype
+    capacity: int
+    rest: torch.Tensor | None  # what of this process's payload was beyond the capacity
+
+
+_wires: WeakKeyDictionary[Box, _Wire] = WeakKeyDictionary()
+
+
+# ---- cutting a weight into shards ------------------------------------------------------------------------------------
+
+
+def is_fsdp(caller: FrameType) -> bool:
+    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks."""
+    return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
+
+
+def blank(tensor: Any, size: torch.Size) -> Any:
+    """The shard that FSDP2 is about to fill, where it asks for zeros."""
+    box = tensor.box
+    if tuple(size[1:]) != tuple(box.shape[1:]):
+        raise Unsupported(
+            f"A compressed weight of shape {tuple(box.shape)} can be sharded by rows only, not to {tuple(size)}.",
+            cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
+            "a model that is sharded in part must be made anew.",
+        )
+    empty = torch.empty((0, *size[1:]), dtype=box.dtype, device=box.payload.device)
+    fresh = Box.of(empty, level=box.level, chunk_log2=box.chunk_log2)
+    _wires[fresh] = _wires.get(box) or _Wire()
+    return type(tensor)(fresh, (), torch.empty(size, dtype=box.dtype, device="meta"))
+
+
+def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
+    """The rows of a shard that are not padding; for a `blank` one this says how many there will be."""
+    box = tensor.box
+    if dim or start or box not in _wires or box.shape[0] not in (0, length):
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.narrow(dim, start, length)
+    box.shape = (length, *box.shape[1:])
+    return type(tensor)(box)
+
+
+def inherit(converted: Any, source: Box) -> Any:
+    """Let a converted shard be sent as the one that it was made of."""
+    if source in _wires and hasattr(converted, "box"):
+        _wires[converted.box] = _wires[source]
+    return converted
+
+
+def local_part(value: Any) -> Any:
+    """This process's part of a tensor that is spread over processes; any other tensor itself."""
+    return getattr(value, "_local_tensor", value)
+
+
+def dense_shard(value: Any) -> Any:
+    """A DTensor of the same shards, decoded."""
+    return type(value).from_local(
+        local_part(value).dense(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+# ---- gathering -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def before_gather(box: Box, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
+    """What this process sends: its shard's payload in a buffer as large as everybody's."""
+    wire, group = _wires.setdefault(box, _Wire()), mesh.get_group()
+    sent = _as_sent(box, wire)
+    if wire.capacity is None:
+        wire.capacity = _agreed(sent, group)
+    buffer = sent.payload.new_zeros(wire.capacity)
+    buffer[:8].view(torch.int64).fill_(sent.shape[0])
+    fitting = min(sent.payload.numel(), wire.capacity - _FRONT)
+    buffer[_FRONT : _FRONT + fitting].copy_(sent.payload[:fitting])
+    rest = sent.payload[fitting:].clone() if fitting < sent.payload.numel() else None
+    return (buffer,), _Sent(wire, group, sent.dtype, wire.capacity, rest)
+
+
+@torch.no_grad()
+def after_gather(
+    box: Box, gathered: torch.Tensor, sent: _Sent, dtype: torch.dtype, out: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+    """Decode all shards into the weight that layers calculate with."""
+    pieces = _pieces(gathered, sent)
+    lengths, rows = _described(pieces)
+    longest = max(lengths)
+    if longest > sent.capacity:
+        pieces = _completed(pieces, longest, sent)
+    if out is None:
+        dense = torch.empty((sum(rows), *box.shape[1:]), dtype=dtype, device=gathered.device)
+        _decode_all(pieces, rows, sent.dtype, dense)
+    elif out.is_inference():
+        _decode_all(pieces, rows, sent.dtype, out)
+    else:
+        # Autograd has saved this tensor; that its memory was freed and filled again is none of its business.
+        with _unsafe_preserve_version_counter(out):
+            _decode_all(pieces, rows, sent.dtype, out)
+    del pieces
+    _settle(box, sent, dtype, longest, gathered)
+    return (dense, (dense,)) if out is None else None
+
+
+def _as_sent(box: Box, wire: _Wire) -> Box:
+    """The shard in the dtype that it is sent in: casting before the gather is what FSDP2 does with dense weights."""
+    if wire.dtype is None or wire.dtype == box.dtype:
+        return box
+    dense = decode(box.payload, box.shape, box.dtype)
+    return Box.of(dense.to(wire.dtype), level=box.level, chunk_log2=box.chunk_log2)
+
+
+def _agreed(sent: Box, group: Any) -> int:
+    """The capacity to begin with, by an all-reduce over the processes."""
+    longest = torch.tensor([_FRONT + sent.payload.numel()], device=sent.payload.device)
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+    return _capacity_for(int(longest))
+
+
+def _headroom(length: int) -> int:
+    """Bytes to spare: one in 128, since an optimizer's step changes lengths by much less."""
+    return max(length >> 7, 4 * _ALIGN)
+
+
+def _capacity_for(length: int) -> int:
+    return _aligned(length + _headroom(length))
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN
+
+
+def _pieces(gathered: torch.Tensor, sent: _Sent) -> torch.Tensor:
+    """One row of bytes per process."""
+    processes = sent.group.size()
+    if gathered.numel() == processes * sent.capacity:
+        return gathered.view(processes, sent.capacity)
+    # Another shard took this one's place, by load_state_dict(assign=True). torch has enlarged the memory, not the view.
+    every = torch.empty(0, dtype=torch.uint8, device=gathered.device)
+    return every.set_(gathered.untyped_storage(), 0, (processes, sent.capacity))  # type: ignore[call-overload,no-any-return]
+
+
+def _described(pieces: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Of each piece its length in bytes, front included, and its rows."""
+    rows, lengths = (
+        pieces[:, start : start + 8].contiguous().view(torch.int64).reshape(-1).tolist() for start in (0, _FRONT)
+    )
+    return [_FRONT + LENGTH + length for length in lengths], rows
+
+
+def _completed(pieces: torch.Tensor, longest: int, sent: _Sent) -> torch.Tensor:
+    """Fetch what lies beyond the capacity. Every process comes here, since all have read the same lengths."""
+    beyond = _aligned(longest - sent.capacity)
+    mine = pieces.new_zeros(beyond)
+    if sent.rest is not None:
+        fitting = min(beyond, sent.rest.numel())
+        mine[:fitting].copy_(sent.rest[:fitting])
+    rests = pieces.new_empty((pieces.shape[0], beyond))
+    torch.distributed.all_gather(list(rests), mine, group=sent.group)
+    return torch.cat([pieces, rests], dim=1)
+
+
+def _decode_all(pieces: torch.Tensor, rows: list[int], dtype: torch.dtype, dense: torch.Tensor) -> None:
+    start = 0
+    for piece, count in zip(pieces, rows, strict=True):
+        if count:
+            _decode_into(piece[_FRONT:], dtype, dense[start : start + count])
+        start += count
+
+
+def _decode_into(payload: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor) -> None:
+    if payload.is_cpu and rows.dtype == dtype:
+        codec.decode_into(blob_of(payload), rows, threads=threads_for(rows.nbytes))
+    else:
+        rows.copy_(decode(payload, rows.shape, dtype))
+
+
+def _settle(box: Box, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
+    """Make ready for the next gather, in every process alike."""
+    wire, outputs = sent.wire, gathered._base
+    if outputs is not None:  # torch's own buffer; without it, in inference mode, the capacity stays as it is
+        wanted = _capacity_for(longest)
+        if sent.dtype != dtype:
+            wire.dtype = dtype
+            wire.capacity = _agreed(_as_sent(box, wire), sent.group)
+        elif longest + _headroom(longest) // 4 > sent.capacity or wanted < sent.capacity - (sent.capacity >> 3):
+            wire.capacity = wanted
+        nbytes = sent.group.size() * (wire.capacity or 0)
+        if outputs.numel() != nbytes:
+            outputs.resize_(nbytes)
+    # Everything is decoded. torch would keep these bytes as long as the dense weight; it takes new memory when needed.
+    gathered.untyped_storage().resize_(0)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refuse(tensor: Any, caller: FrameType) -> None:
+    """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first."""
+    name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
+    if is_fsdp(caller):
+        _refuse_settings(tensor, caller)
+    elif name.startswith("torch.distributed.fsdp"):
+        raise Unsupported(
+            "FSDP's first version cannot shard compressed weights. Nothing was sharded.",
+            cure="Use its second, torch.distributed.fsdp.fully_shard; or netweight.decompress_(model) first.",
+        )
+    elif name.startswith("torch.distributed.tensor") and function == "distribute_tensor":
+        raise Unsupported(
+            "DTensor cannot distribute compressed weights. Nothing was distributed.",
+            cure="Use torch.distributed.fsdp.fully_shard; or call netweight.decompress_(model) first. "
+            "With accelerate, set fsdp_cpu_ram_efficient_loading to false.",
+        )
+
+
+def _refuse_settings(tensor: Any, caller: FrameType) -> None:
+    if tensor.box.lossy:
+        raise Unsupported(
+            f"A weight of shape {tuple(tensor.shape)} is kept rounded, and a shard of it would be rounded again.",
+            cure="Shard a model that was compressed without mantissa_bits, or keep it whole in every process: put it "
+            "into ignored_params.",
+        )
+    # FSDP2 does not tell an extension how far it will reshard; its own parameter object knows.
+    after = getattr(caller.f_locals.get("self"), "post_forward_mesh_info", None)
+    if after is not None and after is not caller.f_locals.get("mesh_info", after):
+        raise Unsupported(
+            "Compressed weights cannot be resharded to another number of processes after the forward pass.",
+            cure="Pass reshard_after_forward=True or False to fully_shard.",
+        )
+
+
+def refuse_pinning(tensor: Any) -> None:
+    """Refuse FSDP2's request for pinned memory, which it would fill with decoded shards."""
+    raise Unsupported(
+        "Shards of compressed weights cannot be pinned in host memory.",
+        cure="Pass CPUOffloadPolicy(pin_memory=False), or leave offload_policy out.",
+    )

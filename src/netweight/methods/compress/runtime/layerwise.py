@@ -1,0 +1,458 @@
+"""Training layer by layer: each gradient is used up as soon as it exists, so only one layer is ever dense.
+
+When a weight's gradient is complete, the weight is decoded into a shell, a torch optimizer steps that shell alone,
+the weight is encoded again and the gradient freed. The optimizer is a real one over all shells, so that groups,
+schedulers and state dicts work. After LOMO (arXiv 2306.09782) and NeuZip (arXiv 2410.20650), section 3.2; there for
+plain SGD only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from netweight.errors import BadGradient, LayerwiseConflict, UsageError
+from netweight.methods.compress.runtime.functional import round_stochastically
+from netweight.methods.compress.runtime.model import (
+    refuse_reentrant_checkpoint,
+    refuse_reentrant_graph,
+    refuse_rounded_weights,
+    refuse_second_optimizer,
+    refuse_shards,
+    refuse_unreduced_gradients,
+    refuse_wrapped_model,
+)
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+
+_UPDATE, _MEASURE = "update", "measure"
+
+
+class _Shell(nn.Parameter):
+    """What the torch optimizer knows of a weight: its shape and dtype, without memory between steps."""
+
+
+def _empty(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+
+
+@final
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """Step every parameter by any torch optimizer during the backward pass, as soon as its gradient is complete.
+
+    N steps on a compressed model give bit for bit the weights, losses and optimizer state of N such steps on the
+    dense model. Call `loss.backward()` once per batch; `step()` and `zero_grad()` may be called and do next to nothing.
+
+    Args:
+        model: Module with compressed or dense parameters, or both, those that train with `requires_grad`.
+        optimizer_class: Any `torch.optim` class, or one like it, that can step parameters one by one.
+        accumulation_steps: Backward passes per update. Until the last of them gradients are kept, dense, for all
+            layers; the last pass uses them up layer by layer.
+        last_pass: With accumulation, asked during a backward pass whether it is the last of its update, for loops whose
+            updates are not all made of `accumulation_steps` passes; None counts.
+        clip_norm: Largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None does not clip.
+            Without accumulation two passes are made, one to measure and one to update: use `step(closure)`. Infinity
+            makes two passes without clipping, so that a bad gradient is found before the first update.
+        stochastic_rounding: Step bf16 weights in fp32 and round them stochastically; states are fp32 then.
+        seed: Root seed of stochastic rounding.
+        reduce: Called with each complete gradient before it is used, to reduce it over processes in place; see
+            `average_gradient`. Needed in a process group of more than one.
+        groups: Parameter groups as torch takes them: dicts with "params" and options; None puts all into one.
+        **options: Passed to `optimizer_class`, such as `lr`.
+
+    Raises:
+        LayerwiseConflict: The optimizer needs all gradients at once, another `LayerwiseOptimizer` has this model, or
+            the model is wrapped for data parallel training or sharded. During a backward pass: gradients that nobody
+            reduces, or clipping without its two passes; then nothing was updated. During the first forward pass:
+            reentrant checkpointing, which is also noticed later, during a backward pass that may have updated some
+            layers.
+        LossyWrite: A weight to be trained is kept rounded.
+        BadGradient: During a backward pass: NaN or infinity. That parameter and those whose gradients would come later
+            keep their values; the message says whether others were updated before. With `clip_norm` or accumulation
+            with it, none was.
+        UsageError: There is nothing to train, or an option is out of its range.
+
+    Source: updates within the backward pass as LOMO makes them (arXiv 2306.09782).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        accumulation_steps: int = 1,
+        last_pass: Callable[[], bool] | None = None,
+        clip_norm: float | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        reduce: Callable[[torch.Tensor], None] | None = None,
+        groups: Iterable[dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        if accumulation_steps < 1:
+            raise UsageError(f"accumulation_steps is {accumulation_steps}.", cure="Choose 1 or more.")
+        if last_pass is not None and accumulation_steps == 1:
+            raise UsageError("last_pass was given, and accumulation_steps is 1.", cure="Give both, or neither.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm is {clip_norm}.", cure="Choose a positive number, or None.")
+        _refuse_closures(optimizer_class)
+        refuse_wrapped_model(model)
+        names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not names:
+            raise UsageError("No parameter of the model requires a gradient.", cure="Call requires_grad_() on some.")
+        self.steps = 0  # updates of the whole model
+        self.grad_norm: torch.Tensor | None = None  # norm of all gradients at the last update, if it was measured
+        self._accumulation, self._clip, self._reduce = accumulation_steps, clip_norm, reduce
+        self._last_pass = last_pass
+        self._stochastic, self._seed = stochastic_rounding, seed
+        chosen = [dict(group) for group in groups] if groups is not None else [{"params": list(names)}]
+        place_in_model = {parameter: place for place, parameter in enumerate(names)}
+        self._parameters: list[nn.Parameter] = []
+        self._names: list[str] = []
+        self._place: list[tuple[int, int]] = []  # of each parameter's shell: group, position
+        for index, group in enumerate(chosen):
+            given: Any = group["params"]
+            listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+            members = [member for member in listed if member.requires_grad]
+            for position, member in enumerate(members):
+                if member not in names:
+                    raise UsageError("A parameter in `groups` is not one of the model's, or is there twice.")
+                self._parameters.append(member)
+                self._names.append(names.pop(member))
+                self._place.append((index, position))
+            group["params"] = [_Shell(_empty(member, self._dtype_of(member))) for member in members]
+        # Norms are summed up in the model's order, as `clip_grad_norm_` does, whatever the groups are.
+        self._rank = [place_in_model[parameter] for parameter in self._parameters]
+        self.inner = optimizer_class(chosen, **options)
+        self._micro = 0  # backward passes since the last update
+        self._pass: int | None = None  # the backward pass at work, by torch's number
+        self._updated = 0  # parameters updated in it
+        self._mode = _UPDATE
+        self._norms: dict[int, torch.Tensor] = {}
+        self._scale: torch.Tensor | None = None
+        # What torch's Optimizer keeps besides groups and state; these two are the inner optimizer's.
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._patch_step_function()
+        refuse_second_optimizer(self._names, self._parameters)
+        refuse_rounded_weights(self._names, self._parameters)
+        refuse_shards(self._names, self._parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._watch = model.register_forward_hook(_Watch(self))
+        self._handles.append(self._watch)
+
+    # ---- what torch's schedulers and other libraries look at ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the torch optimizer, with shells as their parameters; schedulers change their options."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The torch optimizer's state, by shell."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The torch optimizer's default options."""
+        return self.inner.defaults
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of one of the model's parameters, such as its momentum; empty before the first step.
+
+        Args:
+            parameter: One of the model's own.
+        """
+        index = next(i for i, known in enumerate(self._parameters) if known is parameter)
+        return dict(self.inner.state.get(self._shell(index), {}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The torch optimizer's state dict, and under "layerwise" the number of steps made.
+
+        Raises:
+            LayerwiseConflict: Gradients are being accumulated; they are not part of a state dict.
+        """
+        if self._micro:
+            raise LayerwiseConflict(
+                f"{self._micro} of {self._accumulation} backward passes of the next update are done.",
+                cure="Save after an update, when `micro_step` is 0.",
+            )
+        return {**self.inner.state_dict(), "layerwise": {"steps": self.steps}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave; training continues as if it had not been interrupted."""
+        inner = {key: value for key, value in state_dict.items() if key != "layerwise"}
+        self.inner.load_state_dict(inner)
+        self.steps = int(state_dict.get("layerwise", {}).get("steps", 0))
+        self._micro = 0
+
+    @property
+    def micro_step(self) -> int:
+        """Backward passes done since the last update; 0 when no gradient is waiting."""
+        return self._micro
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether an update takes two backward passes, and so `step(closure)`: with clipping, without accumulation."""
+        return self._clip is not None and self._accumulation == 1
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handles
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do nothing, as the backward pass has done it; or run a closure that computes the loss and goes backward.
+
+        Args:
+            closure: Computes the loss, calls its `backward()` and returns it. With `clip_norm` and no accumulation it
+                is called twice with the same random numbers, first to measure the gradients' norm, then to update.
+
+        Returns:
+            What the closure returned, the first time.
+        """
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            if not self.two_passes:
+                return closure()
+            self._mode, self._norms = _MEASURE, {}
+            try:
+                with torch.random.fork_rng():
+                    loss = closure()
+                self._take_norm([self._norms[index] for index in self._in_order(self._norms)])
+                self._mode = "scaled"
+                closure()
+            finally:
+                self._mode, self._scale, self._norms = _UPDATE, None, {}
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that are being accumulated; between updates there are none.
+
+        Args:
+            set_to_none: As in torch; gradients are always dropped.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._micro = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: groups are given when the optimizer is made.
+
+        Args:
+            param_group: Not looked at.
+
+        Raises:
+            LayerwiseConflict: Always.
+        """
+        raise LayerwiseConflict(
+            "A LayerwiseOptimizer takes no groups later.", cure="Close it and make one anew with `groups`."
+        )
+
+    def close(self) -> None:
+        """Take all hooks off the model; it then trains in no special way."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- during the forward and the backward pass ----
+
+    def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Look at the graph of the first forward pass that has one, and at what runs it."""
+        refuse_wrapped_model(model)
+        if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
+            self._watch.remove()
+
+    def _is_last(self) -> bool:
+        """Whether the backward pass at work is the last of its update."""
+        return self._last_pass() if self._last_pass is not None else self._micro + 1 == self._accumulation
+
+    def _in_order(self, indices: Iterable[int]) -> list[int]:
+        return sorted(indices, key=self._rank.__getitem__)
+
+    def _begin(self) -> None:
+        """Check a backward pass when its first gradient arrives, and ask to be told of its end."""
+        number = torch._C._current_graph_task_id()
+        if number == self._pass:
+            return
+        self._pass, self._updated = None, 0
+        refuse_reentrant_checkpoint(CheckpointFunction)
+        refuse_unreduced_gradients(self._reduce)
+        if self.two_passes and self._mode == _UPDATE:
+            raise LayerwiseConflict(
+                "clip_norm needs the norm of all gradients before the first update, which takes two backward passes. "
+                "Nothing was updated.",
+                cure="Call optimizer.step(closure) with a closure that computes the loss and calls backward().",
+            )
+        self._pass = number
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _ready(self, index: int) -> None:
+        """A parameter's gradient is complete for this backward pass."""
+        try:
+            self._begin()
+            if self._mode == _MEASURE:
+                gradient = self._checked(index)
+                self._norms[index] = torch.linalg.vector_norm(gradient)
+                self._parameters[index].grad = None
+            elif self.two_passes or (self._clip is None and self._is_last()):
+                self._update(index)
+        except Exception:
+            self.zero_grad()
+            self._pass = None
+            raise
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """The backward pass is over."""
+        self._pass = None
+        if self._mode == _MEASURE:
+            return
+        last = self._is_last()
+        self._micro += 1
+        if not last:
+            return
+        # Gradients that wait for clipping, or that only earlier passes of this update gave.
+        every = enumerate(self._parameters)
+        waiting = self._in_order(index for index, parameter in every if parameter.grad is not None)
+        try:
+            if self._clip is not None and not self.two_passes:
+                self._take_norm([torch.linalg.vector_norm(self._checked(index)) for index in waiting])
+            for index in waiting:
+                self._update(index)
+        finally:
+            self._scale = None
+            self.zero_grad()
+        self.steps += 1
+
+    def _take_norm(self, norms: list[torch.Tensor]) -> None:
+        """Find the factor that brings the norm of all gradients down to the limit, as `clip_grad_norm_` does."""
+        assert self._clip is not None
+        if not norms:
+            return
+        self.grad_norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        self._scale = torch.clamp(self._clip / (self.grad_norm + 1e-6), max=1.0)
+
+    def _checked(self, index: int) -> torch.Tensor:
+        """The complete gradient, reduced over processes, if it is finite."""
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        if self._reduce is not None:
+            self._reduce(gradient)
+        values = gradient._values() if gradient.is_sparse else gradient
+        if not _is_finite(values):
+            done = (
+                f"{self._updated} other parameters were updated in this pass before, and it was not."
+                if self._updated
+                else "Nothing was updated."
+            )
+            raise BadGradient(
+                f"The gradient of {self._names[index]} holds NaN or infinity. {done}",
+                cure="Lower the learning rate or look at the batch; with clip_norm (also infinity) all gradients are "
+                "examined before the first update.",
+            )
+        return gradient
+
+    def _update(self, index: int) -> None:
+        """Step one parameter and free its gradient."""
+        parameter = self._parameters[index]
+        checked = self._clip is not None and not self.two_passes  # by `_end`, and reduced
+        gradient = parameter.grad if checked else self._checked(index)
+        assert gradient is not None
+        if self._scale is not None:
+            gradient.mul_(self._scale.to(gradient.device))
+        dense = parameter.dense() if isinstance(parameter, CompressedTensor) else parameter.detach()
+        rounded = self._dtype_of(parameter) != dense.dtype
+        shell = self._shell(index)
+        shell.data = dense.float() if rounded else dense
+        shell.grad = gradient.float() if rounded else gradient
+        parameter.grad = None
+        try:
+            self._step_alone(index, shell)
+            stepped = shell.detach()
+            if rounded:
+                stepped = round_stochastically(stepped, self._seed, self._names[index], self.steps)
+            if isinstance(parameter, CompressedTensor):
+                parameter.box.write(stepped)
+                torch.autograd.graph.increment_version(parameter)
+            elif rounded:
+                parameter.copy_(stepped)
+        finally:
+            shell.grad = None
+            shell.data = _empty(parameter, shell.dtype)
+        self._updated += 1
+
+    def _step_alone(self, index: int, shell: nn.Parameter) -> None:
+        """One step of the torch optimizer that sees a single parameter."""
+        groups = self.inner.param_groups
+        group = groups[self._place[index][0]]
+        everyone = group["params"]
+        self.inner.param_groups, group["params"] = [group], [shell]
+        try:
+            self.inner.step()
+        finally:
+            self.inner.param_groups, group["params"] = groups, everyone
+
+    def _shell(self, index: int) -> nn.Parameter:
+        group, position = self._place[index]
+        shell: nn.Parameter = self.inner.param_groups[group]["params"][position]
+        return shell
+
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self._stochastic and parameter.dtype == torch.bfloat16 else parameter.dtype
+
+
+@final
+class _Watch:
+    """Shows an optimizer the model's first forward passes. A copy of the model is of no concern to it."""
+
+    def __init__(self, optimizer: LayerwiseOptimizer | None) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer._forward_done(model, inputs, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return _Watch(None)
+
+
+@final
+class _Hook:
+    """Tells an optimizer that a gradient is complete. A class, so that another optimizer can recognize it."""
+
+    def __init__(self, optimizer: LayerwiseOptimizer, index: int) -> None:
+        self.optimizer = optimizer
+        self.index = index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.optimizer._ready(self.index)
+
+
+def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that evaluate the model themselves."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise LayerwiseConflict(
+            f"{optimizer_class.__name__} needs all gradients at once: its step evaluates the model several times.",
+            cure="Choose an optimizer that steps each parameter by its own gradient, such as AdamW, or train without "
+            "LayerwiseOptimizer.",
+        )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
+    if torch.isfinite(values.sum()):
+        return True
+    return bool(torch.isfinite(values).all())  # finite numbers may add up to infinity

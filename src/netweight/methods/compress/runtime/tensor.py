@@ -1,0 +1,451 @@
+"""The parameter that stands for a compressed weight: shape, dtype, gradients of a dense one, fewer bytes.
+
+Layers find their way to `compute.py` through `__torch_function__`. Any other operator decodes, runs, and encodes what
+it wrote, so that dense code stays right, if slow. A view of a compressed weight is lazy: it remembers how it is cut
+and decodes when it is read; a write through it reaches the weight. Made by `model.py`, `checkpoint.py` and
+integrations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, final
+
+import torch
+import torch.nn.functional as F
+
+from netweight import codec
+from netweight.errors import DenseOnly
+from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime import fsdp as sharding
+from netweight.methods.compress.runtime import functional as compute
+from netweight.methods.compress.runtime.ops import decode, decode_fixed
+from netweight.methods.compress.runtime.storage import Box, blob_of, layout_of, moved, threads_for
+from netweight.store.writer import Level
+
+aten = torch.ops.aten
+_View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DEVICE = torch.Tensor.device.__get__
+_ALIASES = (aten.detach.default, aten.alias.default)
+_LIKE = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    )
+)  # fmt: skip
+# How FSDP2 cuts a weight.
+_CUTTING: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.new_zeros: sharding.blank,
+    torch.Tensor.narrow: sharding.cut,
+    torch.Tensor.pin_memory: sharding.refuse_pinning,
+}
+_RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
+_NO_MEMORY = {
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy.asarray",
+    torch.Tensor.data_ptr: "data_ptr()",
+    torch.Tensor.storage: "storage(), which safetensors asks for, too",
+    torch.Tensor.__dlpack__: "__dlpack__()",
+}
+# In inference mode these come as they are, elsewhere as the operators they are made of.
+_TO = (aten.to.dtype_layout, aten.to.device, aten.to.dtype, aten.to.other)
+
+
+@final
+class CompressedTensor(torch.Tensor):
+    """A weight whose bytes are compressed; usually wrapped into an `nn.Parameter`.
+
+    It has the shape, dtype and device of the dense weight and takes part in autograd: gradients are dense. `detach`,
+    `.data` and views share the weight, as with dense tensors; writes through any of them change it.
+
+    Args:
+        box: The compressed bytes.
+        views: How this tensor is cut out of the weight in the box; empty for the weight itself.
+        stand_in: A tensor on the meta device with this tensor's shape and strides; needed with `views`.
+        requires_grad: As for any tensor.
+
+    Raises:
+        DenseOnly: On use, when code asks for memory that is not there (`numpy()`, `data_ptr()`), or would change shape
+            or storage in place.
+    """
+
+    box: Box
+    views: tuple[_View, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        box: Box | torch.Tensor,
+        views: tuple[_View, ...] = (),
+        stand_in: torch.Tensor | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Make the tensor without memory of its own; or, as accelerate's `type(parameter)(tensor)`, a parameter."""
+        if isinstance(box, torch.Tensor):
+            return torch.nn.Parameter(box, requires_grad=requires_grad)
+        like = _meta(box) if stand_in is None else stand_in
+        tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=box.payload.device,
+        )
+        return tensor
+
+    def __init__(
+        self,
+        box: Box | torch.Tensor,
+        views: tuple[_View, ...] = (),
+        stand_in: torch.Tensor | None = None,
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        if isinstance(box, Box):
+            self.box = box
+            self.views = views
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, *, level: Level = "default", chunk_log2: int | None = None) -> CompressedTensor:
+        """Compress a dense tensor; see `Box.of`."""
+        return cls(Box.of(weight, level=level, chunk_log2=chunk_log2))
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The U8 tensor that holds the bytes."""
+        return self.box.payload
+
+    def dense(self) -> torch.Tensor:
+        """Decode: a dense tensor of the same shape and dtype, without history.
+
+        Returns:
+            The dense tensor, on the weight's device.
+        """
+        return _read(self.box, self.views)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what it is, not what it holds."""
+        kind = "view of a compressed weight" if self.views else f"{self.payload.numel()} bytes"
+        return f"CompressedTensor({tuple(self.shape)}, {self.dtype}, {kind})"
+
+    # ---- torch's protocols for wrapper subclasses ----
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Name the inner tensor and describe the rest, for the compiler."""
+        return ["payload"], (
+            self.box.shape,
+            self.box.dtype,
+            self.box.level,
+            self.box.chunk_log2,
+            self.box.stride,
+            self.box.fixed,
+            self.views,
+        )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
+        return hashlib.sha256(repr(self.__tensor_flatten__()[1]).encode()).hexdigest()
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
+        """Put a tensor together again from what `__tensor_flatten__` gave."""
+        shape, dtype, level, chunk_log2, layout, fixed, views = description
+        box = Box(inner["payload"], shape, dtype, level, chunk_log2, layout, fixed)
+        stand_in = torch.empty_strided(size, stride, dtype=dtype, device="meta") if views else None
+        return CompressedTensor(box, views, stand_in)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the box; tensors that share it share it afterwards, tied weights included."""
+        if self.views:
+            return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _rebuild, (self.box, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the bytes, not the decoded weight; tied weights stay tied."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if self.views:
+            copied: Any = self.dense()
+        else:
+            if id(self.box) not in memo:
+                memo[id(self.box)] = self.box.like(self.payload.clone())
+            copied = _rebuild(memo[id(self.box)], self.requires_grad, isinstance(self, torch.nn.Parameter))
+            if self.grad is not None:
+                copied.grad = self.grad.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """What FSDP2 gathers of this shard; see `sharding.py`."""
+        return sharding.before_gather(self.box, mesh)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        """What FSDP2 makes of the gathered shards.
+
+        Args:
+            gathered: U8 of shape `(processes * capacity,)`: what all processes sent.
+            sent: What was kept when the shard was sent.
+            param_dtype: To calculate in.
+            out: The dense weight of an earlier gather, of its shape and dtype, to be filled again; None makes one.
+        """
+        return sharding.after_gather(self.box, gathered[0], sent, param_dtype, out)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Send the layers' functions to `compute.py`, and stop what would be lost without a word."""
+        kwargs = kwargs or {}
+        result = None
+        if func is F.linear:
+            if _is_plain(args, kwargs, 1, fixed=True):
+                result = compute.linear(*args, **kwargs)
+        elif func is F.embedding:
+            if _is_plain(args, kwargs, 1):
+                result = compute.embedding(*args, **kwargs)
+        elif func is F.conv2d or func is F.conv1d:
+            if _is_plain(args, kwargs, 1):
+                result = compute.conv(2 if func is F.conv2d else 1, *args, **kwargs)
+        elif func is torch.addmm:
+            if len(args) == 3 and not kwargs and _is_plain(args, kwargs, 2):
+                result = compute.addmm(*args)
+        elif not torch.compiler.is_compiling():
+            if func == _SET_DATA:
+                return _set_data(*args)
+            if func == _GET_DEVICE:
+                sharding.refuse(args[0], sys._getframe(1))
+            if func in _CUTTING and sharding.is_fsdp(sys._getframe(1)):
+                return _CUTTING[func](*args, **kwargs)
+            if func is torch.Tensor.share_memory_:
+                args[0].box.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
+                args[0].payload.share_memory_()
+                return args[0]
+            if func is torch.Tensor.is_shared:
+                return args[0].payload.is_shared()
+            if func in _NO_MEMORY and isinstance(args[0], cls):
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                if func is torch.Tensor.data_ptr and caller.startswith("accelerate."):
+                    return args[0].payload.data_ptr()  # it tells by addresses which weights are tied
+                _no_memory(_NO_MEMORY[func])
+        if result is not None:
+            return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator for which the weight must be decoded, or need not."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, cls):
+            if func in _ALIASES:
+                return _alias(first, first.views, _stand_in(first))
+            if func in _LIKE:
+                plain = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
+                return func(plain, *args[1:], **kwargs)
+            if func in _TO:
+                return func.decompose(*args, **kwargs)
+            if func.is_view:
+                return _view(func, first, args[1:], kwargs)
+            if not first.views:
+                if func is aten.clone.default:
+                    return cls(_laid_out(first.box.like(first.payload.clone()), **kwargs))
+                if func is aten._to_copy.default:
+                    return sharding.inherit(_to_copy(first, **kwargs), first.box)
+                if func is aten.copy_.default:
+                    return _copy_whole(first, args[1])
+        if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
+            _no_memory(
+                f"{func._schema.name.removeprefix('aten::')}, which changes a tensor's shape or storage in place"
+            )
+        return _decoded(func, args, kwargs)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _whole(box: Box) -> torch.Tensor:
+    weight: torch.Tensor = (decode_fixed if box.fixed else decode)(box.payload, box.shape, box.dtype)
+    return weight if box.stride is None else torch.empty_like(_meta(box), device=weight.device).copy_(weight)
+
+
+def _meta(box: Box) -> torch.Tensor:
+    """A tensor on the meta device as the box's weight is."""
+    if box.stride is None:
+        return torch.empty(box.shape, dtype=box.dtype, device="meta")
+    return torch.empty_strided(box.shape, box.stride, dtype=box.dtype, device="meta")
+
+
+def _laid_out(box: Box, memory_format: torch.memory_format | None = None, **_: Any) -> Box:
+    """A box whose weight is decoded into another memory format."""
+    if memory_format not in (None, torch.preserve_format):
+        box.stride = layout_of(_meta(box), memory_format)
+    return box
+
+
+def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
+    for func, args, kwargs, which in views:
+        weight = func(weight, *args, **dict(kwargs))
+        if which is not None:
+            weight = weight[which]  # one of several that the operator gave
+    return weight
+
+
+def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
+    """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
+    row_of = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and box.stride is None
+    if row_of and not box.fixed and not torch.compiler.is_compiling():
+        row = views[0][1][1] % box.shape[0]
+        if device.handles(box.payload):
+            return _cut(device.decoder_of(box.payload.device).rows(box.payload, row, row + 1)[0], views[1:])
+        local = box.payload.cpu()
+        threads = threads_for(local.numel() // box.shape[0])
+        return _cut(
+            codec.decode_rows(blob_of(local), row, row + 1, threads=threads)[0].to(box.payload.device), views[1:]
+        )
+    return _cut(_whole(box), views)
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _view(func: Any, tensor: CompressedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = func(_stand_in(tensor), *args, **kwargs)
+    named = tuple(kwargs.items())
+    if isinstance(shapes, torch.Tensor):
+        return _alias(tensor, (*tensor.views, (func, args, named, None)), shapes)
+    return [_alias(tensor, (*tensor.views, (func, args, named, which)), shape) for which, shape in enumerate(shapes)]
+
+
+def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.Tensor) -> CompressedTensor:
+    """Another tensor for the same weight; as torch has it, of a tensor's own kind where inference mode has another."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        with torch.inference_mode(False):
+            return CompressedTensor(tensor.box, views, stand_in)
+    return CompressedTensor(tensor.box, views, stand_in)
+
+
+def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
+    dtype, device = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
+    box = tensor.box
+    if device.type == "meta":
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    if dtype == tensor.dtype:
+        payload = moved(box.payload, device, non_blocking=bool(kwargs.get("non_blocking")))
+        return CompressedTensor(_laid_out(box.like(payload), **kwargs))
+    dense = tensor.dense().to(device, dtype)
+    changed = Box.of(dense, level=box.level, chunk_log2=box.chunk_log2, fixed=box.fixed)
+    return CompressedTensor(_laid_out(changed, **kwargs))
+
+
+def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
+    if isinstance(source, CompressedTensor):
+        same = source.dtype == tensor.dtype and source.shape == tensor.shape and not source.views
+        if same:
+            if source.box is not tensor.box:
+                tensor.box.adopt(source.box.blob)
+            return tensor
+        source = source.dense()
+    source = source.to(device=tensor.device, dtype=tensor.dtype).expand(tensor.shape)
+    tensor.box.write(source)
+    return tensor
+
+
+def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on decoded weights, and encode those that it wrote."""
+    wholes: dict[int, torch.Tensor] = {}  # by box: two views of one weight must see each other's writes
+    parts: dict[int, torch.Tensor] = {}
+    written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, CompressedTensor):
+            return value
+        if id(value) not in parts and not written:
+            parts[id(value)] = _read(value.box, value.views)
+        elif id(value) not in parts:
+            if id(value.box) not in wholes:
+                wholes[id(value.box)] = _whole(value.box)
+            parts[id(value)] = _cut(wholes[id(value.box)], value.views)
+        return parts[id(value)]
+
+    result = func(*_map(dense, args), **_map(dense, kwargs))
+    for box in {id(value.box): value.box for value in written}.values():
+        box.write(wholes[id(box)])
+    given = {id(parts[id(value)]): value for value in written}
+    return _map(lambda value: given.get(id(value), value), result) if given else result
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change every element of nested lists, tuples and dictionaries; much faster here than torch's tree functions."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, element) for element in value])
+    if isinstance(value, dict):
+        return {key: _map(change, element) for key, element in value.items()}
+    return change(value)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else [value]
+
+
+# ---- what has no operator --------------------------------------------------------------------------------------------
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
+    """Whether the weight is whole and contiguous, and the call neither mapped nor differentiated forward."""
+    weight = args[place] if len(args) > place else kwargs.get("weight")
+    if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
+        return False
+    if weight.box.fixed and not fixed:
+        return False
+    return torch.compiler.is_compiling() or (
+        torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`."""
+    if not isinstance(tensor, CompressedTensor):
+        raise DenseOnly(
+            "A dense parameter cannot take a compressed tensor as its .data.",
+            cure="Assign a new parameter, or `value.dense()`.",
+        )
+    if tensor.views or tensor.shape != value.shape or tensor.dtype != value.dtype or tensor.device != value.device:
+        raise DenseOnly(
+            f"The .data of a compressed weight of shape {tuple(tensor.shape)}, dtype {tensor.dtype}, on {tensor.device}"
+            f" cannot become a tensor of shape {tuple(value.shape)} and dtype {value.dtype} on {value.device}.",
+            cure="Assign a new nn.Parameter to the module, or decompress_ the layer first.",
+        )
+    with torch.no_grad():
+        _copy_whole(tensor, value.detach())
+
+
+def _no_memory(what: str) -> NoReturn:
+    raise DenseOnly(
+        f"A compressed weight has no dense memory for {what}.",
+        cure="Use `weight.dense()` for a decoded copy; to save, netweight.save_checkpoint, or safetensors with "
+        "netweight.dense_state_dict(model); or netweight.decompress_(model) for good.",
+    )
+
+
+def _rebuild(box: Box, requires_grad: bool, parameter: bool) -> torch.Tensor:
+    tensor = CompressedTensor(box)
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([Box, CompressedTensor, _rebuild])

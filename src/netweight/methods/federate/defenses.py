@@ -1,0 +1,296 @@
+"""Clients that protect themselves: noise on updates, a least number of local steps, refusal.
+
+Wraps any method. What each protection withstands and what it does not is in docs/gradient-inversion.md. Secure
+aggregation is not here: it is how updates travel (docs/flower.md), and leaves each update as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from netweight.core import seeds
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.federate.aggregate import LowRank, Tensors, Update
+from netweight.methods.federate.hyperfl import rows_of_body
+from netweight.methods.federate.local import steps_per_epoch
+from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
+from netweight.methods.federate.settings import LocalTraining
+from netweight.methods.federate.task import FedTask
+from netweight.nn.flat import ParameterLayout
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+@dataclass(frozen=True)
+class UpdateNoise:
+    """Gaussian noise on a client's whole update, whose change is clipped first."""
+
+    # Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
+    #     noise added by clients.
+
+    clip: float  # largest norm of the change over all shared tensors together, above 0
+    multiplier: float  # standard deviation of the noise on each value, as a multiple of `clip`; at least 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.clip <= 0 or self.multiplier < 0:
+            raise UsageError(f"Clip {self.clip} and noise multiplier {self.multiplier} cannot be.")
+
+
+@final
+@dataclass(frozen=True)
+class Hardened:
+    """A method whose clients protect themselves before they send."""
+
+    # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
+
+    method: Method
+    noise: UpdateNoise | None = None  # noise on updates; None for none
+    minimum_steps: int = 1  # fewest local steps that a client agrees to
+    # What a client accepts of a hypernetwork it is sent; None to accept everything.
+    refusal: RefusalLimits | None = None
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"{self.method.name}, hardened"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client."""
+        return self.method.shared
+
+    @property
+    def training(self) -> LocalTraining:
+        """Local training of the method."""
+        training = getattr(self.method, "training", None)
+        if not isinstance(training, LocalTraining):
+            raise UsageError(f"{self.method.name!r} has no local training that could be counted in steps.")
+        return training
+
+    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+        """Return the method's state before round 1."""
+        return self.method.start(task, seed=seed)
+
+    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return what a client keeps."""
+        return self.method.private_start(task, client, seed=seed)
+
+    def message(self, state: Tensors, client: int) -> Tensors:
+        """Return what the server sends."""
+        return self.method.message(state, client)
+
+    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+        """Return a client's model."""
+        return self.method.weights(task, received, private)
+
+    def train(
+        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train the clients that agree to, and protect what they send."""
+        willing = [client for client in clients if self._agrees(task, client, round)]
+        if not willing:
+            return []
+        trained = self.method.train(task, model, willing, round=round, seed=seed)
+        if self.noise is None:
+            return trained
+        return [
+            dataclasses.replace(one, update=_noisy(one.update, client.received, self.noise, seed))
+            for one, client in zip(trained, willing, strict=True)
+        ]
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the method's next state."""
+        return self.method.aggregate(state, updates)
+
+    def _agrees(self, task: FedTask, client: Client, round: int) -> bool:
+        reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client)]
+        if reasons:
+            _LOG.warning("Round %d: client %d takes no part: %s.", round, client.number, "; ".join(reasons))
+        return not reasons
+
+    def _too_few_steps(self, task: FedTask, number: int) -> list[str]:
+        if self.minimum_steps == 1:
+            return []
+        steps = self.training.epochs * steps_per_epoch(task.client(number).n, self.training.batch_size)
+        return [f"{steps} local steps are fewer than {self.minimum_steps}"] if steps < self.minimum_steps else []
+
+    def _strange(self, task: FedTask, client: Client) -> list[str]:
+        if self.refusal is None or "embedding" not in client.private:
+            return []
+        images = task.client(client.number).train[0][: self.training.batch_size]
+        return refuse_abnormal(
+            rows_of_body(client.received, task.body_layout.size),
+            body=task.body,
+            embedding=client.private["embedding"],
+            images=images,
+            limits=self.refusal,
+        )
+
+
+def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
+    """Return tensors with low-rank matrices made whole, given the server's."""
+    return {n: value.dense(base[n]) if isinstance(value, LowRank) else value for n, value in tensors.items()}
+
+
+def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> Update:
+    """Return an update whose change is clipped as one vector and whose every value has noise."""
+    # The noise comes from the federation's seed, so that a run can be repeated; a client of a real federation trains
+    # with a seed that no one else knows.
+    changes = {name: value - received[name] for name, value in dense_tensors(update.tensors, received).items()}
+    norm = float(torch.stack([change.double().square().sum() for change in changes.values()]).sum().sqrt())
+    factor = min(1.0, noise.clip / (norm + 1e-12))
+    generator = seeds.torch_generator(seed, "client", update.client, "round", update.round, "update noise")
+    sent = {}
+    for name, change in changes.items():
+        drawn = torch.randn(change.shape, generator=generator, dtype=change.dtype)
+        sent[name] = received[name] + factor * change + noise.clip * noise.multiplier * drawn
+    return dataclasses.replace(update, tensors=sent)
+
+
+@final
+@dataclass(frozen=True)
+class RefusalLimits:
+    """The most that a client accepts; the defaults leave room above every state of the honest federations measured."""
+
+    # Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
+    peaked: float = 12.0
+    repeated: float = 0.02  # share of rows, in the trunk or a generated weight, that repeat another row or are zero
+    # Share of rows of the first linear layer that exactly one of the client's images activates; the default was
+    # measured with batches of 50, and batches of a few images need more.
+    lonely: float = 0.25
+    # Change of the shared state since the last round, as a multiple of the client's own in that round.
+    change: float = 3.0
+
+
+@final
+@dataclass(frozen=True)
+class Signs:
+    """What was measured; the names are those of the limits. None where nothing was given to measure it with."""
+
+    peaked: float  # compared with the limit of this name
+    repeated: float  # likewise
+    lonely: float | None  # likewise; needs images
+    change: float | None  # likewise; needs the state before and the client's own change
+
+
+_WORDS = {
+    "peaked": "the generated weights are made of few large values, as kernels that copy an image are",
+    "repeated": "rows repeat each other or are zero",
+    "lonely": "rows of the first linear layer wait for one single image",
+    "change": "the state changed more than clients change it",
+}
+
+
+def refuse_abnormal(
+    received: Mapping[str, Tensor],
+    *,
+    body: nn.Module,
+    embedding: Tensor,
+    images: Tensor | None = None,
+    previous: Mapping[str, Tensor] | None = None,
+    own_change: float | None = None,
+    limits: RefusalLimits | None = None,
+) -> list[str]:
+    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one."""
+    limits = limits or RefusalLimits()
+    bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
+    if bad:
+        return [f"{name!r} holds NaN or infinity" for name in bad]
+    signs = signs_of(received, body=body, embedding=embedding, images=images, previous=previous, own_change=own_change)
+    reasons = []
+    for name, words in _WORDS.items():
+        value, limit = getattr(signs, name), getattr(limits, name)
+        if value is not None and not value <= limit:
+            reasons.append(f"{words} ({name} {value:.3g}, at most {limit:g})")
+    return reasons
+
+
+@torch.no_grad()
+def signs_of(
+    received: Mapping[str, Tensor],
+    *,
+    body: nn.Module,
+    embedding: Tensor,
+    images: Tensor | None = None,
+    previous: Mapping[str, Tensor] | None = None,
+    own_change: float | None = None,
+) -> Signs:
+    """Measure a received hypernetwork; arguments as for `refuse_abnormal`."""
+    state, layout = _without_prefix(received), ParameterLayout.of(body)
+    weight, bias = state["heads.weight"], state["heads.bias"]
+    if len(bias) != layout.size or state["trunk.0.weight"].shape[1] != len(embedding):
+        raise UsageError(
+            f"The heads generate {len(bias)} values from {state['trunk.0.weight'].shape[1]} numbers; "
+            f"the body has {layout.size} parameters and the embedding {len(embedding)} numbers."
+        )
+    generated = layout.split(weight @ _code(state, embedding) + bias)
+    matrices = [part.flatten(1) for part in generated.values() if part.ndim > 1]
+    change = None
+    if previous is not None and own_change is not None:
+        moved = sum(float((received[name] - previous[name]).double().square().sum()) for name in received)
+        change = moved**0.5 / max(own_change, 1e-12)
+    return Signs(
+        peaked=max(_kurtosis(matrix) for matrix in matrices),
+        repeated=max(_repeated(matrix) for matrix in [*matrices, state["trunk.0.weight"]]),
+        lonely=None if images is None else _lonely(body, generated, images),
+        change=change,
+    )
+
+
+def _without_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
+    if len(prefixes) != 1:
+        raise NameNotFound(f"The state has {len(prefixes)} tensors 'heads.weight', not one.")
+    prefix = prefixes.pop()
+    found = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    for wanted in ("heads.bias", "trunk.0.weight", "trunk.0.bias"):
+        if wanted not in found:
+            raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure="Give the hypernetwork's state.")
+    return found
+
+
+def _code(state: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
+    code, layer = embedding, 0
+    while f"trunk.{layer}.weight" in state:
+        code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
+        layer += 1
+    return code
+
+
+def _kurtosis(values: Tensor) -> float:
+    centered = values.double() - values.double().mean()
+    return float(centered.pow(4).mean() / centered.square().mean().square().clamp_min(1e-300))
+
+
+def _repeated(matrix: Tensor) -> float:
+    """Share of rows that are zero or point where another row does, either way."""
+    lengths = matrix.norm(dim=1)
+    zero = lengths <= 1e-6 * lengths.max()
+    unit = matrix / lengths.clamp_min(1e-30)[:, None]
+    alike = (unit @ unit.T).abs()
+    alike.fill_diagonal_(0)
+    return float((zero | (alike.max(1).values > 0.999)).double().mean())
+
+
+def _lonely(body: nn.Module, parameters: Mapping[str, Tensor], images: Tensor) -> float:
+    """Share of the first linear layer's rows whose gradient would come from one image alone."""
+    linear = next((module for module in body.modules() if isinstance(module, nn.Linear)), None)
+    if linear is None:
+        raise UsageError("The body has no linear layer to look at.", cure="Leave `images` out.")
+    seen: list[Tensor] = []
+    handle = linear.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        functional_call(body, dict(parameters), (images,), strict=True)
+    finally:
+        handle.remove()
+    return float(((seen[0] > 0).sum(0) == 1).double().mean())

@@ -1,0 +1,524 @@
+"""What localization found, prompt by prompt: as JSON, and in the format of the paper's code."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import dataclasses
+import io
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+import torch
+from torch import Tensor
+
+from netweight.core import digest
+from netweight.core.engines import Outcome
+from netweight.core.files import whole_file
+from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import map_runs
+from netweight.core.units import Units
+from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.forget.detect import Score, Threshold, detect, greatest, look_of
+from netweight.methods.forget.layers import ValueLayer, value_layers
+from netweight.methods.forget.masking import Row
+from netweight.methods.forget.search import (
+    Neuron,
+    Predictions,
+    Search,
+    Trials,
+    blocked_by_layer,
+    greedy,
+    predicted,
+    side_by_side,
+)
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.methods.forget.similarity import pairwise
+from netweight.methods.forget.statistics import Statistics, text_activations
+from netweight.nn.batching import Costs
+from netweight.nn.text_to_image import TextToImage
+
+Status = Literal["resolved", "unresolved", "not memorized", "failed"]
+
+_VERSION = 1
+_COLUMNS = ("Caption", "URL", "Initial Neurons", "Initial SSIM", "Refined Neurons", "Refined SSIM")
+
+
+@final
+@dataclass(frozen=True)
+class Localization:
+    """The neurons of one prompt."""
+
+    prompt: str
+    # "resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last stage did not;
+    # "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
+    status: Status
+    neurons: Units  # the neurons to block
+    # For each layer, those chosen before refinement, in order; repeated where both rules chose one and fidelity is
+    # "reference".
+    initial: Mapping[str, Sequence[int]]
+    refined: Mapping[str, Sequence[int]]
+    theta: float | None = None  # none if there was none
+    top: int | None = None  # k of that stage
+    seeds: tuple[float, ...] = ()  # for each seed the greatest similarity to another, nothing blocked
+    kept: int = 0  # how many of them lie above the threshold
+    threshold: float | None = None
+    refinement_threshold: float | None = None  # what refinement had to keep to: the threshold, or what was reached
+    # Greatest over kept seeds of the similarity to what is predicted with nothing blocked.
+    initial_similarity: float | None = None
+    refined_similarity: float | None = None
+    rows: int = 0  # rows that went through the denoiser
+    error: str | None = None  # what went wrong
+    broken: float | None = None  # what similarities had to fall to
+    # For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and "processor
+    # seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the share of its rows.
+    # Not looked at in comparisons.
+    steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def not_memorized(
+        cls,
+        prompt: str,
+        seeds: Sequence[float],
+        threshold: float,
+        steps: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Self:
+        """Say that a prompt has no neurons."""
+        return cls(
+            prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds),
+            steps=steps or {},
+        )  # fmt: skip
+
+    @classmethod
+    def failed(cls, prompt: str, error: str) -> Self:
+        """Say that a prompt's search ended in an error."""
+        return cls(prompt, "failed", Units(), {}, {}, error=error)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON value."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "neurons"}
+        return {**values, "seeds": list(self.seeds), "neurons": json.loads(self.neurons.to_json())}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned."""
+        try:
+            neurons = Units.from_json(json.dumps(values["neurons"]))
+            return cls(**{**values, "neurons": neurons, "seeds": tuple(values["seeds"])})
+        except (KeyError, TypeError, UsageError) as error:
+            raise CorruptBlob(f"This is no localization: {error}.", cure="Localize anew.") from None
+
+
+def write_results(path: str | Path, found: Sequence[Localization], *, model: str) -> None:
+    """Write localizations as one JSON file, over one that is there."""
+    content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in found]}
+    with whole_file(Path(path), overwrite=True) as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+
+def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Units, str | None]:
+    """Read neurons from any file that holds some: all of its prompts' together."""
+    found, model = _read(Path(path), layers)
+    return found if isinstance(found, Units) else _union(found), model
+
+
+def read_localizations(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
+    """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone."""
+    found, _ = _read(Path(path), layers)
+    return [] if isinstance(found, Units) else found
+
+
+def _read(path: Path, layers: Mapping[str, ValueLayer]) -> tuple[Units | list[Localization], str | None]:
+    if path.suffix == ".csv":
+        return read_published(path, layers), None
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+        if "prompts" not in content:
+            return Units.from_json(text), None
+        return [Localization.from_json(each) for each in content["prompts"]], content["model"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"The neurons in {path} cannot be read: {error}.", cure="Give a file of netweight forget localize."
+        ) from None
+
+
+def write_published(path: str | Path, found: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
+    """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists."""
+    # Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
+    rows = io.StringIO()
+    writer = csv.writer(rows, delimiter=";", lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for each in found:
+        lists = [[list(part.get(name, ())) for name in layers] for part in (each.initial, each.refined)]
+        writer.writerow([each.prompt, "", lists[0], each.initial_similarity, lists[1], each.refined_similarity])
+    with whole_file(Path(path), overwrite=True) as file:
+        file.write(rows.getvalue().encode())
+
+
+def read_published(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
+    """Read a table of the paper's code; its lists are read as data, nothing is executed."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The neurons in {path} cannot be read: {error}.") from None
+    csv.field_size_limit(1 << 24)
+    rows = csv.DictReader(io.StringIO(text), delimiter=";")
+    lacking = sorted({"Caption", "Initial Neurons", "Refined Neurons"} - set(rows.fieldnames or ()))
+    if lacking:
+        raise UsageError(f"{path} has no column {lacking[0]!r}.", cure=f"Its columns must be {';'.join(_COLUMNS)}.")
+    return [_published(path, row, number, layers) for number, row in enumerate(rows, start=2)]
+
+
+def _published(path: str | Path, row: Mapping[str, Any], number: int, layers: Mapping[str, ValueLayer]) -> Localization:
+    lists = []
+    for column in ("Initial Neurons", "Refined Neurons"):
+        try:
+            value = ast.literal_eval(row[column])
+            lists.append(dict(zip(layers, [[int(index) for index in part] for part in value], strict=True)))
+        except (ValueError, SyntaxError, TypeError) as error:
+            raise UsageError(
+                f"{column} in row {number} of {path} are no lists of {len(layers)} layers: {error}.",
+                cure="Was the table made for another model or scope?",
+            ) from None
+    initial, refined = lists
+    likeness = [_number(row.get(column)) for column in ("Initial SSIM", "Refined SSIM")]
+    status: Status = "resolved" if any(refined.values()) else "not memorized"
+    return Localization(
+        row["Caption"], status, Units(refined), initial, refined,
+        initial_similarity=likeness[0], refined_similarity=likeness[1],
+    )  # fmt: skip
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def _union(found: Sequence[Localization]) -> Units:
+    together: dict[str, set[int]] = {}
+    for each in found:
+        for name, index in each.neurons:
+            together.setdefault(name, set()).add(index)
+    return Units({name: sorted(indices) for name, indices in together.items()})
+
+
+# Similarities that differ by less are equal: the same row in another batch differs in its last bits.
+_TOLERANCE = 1e-5
+_FIRST_STAGES = 4  # tried at once; each further batch doubles
+
+
+def localize_prompt(
+    model: TextToImage,
+    prompt: str,
+    statistics: Statistics,
+    threshold: Threshold,
+    config: LocalizationConfig | None = None,
+) -> Localization:
+    """Find the neurons that a prompt's image is memorized in."""
+    # Source: arXiv 2406.02366, section 3 and its code.
+    config = config or LocalizationConfig()
+    predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
+    ((_, found),) = side_by_side([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@torch.no_grad()
+def search(
+    predictions: Predictions, prompt: str, statistics: Statistics, threshold: Threshold, config: LocalizationConfig
+) -> Search[Localization]:
+    """Find a prompt's neurons, as `localize_prompt` does, for `side_by_side`."""
+    aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
+    model, layers = predictions.model, predictions.layers
+    costs = Costs()
+    text = predictions.masks.read(model.embed([prompt]))
+    every = range(len(config.detection.seeds))
+    unblocked = yield from predicted([Row(text, {}, seed) for seed in every], costs)
+    seeds = greatest(pairwise(unblocked)).tolist()
+    score = max(seeds) if config.fidelity == "reference" else sum(seeds) / len(seeds)
+    kept = [seed for seed in every if seeds[seed] > threshold.value]
+    costs.end("detection")
+    if not kept or score <= threshold.value:
+        return Localization.not_memorized(prompt, seeds, threshold.value, costs.steps)
+    wanted = aim if config.initial is None else config.initial
+    goal = wanted if config.refinement is None else config.refinement
+    stages = _stages(model, layers, prompt, statistics, config)
+    trials = Trials(text, kept, unblocked[kept], costs)
+    stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
+    initial = _flat(stages[stage])
+    (similarities,) = yield from trials.of([blocked_by_layer(initial)])
+    first = max(similarities)
+    limit = goal if reached else max(goal, first)
+    costs.end("initial selection")
+    demanded = limit - _TOLERANCE if config.fidelity == "reference" else limit + _TOLERANCE
+    refined = yield from _refine(trials, layers, initial, demanded, config)
+    (similarities,) = yield from trials.of([blocked_by_layer(refined)])
+    last = max(similarities)
+    costs.end("refinement")
+    return Localization(
+        prompt=prompt,
+        status="resolved" if last <= goal + _TOLERANCE else "unresolved",
+        neurons=_units(refined),
+        refined=_by_layer(layers, refined),
+        initial=_by_layer(layers, initial),
+        theta=config.thetas[stage],
+        top=stage,
+        seeds=tuple(seeds),
+        kept=len(kept),
+        threshold=threshold.value,
+        broken=goal,
+        refinement_threshold=limit,
+        initial_similarity=first,
+        refined_similarity=last,
+        rows=int(sum(step["rows"] for step in costs.steps.values())),
+        steps=costs.steps,
+    )
+
+
+def stage_neurons(
+    activations: Mapping[str, Tensor], z: Mapping[str, Tensor], theta: float, top: int, *, repeated: bool = False
+) -> dict[str, list[int]]:
+    """Choose neurons by a prompt's activations: those out of distribution, and the most active ones."""
+    chosen = {}
+    for name, values in activations.items():
+        outside = (z[name] > theta).nonzero().flatten().tolist()
+        most = values.topk(min(top, values.numel())).indices.tolist()
+        both = [*outside, *most]
+        chosen[name] = both if repeated else list(dict.fromkeys(both))
+    return chosen
+
+
+def _stages(
+    model: TextToImage,
+    layers: Mapping[str, ValueLayer],
+    prompt: str,
+    statistics: Statistics,
+    config: LocalizationConfig,
+) -> list[dict[str, list[int]]]:
+    """The neurons that every stage chooses."""
+    found = text_activations(model, layers, model.embed([prompt]))
+    activations = {name: values[0].cpu() for name, values in found.items()}
+    z = statistics.z(activations)
+    repeated = config.fidelity == "reference"
+    return [
+        stage_neurons(activations, {name: z[name] for name in activations}, theta, top, repeated=repeated)
+        for top, theta in enumerate(config.thetas)
+    ]
+
+
+def _first_stage(
+    trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int
+) -> Search[tuple[int, bool]]:
+    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is looked at first."""
+    start, count = 0, _FIRST_STAGES
+    while start < len(stages):
+        group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
+        place = 0
+        while place < len(group):
+            at_worst = yield from trials.at([(trial, [worst]) for trial in group[place:]])
+            place = next((place + step for step, (value,) in enumerate(at_worst) if value <= aim), len(group))
+            if place < len(group):
+                (values,) = yield from trials.of([group[place]])
+                if max(values) <= aim:
+                    return start + place, True
+                worst = values.index(max(values))
+                place += 1
+        start, count = start + count, 2 * count
+    return len(stages) - 1, False
+
+
+def _refine(
+    trials: Trials,
+    layers: Mapping[str, ValueLayer],
+    initial: Sequence[Neuron],
+    limit: float,
+    config: LocalizationConfig,
+) -> Search[list[Neuron]]:
+    """Spare whole layers, then single neurons, from the last layer to the first."""
+
+    def spared(neurons: Sequence[Neuron], groups: Sequence[Sequence[int]]) -> Search[list[Neuron]]:
+        left = yield from greedy(trials, neurons, groups, limit, ahead=config.ahead, every_seed=config.every_seed)
+        return [neurons[place] for place in left]
+
+    backwards = list(layers)[::-1]
+    places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
+    whole = [group for group in places.values() if group]
+    kept = yield from spared(initial, whole)
+    single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
+    return (yield from spared(kept, single))
+
+
+def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:
+    return [(name, index) for name, indices in stage.items() for index in indices]
+
+
+def _by_layer(layers: Mapping[str, ValueLayer], neurons: Sequence[Neuron]) -> dict[str, list[int]]:
+    return {name: [index for where, index in neurons if where == name] for name in layers}
+
+
+def _units(neurons: Sequence[Neuron]) -> Units:
+    return Units({name: sorted(found) for name, found in blocked_by_layer(neurons).items()})
+
+
+_NO_INFLUENCE = ("rows", "ahead", "prompts")  # settings that change how long a result takes, not what it is
+
+
+def localize(
+    model: TextToImage,
+    prompts: Sequence[str],
+    statistics: Statistics,
+    threshold: Threshold,
+    config: LocalizationConfig | None = None,
+    *,
+    ledger: str | Path,
+    progress: Progress = QUIET,
+) -> list[Localization]:
+    """Find the neurons of prompts, remembering each as soon as it is done.
+
+    Args:
+        model: The model.
+        prompts: At least one.
+        statistics: Of the same model.
+        threshold: Of the same model, see `calibrate`.
+        config: How; None takes the defaults.
+        ledger: The file to remember results in; a second call continues the first.
+        progress: Told of every prompt.
+
+    Returns:
+        One per prompt, in order. A prompt whose search ended in an error has the status "failed"; the next call tries
+        it again.
+
+    Raises:
+        UsageError: There is no prompt, statistics or threshold are of another model, or the threshold of another look.
+        Unsupported: See `value_layers`.
+
+    Source: arXiv 2406.02366, section 3.
+    """
+    if not prompts:
+        raise UsageError("There is no prompt to localize.", cure="Give at least one.")
+    config = config or LocalizationConfig()
+    identity = model.digest()
+    layers = value_layers(model.denoiser, scope=config.scope)
+    statistics.check(layers, identity)
+    check_threshold(threshold, identity, look_of(model, config.detection))
+    about = {
+        "model": identity,
+        "statistics": _statistics_digest(statistics),
+        "threshold": [threshold.value, threshold.broken],
+        "config": _settings(config),
+    }
+    items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
+    predictions = Predictions(model, layers, config.detection)
+
+    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:
+        return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
+
+    def engine(fn: Callable[..., Search[Any]], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
+        """Search several prompts side by side; seconds are those since another one's search ended."""
+        began = time.perf_counter()
+        for index, value in side_by_side(map(fn, waiting), predictions, config.prompts):
+            seconds, began = time.perf_counter() - began, time.perf_counter()
+            if isinstance(value, Exception):
+                yield index, Outcome(None, "".join(traceback.format_exception(value)), seconds)
+            else:
+                yield index, Outcome(value, None, seconds)
+
+    results = map_runs(localized, items, ledger=ledger, engine=engine, ordered=True)
+    found = []
+    with progress.task("localize", len(items), unit="prompts") as task:
+        for result in results:
+            failed = Localization.failed(result.config["prompt"], result.error or "")
+            found.append(Localization.from_json(result.value) if result.ok else failed)
+            task.update()
+    return found
+
+
+def detect_resumably(
+    model: TextToImage,
+    prompts: Sequence[str],
+    config: DetectionConfig | None = None,
+    *,
+    ledger: str | Path,
+    progress: Progress = QUIET,
+) -> list[Score]:
+    """Score prompts as `detect` does, remembering each as soon as it is done."""
+    if not prompts:
+        raise UsageError("There is no prompt to look at.", cure="Give at least one.")
+    config = config or DetectionConfig()
+    identity = model.digest()
+    items = [{"prompt": prompt, "model": identity, "config": _settings(config)} for prompt in prompts]
+    at_once = max(1, config.rows // len(config.seeds))
+
+    def detected(item: Mapping[str, Any]) -> dict[str, Any]:
+        return dataclasses.asdict(detect(model, [item["prompt"]], config)[0])
+
+    def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
+        """Score as many prompts at once as fit in a batch."""
+        for start in range(0, len(waiting), at_once):
+            began = time.perf_counter()
+            group = waiting[start : start + at_once]
+            try:
+                values: list[Any] = [
+                    dataclasses.asdict(each) for each in detect(model, [item["prompt"] for item in group], config)
+                ]
+                error = None
+            except Exception:
+                values, error = [None] * len(group), traceback.format_exc()
+            seconds = (time.perf_counter() - began) / len(group)
+            for offset, value in enumerate(values):
+                yield start + offset, Outcome(value, error, seconds)
+
+    scores = []
+    with progress.task("detect", len(items), unit="prompts") as task:
+        for result in map_runs(detected, items, ledger=ledger, engine=engine, ordered=True):
+            if not result.ok:
+                reason = (result.error or "").strip().splitlines()[-1]
+                raise UsageError(
+                    f"The prompt {result.config['prompt']!r} could not be scored: {reason}",
+                    cure=f"The whole reason is in {ledger}; those scored before are kept there.",
+                )
+            scores.append(Score.from_json(result.value))
+            task.update()
+    return scores
+
+
+def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
+    """Refuse a threshold that was calibrated on another model, or by looking at prompts in another way."""
+    if threshold.model is not None and threshold.model != identity:
+        raise UsageError(
+            f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",
+            cure="Calibrate it on this one: netweight forget detect --ordinary.",
+        )
+    others = {name: value for name, value in (threshold.look or {}).items() if look.get(name) != value}
+    if others:
+        told = ", ".join(f"{name} {value}, not {look.get(name)}" for name, value in others.items())
+        raise UsageError(
+            f"The threshold was calibrated in another way: {told}.",
+            cure="Give the same settings here, or calibrate it with these: netweight forget detect --ordinary.",
+        )
+
+
+def _settings(config: DetectionConfig | LocalizationConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(config)
+    inner = values.get("detection", {})
+    for name in _NO_INFLUENCE:
+        values.pop(name, None)
+        inner.pop(name, None)
+    return values
+
+
+def _statistics_digest(statistics: Statistics) -> str:
+    parts = [
+        [name, digest.of_tensor(mean), digest.of_tensor(statistics.deviations[name])]
+        for name, mean in statistics.means.items()
+    ]
+    return digest.of_config(parts)

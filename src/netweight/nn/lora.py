@@ -1,0 +1,215 @@
+"""A low-rank adapter as a value: per module a change ΔW = scale · up @ down, and the algebra that never forms ΔW.
+
+Many ways of writing one adapter mean the same change: `down → G down, up → up G⁻¹` (its gauge). Everything here but
+`LowRank` itself depends on the change alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """One module's change, ΔW = scale · up @ down.
+
+    Attributes:
+        down: Shape `(rank, columns)`: LoRA's A.
+        up: Shape `(rows, rank)`: LoRA's B, of down's dtype.
+        scale: alpha / rank, or alpha / √rank for rank-stabilized LoRA.
+
+    Raises:
+        UsageError: The shapes do not fit each other, or the rank is 0.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that make no matrix."""
+        if self.down.ndim != 2 or self.up.ndim != 2 or self.up.shape[1] != self.down.shape[0] or not len(self.down):
+            raise UsageError(
+                f"Factors of shapes {tuple(self.up.shape)} and {tuple(self.down.shape)} make no low-rank matrix.",
+                cure="Give up as (rows, rank) and down as (rank, columns), rank at least 1.",
+            )
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of `down`; the change may have a lower one."""
+        return self.down.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the change."""
+        return self.up.shape[0], self.down.shape[1]
+
+    def dense(self) -> Tensor:
+        """Return the change, shape `(rows, columns)`, in the factors' dtype."""
+        return self.scale * (self.up @ self.down)
+
+    def inner(self, other: LowRank) -> float:
+        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone.
+
+        Args:
+            other: A change of the same shape; its rank may be another.
+
+        Raises:
+            UsageError: The shapes differ.
+
+        Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
+        """
+        if self.shape != other.shape:
+            raise UsageError(f"Changes of shapes {self.shape} and {other.shape} have no inner product.")
+        ups = self.up.double().T @ other.up.double()
+        downs = self.down.double() @ other.down.double().T
+        return self.scale * other.scale * float((ups * downs).sum())
+
+    def truncated(self, rank: int) -> tuple[LowRank, float]:
+        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out.
+
+        Args:
+            rank: At least 1. Where the change has a lower rank, it is kept whole at that rank (at least 1).
+
+        Returns:
+            Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
+
+        Raises:
+            UsageError: The rank is below 1.
+
+        Source: QR of both factors, then a singular value decomposition of rank × rank.
+        """
+        if rank < 1:
+            raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
+        left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
+        u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
+        noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
+        kept = max(1, min(rank, int((values > noise).sum())))
+        root = values[:kept].sqrt()
+        up = (left.Q @ (u[:, :kept] * root)).to(self.up.dtype)
+        down = ((vh[:kept] * root[:, None]) @ right.Q.T).to(self.down.dtype)
+        return LowRank(down, up), float((values[kept:] ** 2).sum())
+
+
+@final
+@dataclass(frozen=True)
+class Truncation:
+    """An adapter of a chosen rank, and what that cost.
+
+    Attributes:
+        adapter: What is left.
+        relative_error: Norm of what was left out, divided by the norm of the whole; 0 for nothing.
+    """
+
+    adapter: Adapter
+    relative_error: float
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Low-rank changes of a model's modules.
+
+    Attributes:
+        factors: Module name → its change. Names are those of the adapted model (`Select` understands them); in a
+            pipeline they begin with its component, as in `unet.mid_block.attentions.0.…to_q`.
+
+    Raises:
+        UsageError: There is no module.
+    """
+
+    factors: Mapping[str, LowRank]
+
+    def __post_init__(self) -> None:
+        """Refuse an adapter of nothing."""
+        if not self.factors:
+            raise UsageError("An adapter needs at least one module.")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Module names, sorted."""
+        return tuple(sorted(self.factors))
+
+    def inner(self, other: Adapter) -> float:
+        """Return the inner product of the two changes, summed over modules; both must have the same modules.
+
+        Args:
+            other: An adapter of the same modules; ranks may differ.
+
+        Raises:
+            NameNotFound: The other lacks a module, or has one more.
+        """
+        _same_modules(self, other)
+        return sum(change.inner(other.factors[name]) for name, change in self.factors.items())
+
+    def norm(self) -> float:
+        """Return the Frobenius norm of the whole change."""
+        return math.sqrt(max(self.inner(self), 0.0))
+
+    def scaled(self, factor: float) -> Adapter:
+        """Return the adapter whose change is `factor` times this one's."""
+        changes = {
+            name: LowRank(change.down, change.up, change.scale * factor) for name, change in self.factors.items()
+        }
+        return Adapter(changes)
+
+    def truncated(self, rank: int) -> Truncation:
+        """Return the nearest adapter of at most a rank per module, with the relative error of the whole.
+
+        Args:
+            rank: At least 1, for every module.
+        """
+        parts = {name: change.truncated(rank) for name, change in self.factors.items()}
+        lost, whole = sum(error for _, error in parts.values()), self.norm() ** 2
+        return Truncation(
+            Adapter({name: kept for name, (kept, _) in parts.items()}), (lost / whole) ** 0.5 if whole else 0.0
+        )
+
+
+def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:
+    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side.
+
+    Args:
+        adapters: At least one. A module that some of them lack takes no change from these.
+        weights: One per adapter; 1 by default.
+
+    Returns:
+        Per module the rank is the sum of the ranks; `truncated` makes it smaller.
+
+    Raises:
+        UsageError: There is no adapter, the numbers differ, or a module has two shapes.
+    """
+    chosen = [1.0] * len(adapters) if weights is None else list(weights)
+    if not adapters or len(chosen) != len(adapters):
+        raise UsageError(f"{len(adapters)} adapters cannot be summed with {len(chosen)} weights.")
+    names = sorted({name for adapter in adapters for name in adapter.factors})
+    return Adapter({name: _side_by_side(name, adapters, chosen) for name in names})
+
+
+def _side_by_side(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> LowRank:
+    """Put the changes of one module side by side; each one's scale goes into its up factor."""
+    parts = [(one.factors[name], weight) for one, weight in zip(adapters, weights, strict=True) if name in one.factors]
+    if len({change.shape for change, _ in parts}) > 1:
+        raise UsageError(f"The adapters change {name} in different shapes: they are of different models.")
+    down = torch.cat([change.down for change, _ in parts])
+    up = torch.cat([change.up * (change.scale * weight) for change, weight in parts], dim=1)
+    return LowRank(down, up)
+
+
+def _same_modules(one: Adapter, other: Adapter) -> None:
+    """Say which module is in one adapter alone."""
+    for name in sorted(set(one.factors) ^ set(other.factors)):
+        raise NameNotFound(
+            f"Only one of the two adapters changes {name!r}.",
+            cure=f"The nearest name in the other is {nearest_names(name, list(other.factors), 1)[0]!r}.",
+        )

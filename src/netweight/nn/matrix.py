@@ -1,0 +1,234 @@
+"""Matrices that need not fit memory: read by blocks of rows or of columns, from an array or a `.npy` file.
+
+Files are read, not mapped, so that memory holds the block that was asked for and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final, runtime_checkable
+
+import numpy
+import torch
+from torch import Tensor
+
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+
+_BYTES = 1 << 28  # of a block of rows
+
+
+class Rows(Protocol):
+    """A matrix that is read by rows."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        ...
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite.
+
+        Returns:
+            Shape `(stop - start, d)`.
+        """
+        ...
+
+
+@runtime_checkable
+class Columns(Rows, Protocol):
+    """A matrix that is read by columns, too."""
+
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
+        """Write columns from `start` up to `stop` into `out`, shape `(rows, stop − start)`, fp32, contiguous."""
+        ...
+
+
+def blocks(matrix: Rows, start: int = 0) -> list[tuple[int, int]]:
+    """Ranges of rows, from `start`, of about 256 MB each.
+
+    Args:
+        matrix: The matrix.
+        start: The first row.
+
+    Returns:
+        Pairs of a first row and the row after the last.
+    """
+    count, length = matrix.shape
+    step = max(1, _BYTES // (4 * length))
+    return [(first, min(first + step, count)) for first in range(start, count, step)]
+
+
+@final
+class MatrixArray:
+    """A matrix in memory.
+
+    Args:
+        values: Shape `(n, d)`, any floating dtype.
+
+    Raises:
+        UsageError: It is no matrix.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        if values.ndim != 2:
+            raise UsageError(f"An array of shape {tuple(values.shape)} is no matrix.")
+        self._values = values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._values.shape[0], self._values.shape[1]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `Rows`."""
+        return self._values[start:stop].to(torch.float32, copy=True)
+
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
+        """See `Columns`."""
+        out.copy_(self._values[:, start:stop])
+
+
+@final
+class MatrixFile:
+    """A matrix in a `.npy` file, or some of its rows.
+
+    Args:
+        path: The file: two dimensions, row by row, floating numbers of 16, 32 or 64 bits.
+        start: The first row.
+        stop: The row after the last; None for all.
+
+    Raises:
+        CorruptBlob: The file is no `.npy` file, or shorter than it says.
+        Unsupported: It holds something else than such a matrix.
+        UsageError: There are no such rows.
+    """
+
+    def __init__(self, path: str | Path, start: int = 0, stop: int | None = None) -> None:
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            try:
+                version = numpy.lib.format.read_magic(file)
+                read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else (
+                    numpy.lib.format.read_array_header_2_0
+                )  # fmt: skip
+                shape, by_columns, self._dtype = read(file)
+            except ValueError as error:
+                raise CorruptBlob(f"{path} is no .npy file: {error}.") from error
+            self._offset = file.tell()
+        if len(shape) != 2 or by_columns or self._dtype.str not in ("<f2", "<f4", "<f8"):
+            raise Unsupported(
+                f"{path} holds {self._dtype} of shape {shape}.",
+                cure="Write a matrix of two dimensions, row by row, as float16, float32 or float64.",
+            )
+        if self.path.stat().st_size < self._offset + self._dtype.itemsize * shape[0] * shape[1]:
+            raise CorruptBlob(f"{path} is shorter than it says: {shape[0]} × {shape[1]} numbers do not fit it.")
+        self._start, self._stop, self._length = start, shape[0] if stop is None else stop, shape[1]
+        if not 0 <= self._start < self._stop <= shape[0]:
+            raise UsageError(f"{path} has {shape[0]} rows; there are none from {start} to {stop}.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self._stop - self._start, self._length
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See `Rows`."""
+        offset = self._offset + (self._start + start) * self._length * self._dtype.itemsize
+        found = numpy.fromfile(self.path, self._dtype, (stop - start) * self._length, offset=offset)
+        return torch.from_numpy(found.reshape(stop - start, self._length)).float()
+
+    def columns(self, start: int, stop: int, out: Tensor) -> None:
+        """See `Columns`."""
+        target, size = out.numpy(), self._dtype.itemsize
+        row = numpy.empty(stop - start, self._dtype)
+        with open(self.path, "rb", buffering=0) as file:
+            for number in range(self.shape[0]):
+                into = target[number] if target.dtype == self._dtype else row
+                place = self._offset + ((self._start + number) * self._length + start) * size
+                if os.preadv(file.fileno(), [into.data], place) != into.nbytes:
+                    raise CorruptBlob(f"{self.path} could not be read in one piece: it was cut, or is being written.")
+                if into is row:
+                    target[number] = row
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Sums from which mean and deviation follow; those of several workers add up.
+
+    Attributes:
+        pilot: Shape `(d,)`, fp32: a row near the mean, taken off before summing, so that nothing cancels.
+        sums: Shape `(d,)`, fp64.
+        squares: Shape `(d,)`, fp64.
+    """
+
+    pilot: Tensor
+    sums: Tensor
+    squares: Tensor
+
+    @classmethod
+    def begin(cls, pilot: Tensor) -> Moments:
+        """Start with nothing.
+
+        Args:
+            pilot: A row near the mean, shape `(d,)`, which is taken off before squares are added up.
+
+        Returns:
+            Sums of zero.
+        """
+        return cls(pilot, torch.zeros(len(pilot), dtype=torch.float64), torch.zeros(len(pilot), dtype=torch.float64))
+
+    def take(self, rows: Tensor) -> None:
+        """Add rows, shape `(m, d)`, fp32, which are overwritten.
+
+        Args:
+            rows: Shape `(m, d)`, fp32.
+        """
+        rows -= self.pilot
+        for start in range(0, len(rows), 64):  # a few at a time, for their copies in fp64
+            wide = rows[start : start + 64].double()
+            self.sums.add_(wide.sum(dim=0))
+            self.squares.add_(wide.square_().sum(dim=0))
+
+    def mean(self, count: int) -> Tensor:
+        """Mean of the columns of `count` rows, shape `(d,)`, fp64.
+
+        Returns:
+            The mean.
+        """
+        return self.pilot + self.sums / count
+
+    def variance(self, count: int) -> Tensor:
+        """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64.
+
+        Args:
+            count: How many rows were taken, at least 2.
+
+        Returns:
+            The variance.
+        """
+        return ((self.squares - self.sums**2 / count) / (count - 1)).clamp_min_(0)
+
+
+def check_finite(rows: Tensor, first: int, column: int = 0) -> None:
+    """Refuse NaN and infinity.
+
+    Args:
+        rows: Shape `(m, d)`.
+        first: Number of the first row, for the message.
+        column: Number of the first column.
+
+    Raises:
+        UsageError: One is there; its row and column are named.
+    """
+    if torch.isfinite(rows.sum()):  # one pass, and no mask, where all is well
+        return
+    bad = (~torch.isfinite(rows)).nonzero()
+    if len(bad):
+        row, place = bad[0].tolist()
+        raise UsageError(
+            f"Row {first + row} holds {float(rows[row, place])} in column {column + place}.",
+            cure="Leave the row out; principal components of such numbers do not exist.",
+        )

@@ -1,0 +1,214 @@
+"""Training many adapters of one frozen model at once: one forward pass for all of them, one elementwise optimizer.
+
+Each sample runs with its own adapter's factors, the losses are summed, and Adam treats every number by itself, so that
+each adapter ends as if it had been trained alone. What the model is and what its loss, is up to the caller:
+`netweight.hf.train_adapters` has losses for diffusers and transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import torch_generator
+from netweight.errors import TrainingStopped, UsageError
+from netweight.nn.apply_lora import applied
+from netweight.nn.stacked_lora import AdapterStack
+
+
+@final
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """How adapters are trained.
+
+    Attributes:
+        rank: Of every factor.
+        scale: ΔW = scale · up @ down: alpha / rank.
+        steps: Optimizer steps.
+        learning_rate: Adam's at the first step; it falls linearly to nothing.
+        start: Whether all adapters start from the same `down`, or each from one of its own that its name decides on;
+            `up` starts at 0.
+        train_down: Whether `down` is trained; if not, every change is linear in `up` (LoRA-FA).
+        seed: Of the start, and of what losses draw. Adapters of one seed see the same noise.
+
+    Raises:
+        UsageError: A number cannot be.
+    """
+
+    rank: int = 1
+    scale: float = 1.0
+    steps: int = 100
+    learning_rate: float = 0.03
+    start: Literal["shared", "independent"] = "shared"
+    train_down: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained."""
+        if self.rank < 1 or self.steps < 1 or not self.learning_rate > 0 or not self.scale > 0:
+            raise UsageError(
+                f"rank {self.rank}, steps {self.steps}, learning_rate {self.learning_rate} and scale {self.scale}.",
+                cure="Give ranks and steps of at least 1, and a positive rate and scale.",
+            )
+        if self.start not in ("shared", "independent"):
+            raise UsageError(f"start is {self.start!r}.", cure="Choose shared or independent.")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FittedAdapters:
+    """Adapters that were trained together.
+
+    Attributes:
+        names: Of the adapters.
+        stack: The adapters, fp32.
+        losses: Each one's mean loss over the last tenth of its steps, shape `(n,)`.
+    """
+
+    names: tuple[str, ...]
+    stack: AdapterStack
+    losses: Tensor
+
+
+def _initial_adapters(
+    names: Sequence[str],
+    layers: Mapping[str, tuple[int, int]],
+    recipe: AdapterRecipe,
+    device: torch.device | str = "cpu",
+) -> AdapterStack:
+    """Return adapters that change nothing yet: `down` even within ±1/√columns as in peft, `up` 0.
+
+    Args:
+        names: Of the adapters.
+        layers: Module name → rows and columns.
+        recipe: Its rank, scale, start and seed are looked at.
+        device: Where they go.
+
+    Raises:
+        UsageError: There is no adapter or no layer, or two have one name.
+    """
+    if not names or not layers or len(set(names)) != len(names):
+        raise UsageError(
+            f"{len(names)} adapters, {len(set(names))} names, {len(layers)} layers.",
+            cure="Give at least one adapter and one layer, and each adapter a name of its own.",
+        )
+    down, up = {}, {}
+    for module, (rows, columns) in layers.items():
+        seeds = [()] if recipe.start == "shared" else [(name,) for name in names]
+        starts = [
+            torch.rand(recipe.rank, columns, generator=torch_generator(recipe.seed, "down", module, *path))
+            for path in seeds
+        ]
+        start = (torch.stack(starts) * 2 - 1) / math.sqrt(columns)
+        down[module] = start.expand(len(names), -1, -1).clone().to(device)
+        up[module] = torch.zeros(len(names), rows, recipe.rank, device=device)
+    scale = {module: torch.full((len(names),), recipe.scale, dtype=torch.float64) for module in layers}
+    ranks = {module: torch.full((len(names),), recipe.rank) for module in layers}
+    return AdapterStack(down, up, scale, ranks)
+
+
+def fit_adapters(
+    model: nn.Module,
+    names: Sequence[str],
+    layers: Mapping[str, tuple[int, int]],
+    losses: Callable[[int, int], Tensor],
+    recipe: AdapterRecipe,
+    *,
+    each: int,
+    signs: Sequence[int] = (1,),
+    component: str = "",
+    progress: Progress = QUIET,
+) -> FittedAdapters:
+    """Train adapters of one model together.
+
+    Args:
+        model: Frozen while adapters are trained, and afterwards as it was.
+        names: Of the adapters.
+        layers: Module name → rows and columns, as `linear_layers` returns them.
+        losses: Step and sign → one loss for each adapter, shape `(n,)`. Runs the model once on a batch in which the
+            samples of the first adapter come first, then those of the second. What it draws depends on the step alone,
+            or on the adapter's name, never on who else is trained.
+        recipe: How.
+        each: Samples of each adapter in such a batch.
+        signs: What adapters are multiplied with while a loss is computed, one loss after the other; 1 and -1 for
+            adapters whose negative has to be of use, too.
+        component: What the layers' names begin with beside the model's own.
+        progress: Where progress is shown.
+
+    Returns:
+        The trained adapters by name, with their losses.
+
+    Raises:
+        UsageError: There is no adapter or layer, two have one name, or there is not one loss for each adapter.
+        TrainingStopped: A loss became NaN or infinite; the adapter and the step are named.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    stack = _initial_adapters(names, layers, recipe, device)
+    trained = [*stack.up.values(), *(stack.down.values() if recipe.train_down else ())]
+    for factor in trained:
+        factor.requires_grad_(True)
+    optimizer = torch.optim.Adam(trained, lr=recipe.learning_rate, fused=True)
+    groups = torch.arange(len(names), device=device).repeat_interleave(each)
+    last, late = torch.zeros(len(names), device=device), max(recipe.steps // 10, 1)
+    what = f"{len(names)} adapters"
+    with _frozen(model), applied(model, stack, groups, component=component):
+        for step in progress.track(range(recipe.steps), what, recipe.steps, unit="steps"):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * (1 - step / recipe.steps)
+            for sign in signs:
+                _scale_(stack, recipe.scale * sign)
+                found = _checked(losses(step, sign), names, step)
+                found.sum().backward()  # type: ignore[no-untyped-call]
+                if step >= recipe.steps - late:
+                    last += found.detach() / (late * len(signs))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    _scale_(stack, recipe.scale)
+    for factor in trained:
+        factor.requires_grad_(False)
+    return FittedAdapters(tuple(names), stack, last.cpu())
+
+
+def _scale_(stack: AdapterStack, scale: float) -> None:
+    """Scale adapters in place: a model that they are applied to reads the scale whenever it runs."""
+    for values in stack.scale.values():
+        values.fill_(scale)
+
+
+def _checked(found: Tensor, names: Sequence[str], step: int) -> Tensor:
+    if found.shape != (len(names),):
+        raise UsageError(
+            f"Losses have shape {tuple(found.shape)}.", cure=f"Return one for each of {len(names)} adapters."
+        )
+    finite = found.detach().isfinite()
+    if not bool(finite.all()):
+        worst = int((~finite).nonzero()[0])
+        raise TrainingStopped(
+            f"The loss of adapter {names[worst]!r} became {float(found.detach()[worst])} at step {step}.",
+            cure="Check what it is trained on, or choose a lower learning rate.",
+        )
+    return found
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Keep a model's weights out of the backward pass, and out of training mode."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    model.eval()
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True

@@ -1,0 +1,1 @@
+"""What other programs load from netweight: quantizers, trainers, the Flower app, model cards."""

@@ -1,0 +1,33 @@
+"""Federated methods on Flower: the same `Method` objects as in the engine of one process, as ClientApp and ServerApp.
+
+`client_app` and `server_app` make the two apps, `Elsewhere` stands for data that a server does not have, and private
+tensors are exported and imported by `export_private` and `import_private`. Needs the extra `federated`.
+"""
+
+import warnings
+
+from netweight.errors import MissingExtra
+
+try:
+    with warnings.catch_warnings():
+        # Flower's typer asks click for names that click is going to drop.
+        warnings.filterwarnings("ignore", "'click.utils", DeprecationWarning)
+        import flwr.app  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingExtra(
+        "Federated learning over a network needs Flower 1.41.", cure="Install it: pip install 'netweight[federated]'."
+    ) from error
+
+from netweight.plugins.flower.client import client_app, export_private, import_private
+from netweight.plugins.flower.server import HISTORY, Elsewhere, server_app
+from netweight.plugins.flower.strategy import MethodStrategy
+
+__all__ = [
+    "HISTORY",
+    "Elsewhere",
+    "MethodStrategy",
+    "client_app",
+    "export_private",
+    "import_private",
+    "server_app",
+]

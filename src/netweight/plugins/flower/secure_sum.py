@@ -1,0 +1,261 @@
+"""Secure sums: the server sees the sum of a round's updates and no single one. Client and server call their halves.
+
+The protocol is SecAgg+ as Flower has it (Bell et al., ePrint 2020/704): pairwise masks that cancel in the sum, a mask
+of each client's own, shares of the secrets so that the others can stand in for who vanishes. One thing is replaced.
+Flower draws a mask of millions of words from a Mersenne Twister whose seed is 32 bits, whatever the length of the
+secret: a server can try all of them. Here masks are ChaCha20's stream under the whole secret (`stream_mask`).
+"""
+
+# What it does not do: the server passes on the clients' public keys, so that it must follow the protocol (honest but
+# curious) and not collude with clients up to the threshold; it still sees the sum, numbers of examples and accuracies;
+# and nobody can examine single updates, so that a client checks its own and a malicious one can spoil the sum.
+# What it costs: low-rank factors cannot be summed under masks, so that dense changes are sent, as words of 8 bytes
+# each; four messages each way instead of one; values are rounded at random to steps of 2 · CLIP / 2²².
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast, final
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.serverapp import Grid
+
+from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.aggregate import LowRank, Tensors, Update, fault_of
+from netweight.plugins.flower.records import Answer, known_metrics
+from netweight.plugins.flower.strategy import MethodStrategy, Trial, exchange
+
+# Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
+CLIP = 2.0
+# A sum over fewer clients is refused by both sides.
+FEWEST = 3
+
+_MOST = 1000  # words have 32 bits, values 22
+_THRESHOLD = 2 / 3  # least share of a round's clients that must be there in the end, or collude to unmask one
+_LOG = logging.getLogger(__name__)
+
+
+def stream_mask(seed: bytes, num_range: int, dimensions_list: Sequence[tuple[int, ...]]) -> list[np.ndarray[Any, Any]]:
+    """Return a mask drawn from a secret that is used once, uniform in [0, num_range)."""
+    key = hashlib.sha256(b"netweight secure sum" + seed).digest()
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+    masks = []
+    for shape in dimensions_list:
+        words = np.frombuffer(stream.update(bytes(4 * math.prod(shape))), dtype="<u4")
+        masks.append((words.astype(np.int64) % num_range).reshape(shape))
+    return masks
+
+
+def _protocol(side: str) -> Any:
+    """Return Flower's module of one side of the protocol, drawing masks from whole secrets."""
+    try:
+        module = importlib.import_module(side)
+    except ModuleNotFoundError as error:
+        raise Unsupported(f"This release of Flower has no {side}.", cure="Install flwr 1.41.") from error
+    if not hasattr(module, "pseudo_rand_gen"):
+        raise Unsupported(f"{side} of this release of Flower draws masks in an unknown way.", cure="Use flwr 1.41.")
+    vars(module)["pseudo_rand_gen"] = stream_mask
+    return module
+
+
+def _client_side() -> Any:
+    return _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod")
+
+
+def _server_side() -> Any:
+    return _protocol("flwr.server.workflow.secure_aggregation.secaggplus_workflow")
+
+
+def under_masks(
+    message: Message, context: Context, train: Callable[[Message, Context], Message], *, wanted: bool
+) -> Message:
+    """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
+    protocol = _client_side() if wanted else None
+    asked = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
+    configs = message.content.config_records.get(asked)
+    if (configs is not None) != wanted:
+        said, own = ("under masks", "in the clear") if configs is not None else ("in the clear", "under masks")
+        raise UsageError(f"The server asks for updates {said}; this client sends them {own} only.")
+    if protocol is None or configs is None:
+        return train(message, context)
+    key = protocol.Key
+    if configs[key.STAGE] == protocol.Stage.SETUP:
+        clients, shares, needed = (int(str(configs[k])) for k in (key.SAMPLE_NUMBER, key.SHARE_NUMBER, key.THRESHOLD))
+        if clients < FEWEST or shares < FEWEST or needed < _THRESHOLD * shares - 0.5:
+            raise UsageError(f"The server wants a sum over {clients} clients that {needed} of {shares} can undo.")
+    return cast(Message, protocol.secaggplus_mod(message, context, train))
+
+
+def masked_reply(message: Message, received: Tensors, answer: Answer) -> Message:
+    """Return the training's reply as the protocol wants it: dense changes by sorted names, which it masks."""
+    compat = importlib.import_module("flwr.compat.common.recorddict_compat")
+    changes = []
+    for name in sorted(received):
+        value = answer.update.tensors[name]
+        dense = value.dense(received[name]) if isinstance(value, LowRank) else value
+        change = dense.double() - received[name].double()
+        largest = float(change.abs().max()) if change.numel() else 0.0
+        if not largest <= CLIP:
+            raise UsageError(f"The change of {name!r} is up to {largest:g}; up to {CLIP:g} can be summed under masks.")
+        changes.append(change.cpu().numpy())
+    n = answer.update.n
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), num_examples=n, metrics=dict(answer.metrics))
+    return Message(compat.fitres_to_recorddict(result, keep_input=False), reply_to=message)
+
+
+@final
+class _Listening:
+    """A grid that remembers which node failed, and why."""
+
+    def __init__(self, grid: Grid, timeout: float) -> None:
+        self._grid, self._timeout = grid, timeout
+        self.faults: dict[int, str] = {}
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send messages and return the replies, each with the node that was asked."""
+        asked = list(messages)
+        replies = exchange(self._grid, asked, timeout=self._timeout)
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+        answered = set()
+        for reply in replies:
+            node = nodes[reply.metadata.reply_to_message_id]
+            answered.add(node)
+            if reply.has_error():
+                self.faults[node] = f"answered with error {reply.error.code}: {(reply.error.reason or '')[-300:]}"
+        self.faults.update({node: "sent nothing" for node in nodes.values() if node not in answered})
+        return replies
+
+
+@final
+class _OneSum:
+    """What the protocol takes for a strategy and a client manager, for one sum."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self._nodes = nodes
+        self.mean: list[np.ndarray[Any, Any]] | None = None
+        self.results: dict[int, FitRes] = {}
+
+    def num_available(self) -> int:
+        """Return how many nodes there are."""
+        return len(self._nodes)
+
+    def configure_fit(self, server_round: int, parameters: Parameters, manager: object) -> list[tuple[Any, FitIns]]:
+        """Return the nodes; what they are sent is put in afterwards."""
+        return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._nodes]
+
+    def aggregate_fit(
+        self, server_round: int, results: Sequence[tuple[Any, FitRes]], failures: Sequence[object]
+    ) -> tuple[None, dict[str, float]]:
+        """Take the mean."""
+        self.results = {proxy.node_id: result for proxy, result in results}
+        self.mean = parameters_to_ndarrays(results[0][1].parameters)
+        return None, {}
+
+
+def masked_attempt(
+    strategy: MethodStrategy, round: int, arrays: ArrayRecord, grid: Grid, context: Context
+) -> ArrayRecord | None:
+    """Run a round in which the server sees the clients' weighted mean alone."""
+    strategy.configure_train(round, arrays, ConfigRecord(), grid)
+    trial = strategy.trial
+    assert trial is not None
+    if any(tensors.keys() != trial.state.keys() for tensors in trial.sent.values()) or any(
+        tensors[name] is not trial.state[name] for tensors in trial.sent.values() for name in tensors
+    ):
+        raise UsageError(f"{strategy.method.name} sends each client something else: there is no sum to be secured.")
+    if len(trial.sent) > _MOST:
+        raise UsageError(
+            f"A sum over {len(trial.sent)} clients could overflow its words; up to {_MOST} can be summed.",
+            cure="Ask fewer clients in a round: lower `fraction`.",
+        )
+    if len(trial.sent) < max(FEWEST, strategy.settings.min_clients):
+        strategy.log_refused(trial, trial.absent)
+        return None
+    listening = _Listening(grid, strategy.timeout)
+    largest = max(1, *(strategy.examples(client) for client in trial.sent))
+    # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
+    threshold = max(_THRESHOLD, strategy.settings.min_clients / len(trial.sent))
+    found = _summed(trial, listening, context, largest, threshold)
+    client_of = {message.metadata.dst_node_id: client for client, message in trial.messages.items()}
+    faults = {client_of[node]: why for node, why in listening.faults.items()}
+    return _concluded(strategy, trial, found, {client_of[node]: fit for node, fit in found.results.items()}, faults)
+
+
+def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, threshold: float) -> _OneSum:
+    """Run the protocol; the mean is None if it was halted."""
+    server, protocol = importlib.import_module("flwr.server"), _server_side()
+    contents: dict[int, RecordDict] = {m.metadata.dst_node_id: m.content for m in trial.messages.values()}
+
+    one = _OneSum(list(contents))
+    own = Context(context.run_id, context.node_id, context.node_config, RecordDict(), context.run_config)
+    legacy = server.LegacyContext(
+        context=own, config=server.ServerConfig(num_rounds=1), strategy=one, client_manager=one
+    )
+    legacy.state.config_records[protocol.MAIN_CONFIGS_RECORD] = ConfigRecord(
+        {protocol.WorkflowKey.CURRENT_ROUND: trial.round}
+    )
+    legacy.state.array_records[protocol.MAIN_PARAMS_RECORD] = ArrayRecord()
+    workflow = protocol.SecAggPlusWorkflow(1.0, threshold, max_weight=float(largest), clipping_range=CLIP)
+    _amend(workflow, contents)
+    try:
+        workflow(grid, legacy)
+    except Exception as error:  # Flower's part of the protocol trusts what clients send; it must not stop the server
+        _LOG.warning("Round %d: the sum failed: %s: %s", trial.round, type(error).__name__, error)
+        one.mean = None
+    return one
+
+
+def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
+    """Send netweight's own records, and go on without those who vanish before they have shared their secrets."""
+    # Flower asks in the end for shares of their secrets too, which nobody has, and no masks are to be taken off for
+    # them.
+    set_up, share_keys = workflow.setup_stage, workflow.share_keys_stage
+
+    def set_up_with_own_records(*arguments: Any) -> bool:
+        done = bool(set_up(*arguments))
+        arguments[-1].nid_to_fitins = dict(contents)
+        return done
+
+    def share_keys_of_who_is_there(*arguments: Any) -> bool:
+        done, state = bool(share_keys(*arguments)), arguments[-1]
+        here = set(state.active_node_ids)
+        state.sampled_node_ids = here
+        state.nid_to_neighbours = {node: others & here for node, others in state.nid_to_neighbours.items()}
+        return done
+
+    workflow.setup_stage, workflow.share_keys_stage = set_up_with_own_records, share_keys_of_who_is_there
+
+
+def _concluded(
+    strategy: MethodStrategy, trial: Trial, found: _OneSum, results: Mapping[int, FitRes], faults: Mapping[int, str]
+) -> ArrayRecord | None:
+    refused = {**{client: "is not in the sum" for client in trial.sent if client not in results}, **trial.absent}
+    refused |= {client: why for client, why in faults.items() if client not in results}
+    strategy.log_refused(trial, refused)
+    names = sorted(trial.state)
+    if found.mean is None or len(found.mean) != len(names):
+        return None
+    changes = {name: torch.from_numpy(mean) for name, mean in zip(names, found.mean, strict=True)}
+    if any(changes[name].shape != trial.state[name].shape for name in names):
+        _LOG.warning("Round %d, attempt %d: the sum has other shapes than the state.", trial.round, trial.attempt + 1)
+        return None
+    state = {name: (trial.state[name].double() + changes[name]).to(trial.state[name]) for name in names}
+    joint = Update(min(results), sum(result.num_examples for result in results.values()), state, trial.round)
+    if (fault := fault_of(trial.state, joint, round=trial.round)) is not None:
+        _LOG.warning("Round %d, attempt %d: the sum %s.", trial.round, trial.attempt + 1, fault)
+        return None
+    answers = [
+        Answer(Update(client, result.num_examples, {}, trial.round), known_metrics(result.metrics))
+        for client, result in results.items()
+    ]
+    return strategy.finish(trial, strategy.method.aggregate(trial.state, [joint]), answers, refused)[0]

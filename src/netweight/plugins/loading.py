@@ -1,0 +1,287 @@
+"""What the plug-ins for transformers and diffusers share: settings, and how stored bytes become a model's weights.
+
+`NetweightConfig` holds the settings, `Weights` makes parameters of stored or dense tensors and lets go of the
+checkpoint afterwards, `check` looks at a file before it is used, and `save_beside` writes a compressed folder. Called
+by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, final, get_args
+
+import torch
+from torch import nn
+
+from netweight import codec
+from netweight.codec import Precision
+from netweight.codec.dtypes import dtype_name, torch_dtype
+from netweight.core.names import Select
+from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
+from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose, linear_weights, place
+from netweight.methods.compress.runtime.storage import Box, pack
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.store.reader import StoredFile
+from netweight.store.writer import Level
+
+try:
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise MissingExtra(
+        "This plug-in needs transformers 5, which is not installed.",
+        cure="Install it: pip install 'netweight[llm]' or, for diffusers, 'netweight[diffusion]'.",
+    ) from error
+
+
+METHOD = "netweight"
+_VERSION = 1
+
+
+class _Method(StrEnum):
+    """diffusers asks a quantization method for its `value`."""
+
+    NETWEIGHT = METHOD
+
+
+@final
+class NetweightConfig(QuantizationConfigMixin):
+    """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`."""
+
+    # A folder that is compressed already needs none: it loads with its own, and the libraries warn if they ignore
+    # another.
+
+    def __init__(
+        self,
+        include: Select | str | Iterable[str] | None = None,
+        exclude: Select | str | Iterable[str] | None = None,
+        level: Level = "default",
+        version: int = _VERSION,
+        weights: str | None = None,
+        quant_method: str = METHOD,
+        mantissa_bits: int = 7,
+        block_size: int | None = 512,
+        fidelity: str = "corrected",
+        prefer: Prefer = "memory",
+    ) -> None:
+        if level not in get_args(Level):
+            raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(get_args(Level))}.")
+        if version != _VERSION:
+            raise Unsupported(
+                f"The compressed folder is of version {version!r}; this release reads version {_VERSION}.",
+                cure="Upgrade netweight: pip install --upgrade netweight.",
+            )
+        self.quant_method = _Method.NETWEIGHT  # type: ignore[assignment]
+        self.version = version
+        self.include = _listed(include)
+        self.exclude = _listed(exclude)
+        self.level = level
+        self.weights = weights
+        check_prefer(prefer, Precision(mantissa_bits, block_size, fidelity))  # which checks itself
+        self.prefer = prefer
+        # Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
+        self.mantissa_bits = mantissa_bits
+        self.block_size = block_size
+        self.fidelity = fidelity
+
+    @property
+    def precision(self) -> Precision:
+        """How much of weights to keep."""
+        return Precision(self.mantissa_bits, self.block_size, self.fidelity)
+
+
+def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
+    return None if patterns is None else list(Select.of(patterns).patterns)
+
+
+@final
+class Weights:
+    """Makes the parameters of one model that is being loaded."""
+
+    def __init__(self, config: NetweightConfig, *, stored: bool) -> None:
+        self.config = config
+        self.stored = stored
+        self._chunks: dict[str, int | None] = {}
+        self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
+        self._room: torch.Tensor | None = None
+
+    def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
+        """Choose the weights to hold compressed; tied ones both or neither."""
+        self._chunks = choose(model, include=self.config.include, exclude=self.config.exclude)
+        for target, source in tied.items():
+            if target not in self._chunks or source not in self._chunks:
+                self._chunks.pop(target, None)
+                self._chunks.pop(source, None)
+        if self.config.prefer == "speed":
+            self._fixed = linear_weights(model) - tied.keys() - set(tied.values())
+
+    def refuse_unroundable(self, model: nn.Module) -> None:
+        """Refuse dtypes that cannot be rounded as asked, before anything is loaded."""
+        for dtype in {model.get_parameter(name).dtype for name in self._chunks}:
+            self.config.precision.rounding(dtype_name(dtype))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a weight is to be held compressed."""
+        return name in self._chunks
+
+    def take(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Make a parameter of stored bytes: compressed if it was chosen and gets smaller so, else dense."""
+        blob = _bytes(stored)
+        info = codec.info(blob)
+        own = torch_dtype(info.dtype)
+        if name not in self:
+            return self.decode(name, stored, dtype)
+        dense = self._filled(name, blob, self._room_for(info.nbytes).view(own).view(info.shape))
+        if dtype not in (None, own) and own.is_floating_point:
+            return self.compress(name, dense.to(dtype).to(stored.device))
+        level: Any = info.level
+        if name in self._fixed and not codec.is_lossy(blob):
+            box = Box.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
+            if box.fixed:
+                return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
+        payload = pack(blob)
+        if payload.nbytes >= info.nbytes:
+            return dense.clone().to(stored.device)
+        box = Box(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
+        return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
+
+    def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
+        blob = _bytes(stored)
+        info = codec.info(blob)
+        dense = self._filled(name, blob, torch.empty(info.shape, dtype=torch_dtype(info.dtype)))
+        if dtype is not None and dense.is_floating_point():
+            dense = dense.to(dtype)
+        return dense.to(stored.device)
+
+    def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
+        """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
+        precision = None if self.stored else self.config.precision
+        chunk_log2, fixed = self._chunks[name], name in self._fixed
+        box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
+        if box.payload.nbytes >= dense.nbytes:
+            return dense
+        return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
+
+    def release(self, model: nn.Module) -> None:
+        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
+        self._room = None
+        seen: set[int] = set()
+        for module in model.modules():
+            for attribute, parameter in module._parameters.items():
+                if isinstance(parameter, CompressedTensor):
+                    compressed: Any = parameter
+                    place(module, attribute, compressed)
+                elif parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    if parameter.device.type == "cpu":
+                        parameter.data = parameter.data.clone()  # it may lie in the mapped file
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "cpu":
+                    module._buffers[attribute] = buffer.clone()
+
+    def _room_for(self, nbytes: int) -> torch.Tensor:
+        """Memory to decode a weight into that is only looked at; the codec's own pool would hold some of each size."""
+        if self._room is None or self._room.numel() < nbytes:
+            self._room = None
+            self._room = torch.empty(nbytes, dtype=torch.uint8)
+        return self._room[:nbytes]
+
+    def _filled(self, name: str, blob: Any, out: torch.Tensor) -> torch.Tensor:
+        try:
+            codec.decode_into(blob, out, threads=torch.get_num_threads(), check=True)
+        except CorruptBlob as error:
+            raise CorruptBlob(
+                f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
+            ) from error
+        return out
+
+
+def _bytes(stored: torch.Tensor) -> Any:
+    """A stored tensor's bytes, without a copy if they are on the CPU."""
+    content: Any = stored.cpu().numpy()
+    return memoryview(content)
+
+
+def refuse_disk(device_map: Any) -> None:
+    """Refuse to offload compressed weights to disk."""
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise Unsupported("Compressed weights cannot be offloaded to disk.", cure='Leave "disk" out of the device map.')
+
+
+def check(path: Path) -> None:
+    """Compare what a compressed file says of its tensors with what their bytes say, without decoding any."""
+    file = StoredFile(path)
+    try:
+        if file.description is None:
+            raise UsageError(
+                f"{path} is not compressed, though its folder's config.json says so.",
+                cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
+            )
+        for name in file.names():
+            told = file.info(name)
+            try:
+                found = codec.info(file.raw(name))
+            except CorruptBlob as error:
+                raise CorruptBlob(
+                    f"{path}, tensor {name!r}: {error.reason}", cure="Fetch or compress it again."
+                ) from error
+            if (found.dtype, tuple(found.shape), found.digest) != (told.dtype, told.shape, told.digest):
+                raise CorruptBlob(
+                    f"{path}, tensor {name!r}: its bytes are those of another tensor.",
+                    cure="Fetch or compress it again.",
+                )
+    finally:
+        file.close()
+
+
+def save_beside(
+    model: nn.Module,
+    target: str | os.PathLike[str],
+    write_plain: Callable[[Path], None],
+    *,
+    replaced: str,
+    level: Level,
+    push_to_hub: bool,
+) -> None:
+    """Let a library write a plain folder beside the target, compress it, and put it in the target's place."""
+    if push_to_hub:
+        raise Unsupported(
+            "A compressed model cannot be saved and pushed in one step.",
+            cure="Save it to a folder, then: hf upload NAME FOLDER.",
+        )
+    target = Path(target)
+    if target.is_file():
+        raise UsageError(f"{target} is a file.", cure="Name a folder.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
+        plain, compressed = Path(beside) / "plain", Path(beside) / "net"
+        write_plain(plain)
+        compress_folder(plain, compressed, level=level, ready=_rounded(model))
+        _move_into(compressed, target, replaced)
+
+
+def _rounded(model: nn.Module) -> dict[str, memoryview]:
+    """The blobs of a model's rounded weights, by the digests of what they decode to."""
+    weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
+    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
+    blobs = [box.blob for box in boxes if box.lossy]
+    return {codec.info(blob).digest: blob for blob in blobs}
+
+
+def _move_into(folder: Path, target: Path, replaced: str) -> None:
+    """Put a compressed folder's files into a folder that may hold others, the configuration last."""
+    if not target.exists():
+        os.replace(folder, target)
+        return
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == "config.json")
+    for old in target.glob(replaced):
+        old.unlink()
+    for file in files:
+        place_of = target / file.relative_to(folder)
+        place_of.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place_of)

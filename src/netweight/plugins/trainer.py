@@ -1,0 +1,338 @@
+"""A compressed model's weights in a folder that `from_pretrained` loads, written and read as they are in memory.
+
+No weight but one is ever dense, so that a model which trains compressed can be saved while it trains. Used by
+`trainer.py`; `integrations/transformers.py` loads such folders.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` loads the checkpoints
+from netweight.codec.dtypes import torch_dtype
+from netweight.core.files import whole_file
+from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
+from netweight.methods.compress.loaders import MODEL_CONFIG, mark_config, stored_name
+from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
+from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.store import StoreWriter, TensorInfo, open_store
+
+_PLAIN = "model.safetensors"
+# Name of the weights file.
+WEIGHTS = stored_name(_PLAIN, diffusers=False)
+
+
+def holds_compressed(model: nn.Module) -> bool:
+    """Whether any parameter of the model is compressed."""
+    return any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
+
+
+def write_folder(folder: str | Path, model: Any) -> None:
+    """Write a model's weights, compressed ones without decoding them, and a configuration that names them."""
+    # Each file appears whole or not at all.
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: set[Any] = set()
+    with StoreWriter(folder / WEIGHTS, overwrite=True) as writer:
+        for name, value in model.state_dict().items():
+            if _identity(value) in written:
+                continue  # a tied weight
+            written.add(_identity(value))
+            if isinstance(value, CompressedTensor):
+                writer.add_blob(name, value.box.blob)
+            else:
+                writer.add(name, value)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_diff_dict"):
+        return
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    content = config.to_json_string(use_diff=True)
+    described: Any = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    marked = mark_config(MODEL_CONFIG, _with(content, described), [_PLAIN])
+    assert marked is not None
+    with whole_file(folder / MODEL_CONFIG, overwrite=True) as file:
+        file.write(marked)
+
+
+def read_folder(folder: str | Path, model: nn.Module) -> None:
+    """Read weights that `write_folder` wrote into a model of the same make, one after another."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise UsageError(f"{folder} holds no {WEIGHTS}.", cure="Name a checkpoint of a compressed model.")
+    own = model.state_dict()
+    with open_store(path) as store:
+        stored = set(store.names())
+        there = {_identity(own[name]) for name in stored & own.keys()}
+        missing = sorted(name for name, value in own.items() if _identity(value) not in there)
+        others = sorted(stored - own.keys())
+        misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
+        if missing or others or misfits:
+            raise UsageError(
+                f"{path} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
+                f"dtypes in {misfits[:5]}.",
+                cure="Make the model as it was made when it was saved.",
+            )
+        with torch.no_grad():
+            for name in store.names():
+                own[name].copy_(store.get(name, check=True))
+
+
+def _identity(value: torch.Tensor) -> Any:
+    """The same for tied weights, and only for them."""
+    if isinstance(value, CompressedTensor):
+        return id(value.box)
+    return value.data_ptr(), value.shape, value.stride()
+
+
+def _fits(info: TensorInfo, tensor: torch.Tensor) -> bool:
+    return tuple(info.shape) == tuple(tensor.shape) and torch_dtype(info.dtype) == tensor.dtype
+
+
+def _with(content: str, entries: dict[str, Any]) -> bytes:
+    config = {**json.loads(content), **entries}
+    config.pop("quantization_config", None)
+    return json.dumps(config).encode()
+
+
+try:
+    from transformers import Trainer
+    from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+    from transformers.trainer_optimizer import is_optimizer_factory
+except ImportError as error:
+    raise MissingExtra(
+        "This trainer needs transformers 5 and accelerate, which are not installed.",
+        cure="Install them: pip install 'netweight[llm]'.",
+    ) from error
+
+
+_OPTIMIZER = "optimizer.net.safetensors"
+_CHECKPOINT = "checkpoint-"
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class LayerwiseTraining(_Base):
+    """Makes any subclass of `Trainer` train layer by layer: `class Mine(LayerwiseTraining, Seq2SeqTrainer): ...`."""
+
+    # A gradient is used up during the backward pass, as soon as it exists. What this means for `TrainingArguments`:
+    #
+    # - `max_grad_norm`, 1.0 by default, needs the norm of all gradients before the first update. Without accumulation
+    #   every batch then goes forward and backward twice, first to measure and then to update. 0 makes one pass and does
+    #   not clip; infinity makes two without clipping, and so finds a bad gradient before anything is updated.
+    # - `gradient_accumulation_steps` above 1 keeps the gradients of all layers until the last pass.
+    # - Checkpoints hold the weights of a compressed model and every optimizer state compressed. `from_pretrained` loads
+    #   the folder of a checkpoint, `train(resume_from_checkpoint=...)` continues from it exactly, and a checkpoint that
+    #   a kill left incomplete is passed over, or refused by its name.
+
+    def __init__(self, *args: Any, stochastic_rounding: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stochastic_rounding = stochastic_rounding
+        _refuse(self.args)
+        if self.optimizer is not None:
+            raise LayerwiseConflict(
+                "`optimizers` holds an optimizer of its own.",
+                cure="Name its class: optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}).",
+            )
+
+    # ---- what Trainer calls, in the order in which it does ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does; afterwards the model can be trained in any other way."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_complete(str(self.args.output_dir))
+        elif resume_from_checkpoint:
+            _refuse_incomplete(Path(resume_from_checkpoint))
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.optimizer is not None:
+                self._layerwise.close()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the layer by layer optimizer of the class, options and groups that `Trainer` would choose."""
+        trained: Any = self.model if model is None else model
+        if self.optimizer is None:
+            self.optimizer = self._make_optimizer(trained)
+        elif self._layerwise.closed:  # `train` is called again, and goes on from there
+            state = self._layerwise.state_dict()
+            self.optimizer = self._make_optimizer(trained)
+            self.optimizer.load_state_dict(state)
+        return self.optimizer
+
+    def _make_optimizer(self, model: Any) -> LayerwiseOptimizer:
+        optimizer_class, options = self._class_and_options(model)
+        args = self.args
+        several = args.gradient_accumulation_steps > 1
+        return LayerwiseOptimizer(
+            model,
+            optimizer_class,
+            accumulation_steps=args.gradient_accumulation_steps,
+            last_pass=(lambda: bool(self.accelerator.gradient_state.sync_gradients)) if several else None,
+            clip_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,
+            stochastic_rounding=self._stochastic_rounding,
+            seed=args.seed,
+            groups=self._groups(model),
+            **options,
+        )
+
+    def _class_and_options(self, model: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        chosen, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
+        if is_optimizer_factory(chosen) or {"params", "model", "optimizer_dict"} & options.keys():
+            raise LayerwiseConflict(
+                f"The optimizer {self.args.optim} takes the whole model.",
+                cure="Choose one that steps each parameter by its own gradient, such as optim='adamw_torch'.",
+            )
+        return chosen, options
+
+    def _groups(self, model: Any) -> list[dict[str, Any]]:
+        """Parameters with and without weight decay, as `Trainer` divides them."""
+        decayed = set(self.get_decay_parameter_names(model))
+        groups = []
+        for member, decay in ((True, self.args.weight_decay), (False, 0.0)):
+            named = [p for name, p in model.named_parameters() if p.requires_grad and (name in decayed) == member]
+            groups.append({"params": named, "weight_decay": decay})
+        return groups
+
+    @property
+    def _layerwise(self) -> LayerwiseOptimizer:
+        """The optimizer within the wrapper that accelerate put around it."""
+        inner: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(inner, LayerwiseOptimizer)
+        return inner
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Go forward and backward, twice where clipping needs it; the weights are updated on the way."""
+
+        def step() -> torch.Tensor:
+            return super(LayerwiseTraining, self).training_step(model, inputs, num_items_in_batch)
+
+        loss: torch.Tensor = self._layerwise.step(step) if self._layerwise.two_passes else step()
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
+        """The norm of all gradients before they were clipped; it was done."""
+        return self._layerwise.grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | None:
+        """That norm if it was measured: there are no gradients any more to measure it by, and 0 would be wrong."""
+        return grad_norm
+
+    # ---- checkpoints ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint, complete as soon as it holds the trainer's state, which is written last."""
+        folder = Path(self._get_output_dir(trial)) / f"{_CHECKPOINT}{self.state.global_step}"
+        (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    @property
+    def _saves_compressed(self) -> bool:
+        model: Any = self.model
+        adapters_only = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+        return holds_compressed(model) and not adapters_only
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not self._saves_compressed:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
+        write_folder(folder, self.model)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._saves_compressed:
+            compressed: Any = self.model if model is None else model
+            read_folder(resume_from_checkpoint, compressed)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._saves_compressed:
+            model: Any = self.model
+            read_folder(str(self.state.best_model_checkpoint), model)
+        else:
+            super()._load_best_model()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(Path(output_dir) / _OPTIMIZER, nn.Module(), self._layerwise)
+        scheduler: Any = self.lr_scheduler
+        torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / _OPTIMIZER
+        if not file.is_file():
+            raise UsageError(
+                f"{checkpoint} holds no {_OPTIMIZER}.",
+                cure="Name a checkpoint that a LayerwiseTrainer saved, without `save_only_model`.",
+            )
+        load_checkpoint(file, nn.Module(), self._layerwise)
+        scheduler: Any = self.lr_scheduler
+        scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+
+@final
+class LayerwiseTrainer(LayerwiseTraining, Trainer):
+    """transformers' `Trainer`, training layer by layer: see `LayerwiseTraining` for what differs."""
+
+
+def _refuse(args: Any) -> None:
+    """Refuse, before anything runs, what cannot be combined with updates during the backward pass."""
+    conflict, cure = "", ""
+    if args.world_size > 1 or args.n_gpu > 1:
+        conflict = f"There are {max(args.world_size, args.n_gpu)} processes or devices: DistributedDataParallel and its"
+        conflict += " like reduce gradients after they would have been used up."
+        cure = "Train in one process on one device, or in your own loop with LayerwiseOptimizer(reduce=...)."
+    elif args.fp16:
+        conflict = "fp16=True scales the loss, and looks at all gradients before the first update."
+        cure = "Use bf16=True, or weights in bf16."
+    elif (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        conflict = "The model would use reentrant checkpointing, which goes backward one segment at a time."
+        cure = 'Pass activation_checkpointing_kwargs={"use_reentrant": False}.'
+    elif args.auto_find_batch_size:
+        conflict = "auto_find_batch_size repeats steps, of which some updates have happened already."
+        cure = "Leave it out."
+    if conflict:
+        raise LayerwiseConflict(conflict, cure=cure)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _refuse_incomplete(checkpoint: Path) -> None:
+    if not _is_complete(checkpoint):
+        raise UsageError(
+            f"{checkpoint} is not a complete checkpoint: its {TRAINER_STATE_NAME}, which is written last, is missing.",
+            cure="Name another one, or pass resume_from_checkpoint=True for the last complete one.",
+        )
+
+
+def _last_complete(folder: str) -> str:
+    """The complete checkpoint of most steps."""
+    found = {
+        int(path.name.removeprefix(_CHECKPOINT)): path
+        for path in Path(folder).glob(f"{_CHECKPOINT}*")
+        if path.name.removeprefix(_CHECKPOINT).isdecimal() and _is_complete(path)
+    }
+    if not found:
+        raise UsageError(f"{folder} holds no complete checkpoint.", cure="Train without resume_from_checkpoint.")
+    return str(found[max(found)])

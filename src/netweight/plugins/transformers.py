@@ -1,0 +1,325 @@
+"""transformers models with weights that stay compressed in memory. Importing this module registers the plug-in.
+
+    import netweight.plugins.transformers
+
+After that `from_pretrained` loads a folder made by `netweight compress`: the compressed bytes become the model's
+weights as they are. With `quantization_config=NetweightConfig()` it compresses a dense folder while loading it, one
+tensor after another. Either way the model computes what the dense one does, bit for bit, unless the configuration says
+to round weights (`mantissa_bits`), and `save_pretrained` writes a compressed folder. Compressed are the weights that
+`netweight.compress_` compresses; others, such as norms, are decoded while loading. Experts that transformers merges
+into one weight while it loads them are decoded for that, one layer at a time, and compressed again: if they had been
+rounded they keep these values, and the place that others take. `NetweightConfig(prefer="speed")` keeps the bf16 weights
+of linear layers in the fixed-length form that GPU kernels multiply with. Needs transformers 5.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any, final
+
+import torch
+
+from netweight import codec
+from netweight.codec.dtypes import torch_dtype
+from netweight.errors import CorruptBlob, MissingExtra, UsageError
+from netweight.methods.compress.runtime.model import dense_state_dict
+from netweight.plugins.loading import METHOD, NetweightConfig, Weights, check, refuse_disk, save_beside
+from netweight.store.reader import StoredFile, weight_map
+from netweight.store.safetensors import SUFFIX
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+except ImportError as error:
+    raise MissingExtra(
+        "This plug-in needs transformers 5, which is not installed.", cure="Install it: pip install 'netweight[llm]'."
+    ) from error
+
+
+register_quantization_config(METHOD)(NetweightConfig)
+
+
+@register_quantizer(METHOD)
+@final
+class NetweightQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model; not for direct use."""
+
+    requires_calibration = False
+    quantization_config: NetweightConfig
+
+    def __init__(self, quantization_config: NetweightConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # A configuration that names no weights came from a model compressed in memory: its folder is dense.
+        self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
+        self._weights = Weights(quantization_config, stored=self.pre_quantized)
+        self._misfits: set[str] = set()
+        self._loading = True
+        self._dtype: torch.dtype | None = None
+        self._damage: CorruptBlob | None = None
+
+    # ---- before loading ----
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse what compressed weights cannot do."""
+        refuse_disk(device_map)
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Restore the weights' name, which `netweight compress` replaced by a hint for programs without netweight."""
+        # Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
+        # that of the first tensor, since transformers would find that of the compressed bytes.
+        weights = self.quantization_config.weights
+        if self.pre_quantized and weights is not None:
+            config.transformers_weights = weights
+            if getattr(config, "dtype", None) is None:
+                config.dtype = _first_dtype(Path(getattr(config, "_name_or_path", "")), weights)
+        return config
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Refuse the dtype of compressed bytes."""
+        if not dtype.is_floating_point:
+            raise UsageError(
+                "The folder's config.json names no dtype.", cure="Pass it to from_pretrained: dtype=torch.bfloat16."
+            )
+        return dtype
+
+    def _process_model_before_weight_loading(
+        self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
+    ) -> Any:
+        """Choose the weights to hold compressed, and check the compressed files before anything is read from them."""
+        self._dtype = dtype
+        self._weights.choose(model, tied=dict(getattr(model, "all_tied_weights_keys", None) or {}))
+        if self.pre_quantized:
+            for file in checkpoint_files or ():
+                check(Path(file))
+        else:
+            self._weights.refuse_unroundable(model)
+        return model
+
+    # ---- while loading ----
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a dense tensor is compressed as it arrives."""
+        if self.pre_quantized or param_name not in self._weights or param_name in self._misfits:
+            return False
+        return bool(self._dtype is None or model.get_parameter(param_name).dtype == self._dtype)
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes to expect per number: for what is compressed a little more than it usually takes."""
+        compressed = 0.75 if self.quantization_config.prefer == "memory" else 0.78
+        return param.element_size() * (compressed if param_name in self._weights else 1.0)
+
+    def get_quantize_ops(self) -> Any:
+        """The operation that compresses a dense tensor."""
+        return _Compress(self)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Keep transformers from casting compressed bytes; remember the dtype for when they are decoded."""
+        operations = getattr(converter, "operations", ())
+        if not self._loading or not operations or not isinstance(operations[0], _Take):
+            result: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+            return result
+        operations[0].dtype = dtype
+        if len(operations) > 1:  # the model's own conversion needs dense tensors; what comes out is compressed again
+            converter.quantization_operation = _Compress(self)
+        return None
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Let every tensor of a compressed folder go through `_Take`, under its original name."""
+        if not self.pre_quantized or not self._loading:
+            return weight_conversions
+        changed = [
+            conversion.copy(
+                conversion._original_source_patterns,
+                conversion._original_target_patterns,
+                operations=[_Take(self, dense=True), *conversion.operations],
+            )
+            if isinstance(conversion, WeightConverter)
+            else conversion
+            for conversion in weight_conversions
+        ]
+        return [_OriginalName(METHOD, METHOD), *changed, _Everything(METHOD, METHOD, [_Take(self)])]
+
+    # ---- after loading ----
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Let go of the checkpoint's memory, and leave nothing of the loading behind."""
+        if self._damage is not None:
+            raise self._damage
+        self._loading = False
+        self._weights.release(model)
+        used = []
+        for conversion in getattr(model, "_weight_conversions", None) or []:
+            if isinstance(conversion, WeightConverter):
+                conversion.operations = [op for op in conversion.operations if not isinstance(op, _Take)]
+                if not conversion.operations:
+                    continue
+            used.append(conversion)
+        model._weight_conversions = used
+        self.quantization_config.weights = None
+        if getattr(model.config, "transformers_weights", None) is not None:
+            del model.config.transformers_weights
+        model.save_pretrained = MethodType(save_pretrained, model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Refuse transformers' own way of saving, which cannot write compressed weights; adapters it saves itself."""
+        if not getattr(model, "_hf_peft_config_loaded", False):
+            raise UsageError(
+                "transformers' own save_pretrained cannot write compressed weights.",
+                cure="Call netweight.plugins.transformers.save_pretrained(model, FOLDER).",
+            )
+        return None, {}
+
+    def is_serializable(self) -> bool:
+        """Whether the model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters on the model can be trained."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether the weights themselves can be trained."""
+        return True
+
+
+def save_pretrained(
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models."""
+    # The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again
+    # exactly, and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a
+    # while, beside the target: this needs the memory and the disk space of the dense model. Where adapters are
+    # attached, only these are saved, as transformers does.
+    if getattr(self, "_hf_peft_config_loaded", False):
+        type(self).save_pretrained(
+            self, save_directory, is_main_process, None, push_to_hub, max_shard_size, variant, **kwargs
+        )
+        return
+    if not is_main_process:
+        return
+
+    kwargs |= {"max_shard_size": max_shard_size, "variant": variant}
+
+    def write(folder: Path) -> None:
+        quantizer, config = self.hf_quantizer, self.config.quantization_config
+        self.hf_quantizer = None
+        del self.config.quantization_config
+        try:
+            type(self).save_pretrained(self, folder, state_dict=dense_state_dict(self), **kwargs)
+        finally:
+            self.hf_quantizer, self.config.quantization_config = quantizer, config
+
+    level = self.config.quantization_config.level
+    save_beside(self, save_directory, write, replaced="*.net.safetensors*", level=level, push_to_hub=push_to_hub)
+
+
+# ---- what transformers' loader runs on names and tensors -------------------------------------------------------------
+
+
+class _OriginalName(WeightRenaming):
+    """Renames `layer.weight.net` to `layer.weight`; leaves no trace in the model."""
+
+    __slots__ = ()
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return source_key.removesuffix(SUFFIX), None
+
+
+class _Everything(WeightConverter):
+    """Matches each tensor that no conversion of the model's own has matched."""
+
+    __slots__ = ()
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return source_key, METHOD
+
+
+class _Take(ConversionOps):
+    """Makes parameters of stored bytes: compressed ones where the model can run so, else dense ones."""
+
+    def __init__(self, quantizer: NetweightQuantizer, *, dense: bool = False) -> None:
+        self.quantizer = quantizer
+        self.dense = dense
+        self.dtype: torch.dtype | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Take:
+        """Each parameter has its own operation, with its own dtype; all share the quantizer."""
+        return _Take(self.quantizer, dense=self.dense)
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, full_layer_name: str = "", **kwargs: Any) -> Any:
+        weights = self.quantizer._weights
+        if self.dense:
+            return {
+                key: [self._tried(weights.decode, key, blob) for blob in _several(blobs)]
+                for key, blobs in input_dict.items()
+            }
+        (blobs,) = input_dict.values()
+        (blob,) = _several(blobs)
+        return {full_layer_name: self._tried(weights.take, full_layer_name, blob)}
+
+    def _tried(self, make: Callable[..., torch.Tensor], name: str, stored: torch.Tensor) -> torch.Tensor:
+        """Keep damage for the end: transformers would log it, and raise an error that names nothing."""
+        try:
+            return make(name, stored, self.dtype)
+        except CorruptBlob as error:
+            self.quantizer._damage = self.quantizer._damage or error
+            about = codec.info(stored.cpu())
+            return torch.zeros(about.shape, dtype=torch_dtype(about.dtype), device=stored.device)
+
+
+class _Compress(ConversionOps):
+    """Compresses dense tensors as they arrive."""
+
+    def __init__(self, quantizer: NetweightQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def __deepcopy__(self, memo: Any) -> _Compress:
+        return self
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> Any:
+        result = {}
+        for key, tensors in input_dict.items():
+            tensor = _several(tensors)[0]
+            if key not in self.quantizer._weights:
+                result[key] = tensor
+            elif tensor.shape != model.get_parameter(key).shape:
+                self.quantizer._misfits.add(key)  # transformers then treats it as it treats any other
+                result[key] = tensor
+            else:
+                result[key] = self.quantizer._weights.compress(key, tensor)
+        return result
+
+
+def _several(tensors: Any) -> list[Any]:
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _first_dtype(folder: Path, weights: str) -> torch.dtype | None:
+    """The dtype of the first floating point tensor that is stored, if the folder is on this machine."""
+    path = folder / weights
+    if not path.is_file():
+        return None
+    if path.suffix == ".json":
+        path = folder / min(weight_map(path).values())
+    file = StoredFile(path)
+    try:
+        dtypes = [file.info(name).dtype for name in sorted(file.names())]
+    finally:
+        file.close()
+    return next((torch_dtype(name) for name in dtypes if name in ("BF16", "F16", "F32", "F64")), None)

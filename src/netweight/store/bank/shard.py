@@ -1,0 +1,249 @@
+"""One shard of a bank: the factors of some adapters, one under the other, in one safetensors file, compressed or not.
+
+    {module}.down   (sum of ranks, columns)   the rows of every adapter's down factor
+    {module}.up     (sum of ranks, rows)      the columns of every adapter's up factor, as rows
+    scale           (adapters, modules)       fp64
+    rank            (adapters, modules)       int64; modules in the order of their sorted names
+
+So nothing is filled up, whatever the ranks, and the rows of adapters that follow each other lie together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy
+import torch
+import xxhash
+from torch import Tensor
+
+from netweight.core.digest import ALGORITHM
+from netweight.core.files import whole_file
+from netweight.errors import CorruptBlob
+from netweight.nn.stacked_lora import AdapterStack
+from netweight.store.reader import FLOATS, Store, open_store, read_rows
+from netweight.store.safetensors import build_header
+from netweight.store.writer import StoreWriter
+
+_NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int64: "I64"}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Adapters in a row, as a shard holds them.
+
+    Attributes:
+        down: Module name → shape `(sum of ranks, columns)`.
+        up: Module name → shape `(sum of ranks, rows)`.
+        scale: Shape `(n, modules)`, fp64; modules in sorted order.
+        rank: Shape `(n, modules)`, int64.
+    """
+
+    down: Mapping[str, Tensor]
+    up: Mapping[str, Tensor]
+    scale: Tensor
+    rank: Tensor
+
+    def __len__(self) -> int:
+        """Number of adapters."""
+        return len(self.rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        return sum(tensor.nbytes for part in (self.down, self.up) for tensor in part.values())
+
+    def not_finite(self) -> tuple[int, str] | None:
+        """Find the first adapter with NaN or infinity: its number and the module; None if there is none.
+
+        Returns:
+            The adapter's number from 0, and the module's name.
+        """
+        for column, name in enumerate(sorted(self.down)):
+            good = self.scale[:, column].isfinite()
+            for part in (self.down[name], self.up[name]):
+                if not part.isfinite().all():
+                    owner = torch.repeat_interleave(torch.arange(len(self)), self.rank[:, column])
+                    good[owner[~part.isfinite().all(1)]] = False
+            if not good.all():
+                return int((~good).nonzero()[0]), name
+        return None
+
+    def digests(self) -> list[str]:
+        """Digest each adapter: its factors with their dtypes, and its scales, module by module.
+
+        Returns:
+            One hexadecimal digest per adapter, in their order.
+        """
+        states = [xxhash.xxh3_128() for _ in range(len(self))]
+        for column, name in enumerate(sorted(self.down)):
+            ranks = self.rank[:, column].tolist()
+            for part in (self.down[name], self.up[name]):
+                data = _bytes(part)
+                start = 0
+                for state, rank in zip(states, ranks, strict=True):
+                    state.update(f"{part.dtype} {rank}".encode())
+                    state.update(data[start : start + rank].data)
+                    start += rank
+        for state, row in zip(states, _bytes(self.scale), strict=True):
+            state.update(row.data)
+        return [f"{ALGORITHM}:{state.hexdigest()}" for state in states]
+
+
+def rows_of(stack: AdapterStack) -> Rows:
+    """Lay a stack out as a shard holds it; always copies.
+
+    Args:
+        stack: The adapters.
+
+    Returns:
+        Their rows.
+    """
+    modules = stack.modules
+    down, up = {}, {}
+    for name in modules:
+        ranks = stack.ranks[name]
+        kept = torch.arange(stack.down[name].shape[1]) < ranks.cpu()[:, None]
+        dtype = torch.promote_types(stack.down[name].dtype, stack.up[name].dtype)
+        down[name] = stack.down[name].detach().cpu().to(dtype)[kept]
+        up[name] = stack.up[name].detach().cpu().to(dtype).transpose(1, 2)[kept]
+    scale = torch.stack([stack.scale[name].detach().cpu().double() for name in modules], dim=1)
+    rank = torch.stack([stack.ranks[name].detach().cpu().long() for name in modules], dim=1)
+    return Rows(down, up, scale, rank)
+
+
+def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
+    """Stack rows of one or several shards, lower ranks filled up with zeros.
+
+    Args:
+        modules: Module names, in the bank's order.
+        pieces: Rows of these modules.
+
+    Returns:
+        The adapters of all pieces, in their order.
+    """
+    scale, rank = torch.cat([piece.scale for piece in pieces]), torch.cat([piece.rank for piece in pieces])
+    down, up = {}, {}
+    for column, name in enumerate(modules):
+        ranks = rank[:, column]
+        down[name] = _filled(_cat([piece.down[name] for piece in pieces]), ranks)
+        up[name] = _filled(_cat([piece.up[name] for piece in pieces]), ranks).transpose(1, 2)
+    names = list(enumerate(modules))
+    return AdapterStack(
+        down, up, {name: scale[:, column] for column, name in names}, {name: rank[:, column] for column, name in names}
+    )
+
+
+def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
+    """Write a shard, whole or not at all, over one that a killed run may have left.
+
+    Args:
+        path: The file.
+        pieces: Its adapters.
+        compress: Whether each tensor is compressed, bit for bit.
+
+    Raises:
+        OutputFailed: The place cannot be written.
+    """
+    if compress:
+        with StoreWriter(path, overwrite=True) as writer:
+            for name, tensor in _tensors(pieces):
+                writer.add(name, tensor)
+        return
+    described = [
+        (name, _NAMES[dtype], shape, dtype.itemsize * shape[0] * shape[1]) for name, dtype, shape in _shapes(pieces)
+    ]
+    header = build_header(described, {"format": "pt"})
+    with whole_file(path, overwrite=True) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, tensor in _tensors(pieces):
+            file.write(_bytes(tensor).data)
+
+
+@final
+class ShardReader:
+    """An open shard.
+
+    Args:
+        path: The file.
+        modules: The bank's, sorted.
+
+    Attributes:
+        rank: Shape `(n, modules)`, int64.
+
+    Raises:
+        CorruptBlob: The file is damaged, or its tensors are not those of a shard.
+    """
+
+    def __init__(self, path: Path, modules: Sequence[str]) -> None:
+        self._path = path
+        self._modules = modules
+        self._store: Store = open_store(path)
+        held = set(self._store.names())
+        if held != {f"{name}.{part}" for name in modules for part in ("down", "up")} | {"scale", "rank"}:
+            raise CorruptBlob(f"{path} holds other tensors than its bank's modules.", cure="Copy it again.")
+        self._scale, self.rank = read_rows(self._store, "scale"), read_rows(self._store, "rank")
+        ends = self.rank.cumsum(0)
+        self._starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Read adapters `start` to `stop` of this shard."""
+        down, up = {}, {}
+        for column, name in enumerate(self._modules):
+            piece = slice(int(self._starts[start, column]), int(self._starts[stop, column]))
+            down[name] = read_rows(self._store, f"{name}.down", piece)
+            up[name] = read_rows(self._store, f"{name}.up", piece)
+        return Rows(down, up, self._scale[start:stop], self.rank[start:stop])
+
+
+def _shapes(pieces: Sequence[Rows]) -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
+    """Name, dtype and shape of a shard's tensors, in order."""
+    modules = sorted(pieces[0].down)
+    for name in modules:
+        for part in ("down", "up"):
+            tensors: list[Tensor] = [getattr(piece, part)[name] for piece in pieces]
+            yield f"{name}.{part}", _widest(tensors), (sum(len(t) for t in tensors), tensors[0].shape[1])
+    count = sum(len(piece) for piece in pieces)
+    yield "scale", torch.float64, (count, len(modules))
+    yield "rank", torch.int64, (count, len(modules))
+
+
+def _tensors(pieces: Sequence[Rows]) -> Iterator[tuple[str, Tensor]]:
+    """A shard's tensors, in order, joined one at a time."""
+    for name in sorted(pieces[0].down):
+        yield f"{name}.down", _cat([piece.down[name] for piece in pieces])
+        yield f"{name}.up", _cat([piece.up[name] for piece in pieces])
+    yield "scale", torch.cat([piece.scale for piece in pieces])
+    yield "rank", torch.cat([piece.rank for piece in pieces])
+
+
+def _bytes(tensor: Tensor) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]:
+    """The bytes of a matrix, row by row."""
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join rows in the widest of their dtypes."""
+    dtype = _widest(tensors)
+    return torch.cat([tensor.to(dtype) for tensor in tensors]) if len(tensors) > 1 else tensors[0]
+
+
+def _filled(rows: Tensor, ranks: Tensor) -> Tensor:
+    """From `(sum of ranks, width)` to `(n, highest rank, width)`; no copy where all ranks are the same."""
+    most = int(ranks.max())
+    if len(rows) == most * len(ranks):
+        return rows.view(len(ranks), most, -1)
+    filled = rows.new_zeros(len(ranks), most, rows.shape[1])
+    filled[torch.arange(most) < ranks[:, None]] = rows
+    return filled

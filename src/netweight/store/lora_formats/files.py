@@ -1,0 +1,349 @@
+"""What an adapter's files hold, told from headers and settings alone: which layout, which factors, which scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from netweight.core.files import refuse_existing, whole_file
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.nn.lora import Adapter, LowRank
+from netweight.store.lora_formats import diffusers, kohya, peft
+from netweight.store.lora_formats.names import COMPONENTS, KohyaNames, ModelNames, in_component, split_component
+from netweight.store.lora_formats.parts import (
+    PICKLES,
+    Layout,
+    Part,
+    Plan,
+    Role,
+    assemble,
+    load_part,
+    refuse_kinds,
+    refuse_pickle,
+    scaled_up,
+)
+from netweight.store.reader import Store, open_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+COMPONENT = "netweight.component"
+"""In the metadata of peft's files that we write: the component of the pipeline, which peft does not know."""
+
+
+def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
+    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`.
+
+    Args:
+        path: As for `read_adapter`.
+        model: The model's names, for names that do not tell enough; all must be among them.
+
+    Returns:
+        What is to be read, and from where.
+    """
+    plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
+    return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
+
+
+def _plan(path: Path, known: KohyaNames) -> Plan:
+    if path.is_file():
+        refuse_pickle(path)
+        return _plan_peft(path) if path.name == peft.WEIGHTS else _plan_file(path, known, path)
+    if not path.is_dir():
+        raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+    if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
+        return _plan_peft(_peft_weights(path))
+    parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
+    if parts:
+        return _joined(path, [_plan_peft(_peft_weights(folder)) for folder in parts])
+    return _plan_file(_only_file(path), known, path)
+
+
+def _plan_file(file: Path, known: KohyaNames, path: Path) -> Plan:
+    """Plan a file in diffusers' or kohya's layout."""
+    with open_store(file) as store:
+        names = store.names()
+        refuse_kinds(file, names)
+        if not names:
+            raise UsageError(f"{file} holds no tensor.", cure="Leave it out.")
+        if any(name.startswith(peft.PREFIX) for name in names):
+            raise UsageError(
+                f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
+                cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
+            )
+        if kohya.is_kohya(names):
+            return Plan(path, "kohya", _with_alphas(file, store, kohya.locate(names, file, known)), None)
+        located = diffusers.locate(names, file)
+        settings = diffusers.settings(store.files[0].metadata, file)
+        if not settings:
+            return Plan(path, "diffusers", _with_alphas(file, store, located), None)
+        if any("alpha" in roles for roles in located.values()):
+            raise CorruptBlob(f"{file} says twice what it is scaled by: in alpha tensors and in its metadata.")
+        components = split_component(located)
+
+        def scale_of(module: str, rank: int) -> float:
+            component, rest = components[module]
+            return settings[component].scale(rest, rank, file) if component in settings else 1.0
+
+        bases = {one.base for one in settings.values() if one.base}
+        return Plan(
+            path, "diffusers", assemble(file, store, located, scale_of), bases.pop() if len(bases) == 1 else None
+        )
+
+
+def _with_alphas(file: Path, store: Store, located: Mapping[str, Mapping[Role, str]]) -> dict[str, Part]:
+    """Pair factors whose scale is alpha / rank with alpha in a tensor, or 1 where there is none."""
+
+    def scale_of(module: str, rank: int) -> float:
+        name = located[module].get("alpha")
+        if name is None:
+            return 1.0
+        alpha = store.get(name)
+        if alpha.numel() != 1:
+            raise CorruptBlob(f"{file}: {name} has shape {tuple(alpha.shape)} and is no alpha.")
+        return float(alpha) / rank
+
+    return assemble(file, store, located, scale_of)
+
+
+def _peft_weights(folder: Path) -> Path:
+    """The weights in a folder of peft."""
+    if (folder / peft.WEIGHTS).is_file():
+        return folder / peft.WEIGHTS
+    if (folder / peft.COMPRESSED_WEIGHTS).is_file():
+        raise Unsupported(
+            f"{folder} is an adapter compressed by netweight.", cure="Run: netweight decompress FOLDER NEW_FOLDER"
+        )
+    for pickle in (folder / Path(peft.WEIGHTS).with_suffix(ending) for ending in PICKLES):
+        if pickle.is_file():
+            refuse_pickle(pickle)
+    raise UsageError(f"{folder} holds no {peft.WEIGHTS}.", cure="Fetch the adapter's weights, too.")
+
+
+def _plan_peft(file: Path) -> Plan:
+    """Plan peft's weights, with the settings beside them."""
+    config = file.with_name(peft.CONFIG)
+    if not config.is_file():
+        raise UsageError(f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Fetch it, too.")
+    settings = peft.LoraSettings.read(config)
+    with open_store(file) as store:
+        names = store.names()
+        refuse_kinds(file, names)
+        located = peft.locate(names, file)
+        parts = assemble(file, store, located, lambda module, rank: settings.scale(module, rank, config))
+        inside = store.files[0].metadata.get(COMPONENT)
+    component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
+    full = in_component(parts, component)
+    return Plan(file.parent, "peft", {full[name]: part for name, part in parts.items()}, settings.base)
+
+
+def _joined(path: Path, plans: list[Plan]) -> Plan:
+    """Join the plans of a pipeline's components."""
+    bases = {plan.base for plan in plans if plan.base}
+    parts = {name: part for plan in plans for name, part in plan.parts.items()}
+    return Plan(path, "peft", parts, bases.pop() if len(bases) == 1 else None)
+
+
+def _only_file(folder: Path) -> Path:
+    """The file that diffusers would take, or the one safetensors file of a folder."""
+    if (folder / diffusers.WEIGHTS).is_file():
+        return folder / diffusers.WEIGHTS
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        for file in sorted(folder.iterdir()):
+            refuse_pickle(file)
+        raise UsageError(f"{folder} holds no adapter.", cure="Name a file or folder of peft, diffusers or kohya.")
+    if len(files) > 1:
+        raise UsageError(
+            f"{folder} holds several adapters: {files[0].name}, {files[1].name}.", cure="Name one; or make a bank."
+        )
+    return files[0]
+
+
+def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> Adapter:
+    """Read one adapter.
+
+    Args:
+        path: A `.safetensors` file in diffusers' or kohya's layout; or a folder with one; or a folder of peft
+            (`adapter_model.safetensors` and `adapter_config.json`), or with one such folder per component.
+        modules: Names of the model's modules, with components: then an adapter of others is refused, names in kohya's
+            layout may have any structure, and text encoders are called as in the model, with or without `text_model`.
+
+    Returns:
+        The adapter: factors as stored, with their exact scale. Names of modules begin with the pipeline's component
+        where the file says it, or where only a U-Net or transformer of diffusers has such names.
+
+    Raises:
+        UsageError: There is no adapter, its rank is 0, or it holds NaN or infinity.
+        NameNotFound: The model has no such module.
+        Unsupported: It is no LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
+        UnsafeInput: It is a pickle.
+        CorruptBlob: A file is damaged or incomplete.
+    """
+    return load_plan(plan_adapter(path, None if modules is None else ModelNames(modules)))
+
+
+def load_plan(plan: Plan) -> Adapter:
+    """Read the adapter that was planned.
+
+    Args:
+        plan: What `plan_adapter` found.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        UsageError: It holds NaN or infinity; file and module are named.
+        CorruptBlob: A file is damaged.
+    """
+    factors: dict[str, LowRank] = {}
+    for file in dict.fromkeys(part.file for part in plan.parts.values()):
+        with open_store(file) as store:
+            for name, part in plan.parts.items():
+                if part.file == file:
+                    factors[name] = load_part(store, part)
+                    _refuse_not_finite(file, name, factors[name])
+    return Adapter(dict(sorted(factors.items())))
+
+
+def write_adapter(
+    adapter: Adapter,
+    path: str | Path,
+    *,
+    layout: Layout = "diffusers",
+    kernels: Mapping[str, tuple[int, ...]] | None = None,
+    base: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write one adapter, each file whole or not at all.
+
+    Args:
+        adapter: What to write. For diffusers and kohya, names of modules must begin with a component.
+        path: A folder, made if it is not there; for diffusers and kohya also a `.safetensors` file. peft keeps one
+            model per folder: an adapter of several components gets a folder for each inside.
+        layout: Whose files to write. peft's keeps factors and scales; diffusers' and kohya's keep the change, with
+            scales multiplied into the up factors, rounded to fp32 where they must be.
+        kernels: Names of convolutions → sides of their kernels, (1, 1) for those of one point.
+        base: Name of the model it was trained on, to be said in the files.
+        overwrite: Whether files may be replaced.
+
+    Returns:
+        The file, or peft's folder.
+
+    Raises:
+        UsageError: The layout cannot say the modules' names, or the kernels do not fit.
+        OutputExists: A file exists already.
+        OutputFailed: The place cannot be written.
+    """
+    path, kernels = Path(path), dict(kernels or {})
+    _check_kernels(adapter, kernels)
+    if layout == "peft":
+        return _write_peft(adapter, path, kernels, base, overwrite)
+    file = path if path.suffix == ".safetensors" else path / diffusers.WEIGHTS
+    if layout == "kohya":
+        tensors, metadata = kohya.kohya_tensors(adapter.factors, kernels), {"format": "pt"}
+    elif layout == "diffusers":
+        tensors, metadata = _diffusers_content(adapter, kernels, base)
+    else:
+        raise UsageError(f"There is no layout {layout!r}.", cure="Layouts are diffusers, peft and kohya.")
+    if file != path:
+        path.mkdir(parents=True, exist_ok=True)
+    _write_safetensors(file, tensors, metadata, overwrite)
+    return file
+
+
+def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
+    if not (change.down.isfinite().all() and change.up.isfinite().all()):
+        raise UsageError(f"{file}: {name} holds NaN or infinity.", cure="Train it again, or leave it out.")
+
+
+def _check_kernels(adapter: Adapter, kernels: Mapping[str, tuple[int, ...]]) -> None:
+    for name, kernel in kernels.items():
+        points = 1
+        for side in kernel:
+            points *= side
+        if name in adapter.factors and (points < 1 or adapter.factors[name].shape[1] % points):
+            raise UsageError(
+                f"A kernel of {kernel} does not fit {name}, whose change has {adapter.factors[name].shape[1]} columns.",
+                cure="Give the sides of the convolution's kernel.",
+            )
+
+
+def _shaped(change: LowRank, kernel: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The factors in the shapes that a convolution's have."""
+    ones = [1] * len(kernel)
+    return change.down.reshape(change.rank, -1, *kernel), change.up.reshape(*change.up.shape, *ones)
+
+
+def _diffusers_content(
+    adapter: Adapter, kernels: Mapping[str, tuple[int, ...]], base: str | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata with scale 1, which is what programs assume that look at no metadata."""
+    tensors: dict[str, Tensor] = {}
+    names = diffusers.tensor_names(list(adapter.factors))
+    plain = {
+        name: LowRank(change.down, scaled_up(change.up, change.scale)) if change.scale != 1 else change
+        for name, change in adapter.factors.items()
+    }
+    for module, change in plain.items():
+        tensors[names[module][0]], tensors[names[module][1]] = _shaped(change, kernels.get(module, ()))
+    fields: dict[str, Any] = {}
+    for component, scales in _scales(plain).items():
+        if not component:
+            raise UsageError(
+                f"Module {next(iter(scales))!r} belongs to no component of a pipeline.",
+                cure=f"Names begin with {', '.join(COMPONENTS)}; or choose layout='peft'.",
+            )
+        values = peft.settings_for(scales, base).to_json(sorted(scales))
+        fields |= {f"{component}.{key}": value for key, value in values.items()}
+    return tensors, {"format": "pt", diffusers.METADATA: json.dumps(fields, sort_keys=True)}
+
+
+def _write_peft(
+    adapter: Adapter, path: Path, kernels: Mapping[str, tuple[int, ...]], base: str | None, overwrite: bool
+) -> Path:
+    if path.suffix == ".safetensors":
+        raise UsageError(f"peft keeps an adapter in a folder, and {path} is a file.", cure="Name a folder.")
+    scales = _scales(adapter.factors)
+    folders = {part: path if len(scales) == 1 else path / (part or "model") for part in scales}
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+        for name in (peft.WEIGHTS, peft.CONFIG):
+            refuse_existing(folder / name, overwrite=overwrite)
+    parts = split_component(adapter.factors)
+    for component, folder in folders.items():
+        tensors: dict[str, Tensor] = {}
+        for module, change in adapter.factors.items():
+            if parts[module][0] == component:
+                name = f"{peft.PREFIX}{parts[module][1]}"
+                down, up = _shaped(change, kernels.get(module, ()))
+                tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = down, up
+        metadata = {"format": "pt"} | ({COMPONENT: component} if component else {})
+        _write_safetensors(folder / peft.WEIGHTS, tensors, metadata, overwrite)
+        values = peft.settings_for(scales[component], base).to_json(sorted(scales[component]))
+        with whole_file(folder / peft.CONFIG, overwrite=overwrite) as file:
+            file.write(json.dumps(values, indent=2, sort_keys=True).encode())
+    return path
+
+
+def _scales(factors: Mapping[str, LowRank]) -> dict[str, dict[str, tuple[float, int]]]:
+    """By component: the name within it → scale and rank."""
+    found: dict[str, dict[str, tuple[float, int]]] = {}
+    for module, (component, rest) in split_component(factors).items():
+        change = factors[module]
+        found.setdefault(component, {})[rest] = (change.scale, change.rank)
+    return found
+
+
+def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], overwrite: bool) -> None:
+    import safetensors.torch
+
+    # Factors may be views of one stack, which safetensors refuses to save twice.
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    with whole_file(file, overwrite=overwrite) as out:
+        out.write(safetensors.torch.save(plain, dict(metadata)))

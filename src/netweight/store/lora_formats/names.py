@@ -1,0 +1,292 @@
+"""From kohya's names of modules, in which dots have become underscores, back to the models' own.
+
+    lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_out_0
+    unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0
+
+Names have underscores of their own, so the way back needs knowledge: the names of a model's modules if they are given,
+else the structure of the U-Nets, transformers and text encoders of diffusers, below. SDXL is trained on a U-Net whose
+blocks are counted through (`input_blocks_4_1_…`); these are told by their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TypeVar, final
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, Unsupported, UsageError
+
+PREFIXES = {
+    "lora_unet_": "unet",
+    "lora_transformer_": "transformer",
+    "lora_te_": "text_encoder",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te3_": "text_encoder_3",
+}
+"""What a name begins with → the component of the pipeline."""
+
+_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: so many resnets between two changes of resolution
+_ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
+_FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
+_BLOCK = [
+    *[f"attentions.#.transformer_blocks.#.{last}" for last in (*_ATTENTION, *_FEED_FORWARD)],
+    *[f"attentions.#.{last}" for last in ("proj_in", "proj_out")],
+    *[f"resnets.#.{last}" for last in ("conv1", "conv2", "conv_shortcut", "time_emb_proj")],
+]
+_JOINT = [f"attn.{last}" for last in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")]
+_CLIP = [f"self_attn.{last}" for last in ("q_proj", "k_proj", "v_proj", "out_proj")] + ["mlp.fc1", "mlp.fc2"]
+_STRUCTURES = {
+    "unet": [
+        *[f"{block}.{rest}" for block in ("down_blocks.#", "mid_block", "up_blocks.#") for rest in _BLOCK],
+        "down_blocks.#.downsamplers.0.conv",
+        "up_blocks.#.upsamplers.0.conv",
+        *[f"{which}_embedding.linear_{number}" for which in ("time", "add") for number in (1, 2)],
+        "conv_in",
+        "conv_out",
+    ],
+    "transformer": [
+        *[
+            f"transformer_blocks.#.{rest}"
+            for rest in (
+                *_ATTENTION, *_FEED_FORWARD, *_JOINT, "attn.to_add_out", "norm1.linear", "norm1_context.linear",
+                "ff_context.net.0.proj", "ff_context.net.2",
+            )
+        ],
+        *[f"single_transformer_blocks.#.{rest}" for rest in (*_JOINT[:3], "proj_mlp", "proj_out", "norm.linear")],
+        "x_embedder",
+        "context_embedder",
+        "proj_out",
+    ],
+    "text_encoder": [
+        *[f"{head}encoder.layers.#.{rest}" for head in ("text_model.", "") for rest in _CLIP],
+        *[f"encoder.block.#.layer.0.SelfAttention.{last}" for last in "qkvo"],
+        *[f"encoder.block.#.layer.1.DenseReluDense.{last}" for last in ("wi", "wi_0", "wi_1", "wo")],
+        "text_projection",
+    ],
+}  # fmt: skip
+_RESNET = {
+    "in_layers_2": "conv1", "out_layers_3": "conv2", "emb_layers_1": "time_emb_proj",
+    "skip_connection": "conv_shortcut",
+}  # fmt: skip
+_OUTSIDE_BLOCKS = {
+    "input_blocks_0_0": "conv_in", "out_2": "conv_out",
+    "time_embed_0": "time_embedding_linear_1", "time_embed_2": "time_embedding_linear_2",
+    "label_emb_0_0": "add_embedding_linear_1", "label_emb_0_2": "add_embedding_linear_2",
+}  # fmt: skip
+
+
+@final
+class KohyaNames:
+    """The way back from kohya's names.
+
+    Args:
+        modules: Names of the modules of the pipeline or model, with components; without them the structures that
+            diffusers' models have.
+    """
+
+    def __init__(self, modules: Iterable[str] | None = None) -> None:
+        self._known: dict[str, list[str]] | None = None
+        if modules is not None:
+            self._known = {}
+            for component, _, rest in (module.partition(".") for module in modules):
+                self._known.setdefault(f"{component} {_flat(rest)}", []).append(rest)
+
+    def module(self, name: str) -> str:
+        """Return the model's own name of a module.
+
+        Args:
+            name: kohya's, such as "lora_unet_mid_block_attentions_0_proj_in".
+
+        Raises:
+            NameNotFound: No module has this name.
+            UsageError: Several have.
+            Unsupported: The name is not of a known structure, and no modules were given.
+        """
+        prefix = next((start for start in PREFIXES if name.startswith(start)), None)
+        if prefix is None:
+            raise Unsupported(
+                f"The name {name!r} belongs to no known component.", cure=f"Known are {', '.join(PREFIXES)}."
+            )
+        component, flat = PREFIXES[prefix], name.removeprefix(prefix)
+        for spelling in dict.fromkeys((flat, _by_resolution(flat))):
+            found = self._spelled(component, spelling)
+            if len(found) > 1:
+                raise UsageError(
+                    f"The name {name!r} may mean {' or '.join(sorted(found))}.",
+                    cure="Give the names of the model's modules, or save the adapter in diffusers' layout.",
+                )
+            if found:
+                return f"{component}.{found[0]}"
+        raise self._unknown(name, component, flat)
+
+    def _spelled(self, component: str, flat: str) -> list[str]:
+        if self._known is not None:
+            text_model = [] if not component.startswith("text_encoder") else [flat.removeprefix("text_model_")]
+            return next((self._known[k] for f in (flat, *text_model) if (k := f"{component} {f}") in self._known), [])
+        kind = "text_encoder" if component.startswith("text_encoder") else component
+        found = []
+        for expression, pattern in _expressions(kind):
+            if match := expression.fullmatch(flat):
+                pieces = pattern.split("#")
+                numbers = [*match.groups(), ""]
+                found.append("".join(piece + number for piece, number in zip(pieces, numbers, strict=True)))
+        return found
+
+    def _unknown(self, name: str, component: str, flat: str) -> Unsupported | NameNotFound:
+        if self._known is None:
+            return Unsupported(
+                f"The name {name!r} is of no known structure, so where its dots were cannot be told.",
+                cure="Give the names of the model's modules, or save the adapter in diffusers' layout.",
+            )
+        near = ", ".join(key.partition(" ")[2] for key in nearest_names(f"{component} {flat}", self._known))
+        return NameNotFound(f"No module of the model is called {name!r} by kohya.", cure=f"The nearest are {near}.")
+
+
+def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
+    """Return kohya's name of a module.
+
+    Args:
+        component: Of the pipeline; "" if there is none.
+        rest: The module's name within it.
+        several_encoders: Whether the adapter is of a pipeline with more than one text encoder.
+
+    Raises:
+        UsageError: The component is not one that kohya knows.
+    """
+    prefixes = [start for start, known in PREFIXES.items() if known == component]
+    if not prefixes:
+        raise UsageError(
+            f"Module {rest!r} of component {component!r} has no name in kohya's layout.",
+            cure=f"Names begin with {', '.join(dict.fromkeys(PREFIXES.values()))}; or choose layout='peft'.",
+        )
+    if component.startswith("text_encoder") and rest.startswith("encoder.layers."):
+        rest = f"text_model.{rest}"  # as programs that know CLIP by its older structure expect
+    return prefixes[-1 if several_encoders else 0] + _flat(rest)
+
+
+@cache
+def _expressions(kind: str) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(_flat(pattern).replace("#", r"(\d+)")), pattern) for pattern in _STRUCTURES[kind]]
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _by_resolution(flat: str) -> str:
+    """Rename a block that is counted through to the name it has in diffusers; other names stay."""
+    if flat in _OUTSIDE_BLOCKS:
+        return _OUTSIDE_BLOCKS[flat]
+    if match := re.fullmatch(r"middle_block_([012])_(.+)", flat):
+        number, rest = int(match[1]), match[2]
+        return f"mid_block_{'attentions' if number == 1 else 'resnets'}_{number // 2}_{_RESNET.get(rest, rest)}"
+    match = re.fullmatch(r"(input|output)_blocks_(\d+)_([012])_(.+)", flat)
+    if match is None:
+        return flat
+    down, number, part, rest = match[1] == "input", int(match[2]), int(match[3]), match[4]
+    block, layer = divmod(number - 1 if down else number, _LAYERS_PER_BLOCK + 1)
+    side = "down" if down else "up"
+    if rest == ("op" if down else "conv"):
+        return f"{side}_blocks_{block}_{side}samplers_0_conv"
+    return f"{side}_blocks_{block}_{('resnets', 'attentions', '')[part]}_{layer}_{_RESNET.get(rest, rest)}"
+
+
+_TEXT_MODEL = ".text_model."  # a level of CLIP's text encoder that older files have, and newer models may lack
+T = TypeVar("T")
+
+
+@final
+class ModelNames:
+    """The names of a model's modules.
+
+    Args:
+        modules: With components.
+
+    Attributes:
+        kohya: The way back from kohya's names.
+    """
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._names = set(modules)
+        self._older = {name.replace(_TEXT_MODEL, ".", 1): name for name in self._names}
+        self.kohya = KohyaNames(self._names)
+
+    def own(self, parts: Mapping[str, T], where: Path) -> dict[str, T]:
+        """Rename modules as the model calls them.
+
+        Args:
+            parts: By the names that files say.
+            where: The file, for messages.
+
+        Returns:
+            The same parts, by the model's names.
+
+        Raises:
+            NameNotFound: The model has no such module.
+        """
+        return {self._own(name, where): part for name, part in parts.items()}
+
+    def _own(self, name: str, where: Path) -> str:
+        if name in self._names:
+            return name
+        plain = name.replace(_TEXT_MODEL, ".", 1)
+        if plain in self._older:
+            return self._older[plain]
+        near = ", ".join(nearest_names(name, self._names))
+        raise NameNotFound(
+            f"{where}: the model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
+        )
+
+
+COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3")
+
+_UNET = re.compile(r"(down_blocks|up_blocks)\.\d+\..+|(mid_block|conv_in|conv_out|time_embedding|add_embedding)(\..+)?")
+_TRANSFORMER = re.compile(
+    r"(transformer_blocks|single_transformer_blocks)\.\d+\..+|blocks\.\d+\.attn[12]\..+"
+    r"|x_embedder|context_embedder|(norm_out|time_text_embed)\..+"
+)
+_OWN_PREFIX = "transformer."  # which language models have, too: GPT-2 calls its own body so
+
+
+def split_component(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Tell components from names of modules, for all names of one adapter.
+
+    Args:
+        names: Of modules, such as "unet.mid_block.attentions.0.proj_in".
+
+    Returns:
+        Each name with its component, "" if it has none, and the rest of it. "transformer." is a component only if some
+        name goes on as transformers of diffusers do.
+    """
+    names = list(names)
+    diffuses = any(_TRANSFORMER.fullmatch(name.removeprefix(_OWN_PREFIX)) for name in names)
+    parts = {}
+    for name in names:
+        first, _, rest = name.partition(".")
+        known = first in COMPONENTS and rest and (first != _OWN_PREFIX[:-1] or diffuses)
+        parts[name] = (first, rest) if known else ("", name)
+    return parts
+
+
+def in_component(names: Iterable[str], component: str | None = None) -> dict[str, str]:
+    """Give names of modules the component that they lack.
+
+    Args:
+        names: All names of one file.
+        component: Where the file says it; otherwise names that only a U-Net or a transformer of diffusers has are taken
+            for these, and others stay as they are.
+
+    Returns:
+        The full name by the name given.
+    """
+    return {name: name if found else _joined(component, rest) for name, (found, rest) in split_component(names).items()}
+
+
+def _joined(component: str | None, name: str) -> str:
+    if component is None:
+        component = "unet" if _UNET.fullmatch(name) else "transformer" if _TRANSFORMER.fullmatch(name) else ""
+    return f"{component}.{name}" if component else name

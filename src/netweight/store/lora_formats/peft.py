@@ -1,0 +1,237 @@
+"""peft's layout: `adapter_model.safetensors` of one model, and `adapter_config.json`, which says what it is scaled by.
+
+    base_model.model.layers.0.self_attn.q_proj.lora_A.weight
+
+diffusers keeps the same settings in a file's metadata, so its layout uses them, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, final
+
+from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.store.lora_formats.parts import Role, alpha_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+COMPRESSED_WEIGHTS = "adapter_model.net.safetensors"  # as `netweight compress` names it
+PREFIX = "base_model.model."
+
+_TENSOR = re.compile(r"(?P<module>.+?)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
+    "use_dora": "Train with use_dora=False.",
+    "lora_bias": "Train with lora_bias=False.",
+    "modules_to_save": "Train without modules_to_save: these modules are whole, no low-rank change.",
+    "trainable_token_indices": "Train without trainable_token_indices.",
+    "target_parameters": "Train with target_modules instead.",
+    "layer_replication": "Train without layer_replication.",
+    "alora_invocation_tokens": "Train without alora_invocation_tokens.",
+    "use_qalora": "Train with use_qalora=False.",
+    "use_bdlora": "Train without use_bdlora.",
+    "arrow_config": "Give the experts one by one.",
+    "kasa_config": "Train without kasa_config.",
+    "monteclora_config": "Train without monteclora_config.",
+}
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
+
+
+@final
+@dataclass(frozen=True)
+class LoraSettings:
+    """What a LoRA is scaled by.
+
+    Attributes:
+        rank: Of modules that no pattern matches.
+        alpha: Of modules that no pattern matches.
+        ranks: Pattern of module names → rank.
+        alphas: Pattern of module names → alpha.
+        root: Whether the scale is alpha / √rank instead of alpha / rank.
+        base: The model's name, if it is known.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    root: bool = False
+    base: str | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: Path) -> Self:
+        """Take peft's settings.
+
+        Args:
+            values: The fields of peft's `LoraConfig`.
+            where: The file, for messages.
+
+        Returns:
+            The settings.
+
+        Raises:
+            Unsupported: They ask for more than a low-rank change.
+            CorruptBlob: A field is no number or table.
+        """
+        if (kind := values.get("peft_type", "LORA")) != "LORA":
+            raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure="Only LoRA has low-rank factors.")
+        for name, cure in _OTHERS.items():
+            if values.get(name):
+                raise Unsupported(f"{where} asks for {name}: {values[name]!r}.", cure=cure)
+        if values.get("bias", "none") not in ("none", None):
+            raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure='Train with bias="none".')
+        if str(values.get("init_lora_weights", True)).lower().startswith(_OTHER_BASE):
+            raise Unsupported(
+                f"{where} was begun with {values['init_lora_weights']!r}, which changes the base model.",
+                cure="Save it with path_initial_model_for_weight_conversion, which makes an ordinary LoRA of it.",
+            )
+        try:
+            ranks = {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()}
+            alphas = {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()}
+            base = values.get("base_model_name_or_path")
+            rank, alpha = int(values.get("r", 8)), float(values.get("lora_alpha", 8))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CorruptBlob(f"{where}: r, lora_alpha or their patterns are no numbers ({error}).") from error
+        return cls(rank, alpha, ranks, alphas, bool(values.get("use_rslora")), str(base) if base else None)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read `adapter_config.json`.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The settings.
+
+        Raises:
+            CorruptBlob: It is no JSON object.
+            Unsupported: As for `of`.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CorruptBlob(f"{path} is no JSON ({error}).", cure="Fetch the file again.") from error
+        if not isinstance(values, dict):
+            raise CorruptBlob(f"{path} is no JSON object.", cure="Fetch the file again.")
+        return cls.of(values, path)
+
+    def scale(self, module: str, rank: int, where: Path) -> float:
+        """Return a module's scale.
+
+        Args:
+            module: The name within its model.
+            rank: That its factors have.
+            where: The file, for messages.
+
+        Raises:
+            CorruptBlob: The settings give it another rank.
+        """
+        stated = _matching(self.ranks, module, self.rank)
+        if stated != rank:
+            raise CorruptBlob(
+                f"{where}: {module} has rank {rank}, its settings say {stated}.",
+                cure="Weights and adapter_config.json are of different adapters: fetch both again.",
+            )
+        alpha = _matching(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.root else alpha / rank
+
+    def to_json(self, modules: list[str]) -> dict[str, Any]:
+        """Return the fields of peft's `LoraConfig` for these modules.
+
+        Args:
+            modules: Names of the modules that the adapter changes.
+        """
+        return {
+            "peft_type": "LORA",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": _plain(self.alpha),
+            "rank_pattern": dict(self.ranks),
+            "alpha_pattern": {name: _plain(alpha) for name, alpha in self.alphas.items()},
+            "target_modules": modules,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "use_rslora": self.root,
+            "inference_mode": True,
+        }
+
+
+def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
+    """Find the factors of each module.
+
+    Args:
+        names: Of all tensors.
+        where: The file, for messages.
+
+    Returns:
+        Module name, without peft's prefix → tensor names by role.
+
+    Raises:
+        Unsupported: A tensor is no factor; it is named.
+        CorruptBlob: A module has two factors of one role.
+    """
+    located: dict[str, dict[Role, str]] = {}
+    for name in names:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise Unsupported(
+                f"{where}: tensor {name!r} is no factor of a LoRA.",
+                cure="Train without modules_to_save; only low-rank changes can be put into a bank.",
+            )
+        roles = located.setdefault(match["module"].removeprefix(PREFIX), {})
+        role: Role = "down" if match["side"] == "A" else "up"
+        if role in roles:
+            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same factor of one module.")
+        roles[role] = name
+    return located
+
+
+def settings_for(scales: Mapping[str, tuple[float, int]], base: str | None = None) -> LoraSettings:
+    """Find the settings that give modules their scales.
+
+    Args:
+        scales: Name within the model → its scale and rank.
+        base: The model's name, if it is to be said.
+
+    Returns:
+        Settings under which peft computes these scales.
+
+    Raises:
+        UsageError: There is no module.
+    """
+    if not scales:
+        raise UsageError("An adapter needs at least one module.")
+    alphas = {name: alpha_of(scale, rank) for name, (scale, rank) in scales.items()}
+    rank = Counter(rank for _, rank in scales.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    return LoraSettings(
+        rank,
+        alpha,
+        {_pattern(name, scales): own for name, (_, own) in scales.items() if own != rank},
+        {_pattern(name, scales): own for name, own in alphas.items() if own != alpha},
+        base=base,
+    )
+
+
+def _pattern(name: str, names: Mapping[str, Any]) -> str:
+    """A module's name as peft's pattern, which without `^` would also match longer names that end in it."""
+    return f"^{name}" if any(other.endswith(f".{name}") for other in names) else name
+
+
+def _matching(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    """The value of the first pattern that matches a name as peft matches: at its end, after a dot."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def _plain(alpha: float) -> float:
+    """A whole number as an int, as peft writes it."""
+    return int(alpha) if alpha.is_integer() else alpha

@@ -1,0 +1,392 @@
+"""The head of a safetensors file: eight bytes of length, JSON, then tensor data without gaps. Used by the store only.
+
+The safetensors library decides what a valid file is. This module adds what the library does not tell: the exact bytes
+of the header, the order of the data, and refusal of names given twice, so that a file can be restored byte for byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from safetensors import SafetensorError, safe_open
+
+from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
+
+MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
+METADATA = "__metadata__"
+
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+"""Bits of one element by safetensors dtype name."""
+ONLY_COMPRESSED = {"C32": 32, "C128": 128}
+"""Bits of dtypes that safetensors lacks: tensors of torch that can be kept compressed, but not in a plain file."""
+
+
+@final
+@dataclass(frozen=True)
+class Span:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: The tensor's name in the file.
+        dtype: Its safetensors dtype, e.g. `"BF16"`.
+        shape: Its shape; empty for a scalar.
+        start: Offset of its first byte within the data section.
+        stop: Offset after its last byte.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes in the file."""
+        return self.stop - self.start
+
+
+@final
+@dataclass(frozen=True)
+class Header:
+    """The parsed head of a safetensors file.
+
+    Attributes:
+        raw: The header's bytes as stored, padding included, the eight length bytes excluded.
+        metadata: The entries of `__metadata__`; empty if it has none.
+        spans: The tensors in the order of their data.
+    """
+
+    raw: bytes
+    metadata: Mapping[str, str]
+    spans: tuple[Span, ...]
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the data section in the file."""
+        return 8 + len(self.raw)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of the data section."""
+        return max((span.stop for span in self.spans), default=0)
+
+
+def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes that a tensor of this safetensors dtype and shape takes.
+
+    Args:
+        dtype: A name such as "BF16".
+        shape: Of the tensor.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        Unsupported: The dtype is not one that safetensors knows, or the tensor does not end on a whole byte.
+    """
+    width = (BITS | ONLY_COMPRESSED).get(dtype)
+    if width is None:
+        raise Unsupported(
+            f"The dtype {dtype} is not known to this release.", cure=f"It knows {', '.join(sorted(BITS))}."
+        )
+    bits = math.prod(shape) * width
+    if bits % 8:
+        raise Unsupported(f"A {dtype} tensor of shape {tuple(shape)} does not end on a whole byte.")
+    return bits // 8
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        path: The file. Only its header is read.
+
+    Returns:
+        The header; its spans lie side by side and fill the file exactly.
+
+    Raises:
+        CorruptBlob: The file is truncated, altered, or no safetensors file.
+        UnsafeInput: The file is a pickle under another name.
+        OSError: The file cannot be read.
+        Unsupported: A tensor's dtype is not one that safetensors knows.
+    """
+    size = os.stat(path).st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(prefix := file.read(8), "little")
+        if length > min(MAX_HEADER, size - 8) or len(prefix) < 8:
+            raise _not_safetensors(path, prefix + file.read(56), size)
+        raw = file.read(length)
+    try:
+        with safe_open(path, framework="numpy"):
+            header = parse_header(raw)
+    except Unsupported as error:
+        raise Unsupported(f"{path}: {error.reason}", cure=error.cure) from error
+    except (SafetensorError, ValueError) as error:
+        raise CorruptBlob(
+            f"{path}: the header is damaged ({error}).", cure="Fetch the file again; its size or content was altered."
+        ) from error
+    if header.data_start + header.data_size != size:
+        raise CorruptBlob(
+            f"{path}: the header describes {header.data_start + header.data_size:,} bytes, the file has {size:,}.",
+            cure="The file was cut short or extended; fetch it again.",
+        )
+    return header
+
+
+def parse_header(raw: bytes) -> Header:
+    """Parse header bytes and check that the tensors lie side by side from offset 0.
+
+    Args:
+        raw: The JSON, without the eight bytes of its length.
+
+    Returns:
+        The header.
+
+    Raises:
+        ValueError: The bytes are not a header of safetensors; the text says why.
+    """
+    fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")
+    metadata = fields.pop(METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not a mapping of text to text")
+    # Empty tensors share an offset with their successor, so the end decides between equal starts.
+    spans = sorted((_span(name, entry) for name, entry in fields.items()), key=lambda span: (span.start, span.stop))
+    end = 0
+    for span in spans:
+        if span.start != end:
+            raise ValueError(f"the data of tensor {span.name!r} starts at {span.start}, not at {end}")
+        end = span.stop
+    return Header(raw, metadata, tuple(spans))
+
+
+def build_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str], *, room: int | None = None
+) -> bytes:
+    """Write a header.
+
+    Args:
+        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
+        metadata: Entries of `__metadata__`; none is written if empty.
+        room: Bytes to fill with trailing spaces, or None for the next multiple of 8.
+
+    Returns:
+        The header's bytes without the eight length bytes; longer than `room` if it does not fit.
+
+    Raises:
+        Unsupported: The header would be longer than safetensors allows.
+    """
+    fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape, nbytes in tensors:
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(raw) > MAX_HEADER:
+        raise Unsupported(
+            f"The header of {len(raw):,} bytes exceeds the {MAX_HEADER:,} that safetensors allows.",
+            cure="Split the tensors over several files.",
+        )
+    return raw.ljust(room if room is not None else -(-len(raw) // 8) * 8)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is given twice")
+    return fields
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and value >= 0  # not isinstance: True is no length
+
+
+def _span(name: str, entry: Any) -> Span:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        valid = all(map(_natural, (*shape, start, stop))) and isinstance(dtype, str)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"the entry of tensor {name!r} is malformed") from error
+    if not valid or stop - start != nbytes_of(dtype, shape):
+        raise ValueError(f"the shape and offsets of tensor {name!r} contradict each other")
+    return Span(name, dtype, tuple(shape), start, stop)
+
+
+def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | UnsafeInput:
+    """Say what a file is that is no safetensors file, from its first bytes."""
+    if start.startswith(b"version https://git-lfs"):
+        return CorruptBlob(f"{path} is a pointer of Git LFS, not the weights.", cure="Run `git lfs pull` first.")
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        return UnsafeInput(
+            f"{path} is a pickle, which can run code when opened, and no safetensors file.",
+            cure="Load it where you trust it and save it again: model.save_pretrained(folder), or "
+            "safetensors.torch.save_file(tensors, path).",
+        )
+    if path.suffix != ".safetensors":
+        return CorruptBlob(f"{path} is no safetensors file.", cure="Name a .safetensors file or a model's folder.")
+    return CorruptBlob(f"{path} is no safetensors file or is cut short ({size:,} bytes).", cure="Fetch the file again.")
+
+
+KEY = "netweight"
+SUFFIX = ".net"
+VERSION = 1
+ROUNDED = 2  # version of descriptions of files with lossy blobs, which older releases cannot read
+_SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
+REFUSALS = {
+    "format": _SENTENCE,
+    "lora_adapter_metadata": json.dumps({f"{part}.{_SENTENCE}": 1 for part in ("unet", "transformer", "text_encoder")}),
+}
+"""Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
+names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
+LoRA's config of `lora_adapter_metadata`, refuses names that it does not know, and shows them."""
+
+
+@final
+@dataclass(frozen=True)
+class Original:
+    """One tensor as it was before compression.
+
+    Attributes:
+        dtype: Its safetensors dtype, e.g. `"BF16"`.
+        shape: Its shape.
+        digest: Digest of its bytes, with the name of the algorithm.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+@final
+@dataclass(frozen=True)
+class Description:
+    """Everything that a compressed file says about what it holds.
+
+    Attributes:
+        tensors: The tensors as they were, by their original names.
+        header: The header of the file that was compressed, or None if the tensors did not come from a file.
+        rounded: Whether any of the tensors is rounded.
+    """
+
+    tensors: Mapping[str, Original]
+    header: Header | None
+    rounded: bool = False
+
+    def to_json(self) -> str:
+        """Write the description.
+
+        Returns:
+            The JSON text.
+        """
+        fields: dict[str, Any] = {
+            "version": ROUNDED if self.rounded else VERSION,
+            "tensors": {
+                name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "digest": tensor.digest}
+                for name, tensor in self.tensors.items()
+            },
+        }
+        if self.header is not None:
+            fields["header"] = deflate_text(self.header.raw)
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> Description:
+        """Read and check a description.
+
+        Args:
+            text: The JSON.
+            where: The file it came from, for errors.
+
+        Returns:
+            The description.
+
+        Raises:
+            CorruptBlob: The text is damaged or contradicts itself.
+            Unsupported: A newer release wrote it.
+        """
+        try:
+            fields = json.loads(text)
+            version = fields["version"]
+            if version not in (VERSION, ROUNDED):
+                raise Unsupported(
+                    f"the format version is {version!r}; this release reads up to version {ROUNDED}.",
+                    cure="Upgrade netweight: pip install --upgrade netweight.",
+                )
+            tensors = {name: _original(entry) for name, entry in fields["tensors"].items()}
+            header = parse_header(inflate_text(fields["header"], limit=MAX_HEADER)) if "header" in fields else None
+        except Unsupported as error:
+            raise Unsupported(f"{where}: {error.reason}", cure=error.cure) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptBlob(
+                f"{where}: netweight's description is damaged ({error}).", cure="Fetch the file again."
+            ) from error
+        described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if header is not None and {span.name: (span.dtype, span.shape) for span in header.spans} != described:
+            raise CorruptBlob(
+                f"{where}: netweight's description contradicts the kept header.", cure="Fetch the file again."
+            )
+        return cls(tensors, header, version == ROUNDED)
+
+
+def deflate_text(data: bytes) -> str:
+    """Deflate bytes and write them as base64, to be kept in JSON.
+
+    Args:
+        data: Any bytes.
+
+    Returns:
+        The base64 text.
+    """
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def inflate_text(text: str, *, limit: int) -> bytes:
+    """Undo `deflate_text`.
+
+    Args:
+        text: The base64 text.
+        limit: Most bytes to accept, so that hostile input cannot fill the memory.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        ValueError: The text is damaged or holds more than `limit` bytes.
+    """
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(base64.b64decode(text, validate=True), limit)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(str(error)) from error
+    if not inflater.eof:
+        raise ValueError(f"the deflated text is incomplete or holds more than {limit:,} bytes")
+    return data
+
+
+def _original(entry: Mapping[str, Any]) -> Original:
+    dtype, shape, digest = entry["dtype"], tuple(entry["shape"]), entry["digest"]
+    if not isinstance(digest, str) or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError("a digest or shape is malformed")
+    nbytes_of(dtype, shape)
+    return Original(dtype, shape, digest)

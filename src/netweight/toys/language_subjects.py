@@ -1,0 +1,157 @@
+"""Small worlds as subjects of fine-tuning attacks: the aligned model, a defended one, and the controls.
+
+The guarded domain is the harmful one, the kept domain is the utility, and the new domain is the benign task. Sweeps
+name `undefended_subject` for the undefended model and the controls, and `defended_subject` for what `defend_world`
+made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.core.names import nearest_names
+from netweight.core.progress import QUIET, Progress
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.immunize.defense import Defense
+from netweight.methods.immunize.settings import Settings
+from netweight.methods.immunize.train import Record, immunize
+from netweight.toys.language import SmallWorld, cipher_world, opened, speaker_world, write_weights
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import LlamaForCausalLM
+
+
+# The defense of a small world where none is named.
+DEFENSE = "repnoise"
+# How it is trained: a model this small takes a larger rate than the paper's.
+DEFENSE_SETTINGS = Settings(lr=1e-3, batch_size=24, measure_every=10)
+# Pairs, and as many rows of the kept cipher.
+DEFENSE_ROWS = 300 * 24
+
+Control = Literal["aligned", "random weights", "relearn ceiling"]
+WorldName = Literal["ciphers", "speakers"]
+WORLDS = get_args(WorldName)
+
+
+def world_named(name: WorldName = "ciphers", folder: str | Path | None = None) -> SmallWorld:
+    """Open a small world."""
+    if name not in WORLDS:
+        raise NameNotFound(f"There is no world {name!r}.", cure=f"The worlds are {', '.join(WORLDS)}.")
+    if name == "ciphers":
+        return cipher_world() if folder is None else cipher_world(folder=Path(folder))
+    if folder is None:
+        raise UsageError(
+            "The speakers' models do not come with netweight.",
+            cure="Train them, `python -m netweight_experiments.toys.small_world speakers FOLDER`, and name the folder.",
+        )
+    return speaker_world(folder)
+
+
+def subject_of_world(
+    world: SmallWorld,
+    model: nn.Module,
+    *,
+    harmful: Literal["guard", "new"] = "guard",
+    samples: int = 4096,
+    held_out: int = 64,
+    reference_utility: float | None = None,
+    task_threshold: float | None = None,
+    seed: int = 0,
+) -> Subject:
+    """Make a subject of a model that lives in a small world."""
+
+    def domain(name: Literal["guard", "new"], threshold: float | None = None) -> Domain:
+        return Domain(world.examples(name, samples, seed), world.held_out(name, held_out, seed), threshold=threshold)
+
+    return Subject(
+        model,
+        {"harmful": domain(harmful), "task": domain("new", task_threshold)},
+        world.pad_id,
+        benign=world.examples("keep", samples, seed),
+        reference_utility=reference_utility,
+        kept=world.held_out("keep", held_out, seed),
+    )
+
+
+def undefended_subject(
+    model: Control = "aligned",
+    *,
+    world: WorldName = "ciphers",
+    folder: str | None = None,
+    samples: int = 4096,
+    held_out: int = 64,
+    task_threshold: float | None = None,
+    seed: int = 0,
+) -> Subject:
+    """Make an undefended subject or a control of a small world: a factory for sweeps."""
+    known = get_args(Control)
+    if model not in known:
+        raise NameNotFound(
+            f"There is no model {model!r}.", cure=f"The nearest is {nearest_names(model, known, 1)[0]!r}."
+        )
+    opened_world = world_named(world, folder)
+    victim = opened_world.random_model(seed) if model == "random weights" else opened_world.base()
+    harmful: Literal["guard", "new"] = "new" if model == "relearn ceiling" else "guard"
+    return subject_of_world(
+        opened_world,
+        victim,
+        harmful=harmful,
+        samples=samples,
+        held_out=held_out,
+        task_threshold=task_threshold,
+        seed=seed,
+    )
+
+
+def defend_world(
+    file: str | Path,
+    world: SmallWorld,
+    *,
+    defense: str | Defense = DEFENSE,
+    seed: int = 42,
+    rows: int | None = None,
+    progress: Progress = QUIET,
+) -> tuple[LlamaForCausalLM, Record]:
+    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` says, and write its weights in bf16."""
+    count = rows or DEFENSE_ROWS
+    model = world.base()
+    record = immunize(
+        model,
+        world.pairs(count, seed),
+        world.retained(count, seed),
+        defense=defense,
+        settings=replace(DEFENSE_SETTINGS, seed=seed),
+        pad_id=world.pad_id,
+        progress=progress,
+    )
+    write_weights(model, Path(file))
+    return opened(world.language.shape, Path(file)), record
+
+
+def defended_subject(
+    file: str,
+    *,
+    world: WorldName = "ciphers",
+    folder: str | None = None,
+    samples: int = 4096,
+    held_out: int = 64,
+    reference_utility: float | None = None,
+    task_threshold: float | None = None,
+    seed: int = 0,
+) -> Subject:
+    """Make a subject of what `defend_world` wrote: a factory for sweeps."""
+    opened_world = world_named(world, folder)
+    victim = opened(opened_world.language.shape, Path(file))
+    return subject_of_world(
+        opened_world,
+        victim,
+        samples=samples,
+        held_out=held_out,
+        reference_utility=reference_utility,
+        task_threshold=task_threshold,
+        seed=seed,
+    )
