@@ -25,7 +25,7 @@ from netweight.methods.forget.settings import DetectionConfig
 from netweight.metrics.copies import Descriptor, Memorized, TorchScriptDescriptor, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 
 if TYPE_CHECKING:
