@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -20,12 +20,9 @@ from netweight.errors import UsageError
 from netweight.report.finding import Chapter, Figure, Finding, Section, Table, decode_json
 from netweight.report.text import format_number, verdict
 
-if TYPE_CHECKING:
-    from netweight.report.report import Report
 
-
-def render(document: Report) -> str:
-    """Return the HTML page of a report."""
+def render(document: Any) -> str:
+    """Return the HTML page of a `Report`, which stands above this module."""
     commands = {chapter.title: chapter.command for chapter in document.chapters}
     sections = [
         _section(section, number, commands.get(section.chapter))

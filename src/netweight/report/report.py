@@ -20,6 +20,7 @@ from netweight.core.files import whole_file
 from netweight.errors import UsageError
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Chapter, Finding, Provenance, Section, encode_json
+from netweight.report.page import render
 
 FORMAT = 1
 """Version of report.json; raised when a reader of the previous version would misread a file."""
@@ -235,8 +236,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _page(report: Report) -> str:
-    from netweight.report.page import render
-
     page = render(report)
     size = len(page.encode())
     if size > MAX_BYTES:
