@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 from known_spaces import known_scores
-from netweight.metrics.copies import CenteredPixels
-from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
 import netweight.methods.space.report as audits
 from netweight.core.progress import QUIET
@@ -22,6 +20,8 @@ from netweight.methods.space.edits import (
     perceptual_distance,
 )
 from netweight.methods.space.report import entanglement
+from netweight.metrics.copies import CenteredPixels
+from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
 NAMES = ["red", "green", "blue"]
 

@@ -27,7 +27,6 @@ from netweight.methods.space.settings import (
     RenderSettings,
     SampleSettings,
 )
-from netweight.report.text import finding_row
 
 if TYPE_CHECKING:
     from netweight.methods.space.fitting.fit import Accuracy
@@ -126,7 +125,7 @@ def direction(
     write_direction(found, out, overwrite=overwrite)
     known = int(labels[column].known.sum())
     output.line(f"{column}, {labels[column].kind}, known of {known} of {len(space.names)} models: {out}")
-    output.table((), [finding_row(each) for each in findings], indent=2)
+    output.findings(findings, indent=2)
     output.line(f"One standard deviation of the models is {found.deviation:.4g}, the farthest {found.reach:.4g}.")
     output.result({
         "direction": str(out), "column": column, "kind": found.kind, "known": known, "deviation": found.deviation,
@@ -190,7 +189,7 @@ def sample(
     enough = min(settings.count, len(space.names)) >= LEAST_AUDITED
     findings = neighbor_findings(points.scores, space.scores) if enough else []
     output.line(f"{_many(settings.count, 'point')} by {settings.sampler}: {out}")
-    output.table((), [finding_row(each) for each in findings], indent=2)
+    output.findings(findings, indent=2)
     output.result({"points": str(out), "names": list(points.names), "findings": [each.to_json() for each in findings]})
 
 

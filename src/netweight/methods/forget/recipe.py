@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     folder = _beside(destination)
     if (folder / "report.json").is_file():
         for section in read_report(folder).sections:
-            titled = {"title": f"{number}. {section.title}", "findings": (), "treatment": None, "missing_audits": ()}
-            report.include(section.model_copy(update=titled))
+            title = f"{number}. {section.title}"
+            report.add(dataclasses.replace(section, title=title, findings=(), treatment=None, missing_audits=()))
 
 
 def _beside(destination: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from netweight.core.progress import Progress
@@ -35,7 +36,7 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
     for section in read_report(destination / REPORT).sections:
         if section.title == TITLE:
-            report.include(section.model_copy(update={"title": f"{number}. {TITLE}", "findings": ()}))
+            report.add(dataclasses.replace(section, title=f"{number}. {TITLE}", findings=()))
 
 
 IMMUNIZE = Method(

@@ -1,4 +1,4 @@
-"""Figures for reports: small plot functions that return inline SVG or PNG in one consistent look.
+"""Figures of reports: small plot functions that return inline SVG or PNG in one look.
 
 The SVG takes its colors from CSS variables of the page (`--ink`, `--grid`, `--series-1` …) and falls back to fixed
 colors outside of one, so the same figure suits light mode, dark mode and print. matplotlib belongs to the `evidence`
@@ -10,20 +10,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.report.finding import Figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
-
-__all__ = ["Figure", "bars", "canvas", "image_grid", "lines", "paired_dots", "series_color", "to_figure"]
 
 SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
 """Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
@@ -37,23 +38,6 @@ _MARKS = {
     GRID_MARK: f"var(--grid, {GRID})",
     **{mark: f"var(--series-{i}, {SERIES[i - 1]})" for i, mark in enumerate(SERIES_MARKS, start=1)},
 }
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One picture of a report.
-
-    Attributes:
-        kind: "svg" (data is the SVG element as text) or "png" (data is the file in base64).
-        data: The picture.
-        alt: What it shows, for a reader who cannot see it: the message, not "a plot".
-        caption: The line below it.
-    """
-
-    kind: Literal["svg", "png"]
-    data: str
-    alt: str
-    caption: str = ""
 
 
 def series_color(index: int) -> str:
@@ -72,22 +56,7 @@ def bars(
     log: bool = False,
     errors: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Figure:
-    """Draw bars side by side, one group of bars per label.
-
-    Args:
-        groups: Name of each data series → its heights, one per label.
-        labels: Names below the bars.
-        alt: Text alternative.
-        caption: Line below the figure.
-        xlabel: Name of the horizontal axis.
-        ylabel: Name and unit of the vertical axis.
-        log: Whether the vertical axis is logarithmic.
-        errors: Ends `(low, high)` of an interval per bar, for any of the series.
-
-    Raises:
-        UsageError: A series has not one height per label.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw bars side by side, one group of bars per label."""
     for name, heights in groups.items():
         if len(heights) != len(labels):
             raise UsageError(f"Series {name!r} has {len(heights)} bars for {len(labels)} labels.")
@@ -114,22 +83,7 @@ def lines(
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     ylim: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw lines, each with an interval band if it has one.
-
-    Args:
-        series: Name → `(x, y)` of equal length.
-        alt: Text alternative.
-        caption: Line below the figure.
-        xlabel: Name and unit of the horizontal axis.
-        ylabel: Name and unit of the vertical axis.
-        log: Which axes are logarithmic.
-        bands: Name → `(low, high)`, each as long as the line of that name.
-        ylim: Least and greatest value that the vertical axis shows, such as those of a share; by default as drawn.
-
-    Raises:
-        UsageError: Lengths differ.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw lines, each with an interval band if it has one."""
     dashes = ("-", "--", "-.", ":")  # a second cue beside color
     with canvas(1) as (drawing, (axes,)):
         for index, (name, (x, y)) in enumerate(series.items()):
@@ -161,22 +115,7 @@ def paired_dots(
     xlabel: str = "",
     log: bool = False,
 ) -> Figure:
-    """Draw one row per label with two dots and a line between them: what changed, and how far.
-
-    Args:
-        before: First value of each row.
-        after: Second value of each row.
-        labels: Name of each row.
-        names: What the two dots are called.
-        alt: Text alternative.
-        caption: Line below the figure.
-        xlabel: Name and unit of the axis.
-        log: Whether the axis is logarithmic.
-
-    Raises:
-        UsageError: The three lists differ in length.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw one row per label with two dots and a line between them: what changed, and how far."""
     if not len(before) == len(after) == len(labels):
         raise UsageError(f"paired_dots got {len(before)} and {len(after)} values for {len(labels)} labels.")
     with canvas(1, height=0.7 + 0.28 * len(labels)) as (drawing, (axes,)):
@@ -201,21 +140,10 @@ def image_grid(
     caption: str = "",
     pixels: int = 96,
 ) -> Figure:
-    """Draw images in a labeled grid, as one inline PNG that reads well on light and dark pages.
-
-    Args:
-        images: Rows of images; each an array or tensor `(height, width)` or `(height, width, 1 | 3)`, uint8, or
-            floating point within 0 and 1 (values outside are cut off). None leaves a cell empty.
-        rows: Name of each row.
-        columns: Name of each column.
-        alt: Text alternative.
-        caption: Line below the figure.
-        pixels: Height of a cell; small images are enlarged without smoothing.
-
-    Raises:
-        UsageError: The grid does not fit its names, or an image has another shape.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw images in a labeled grid, as one inline PNG that reads well on light and dark pages."""
+    # Images: arrays or tensors `(height, width)` or `(height, width, 1 | 3)`, uint8, or floating point within 0 and 1
+    # (values outside are clipped); None leaves a cell empty. `pixels` is the height of a cell; small images are
+    # enlarged without smoothing.
     if len(images) != len(rows) or any(len(row) != len(columns) for row in images):
         raise UsageError(f"The image grid does not have {len(rows)} rows of {len(columns)} images.")
     inch = pixels / 96
@@ -244,22 +172,9 @@ def image_grid(
 def canvas(
     panels: int, *, width: float = 6.6, height: float = 2.9, across: int | None = None, page: bool = True
 ) -> Iterator[tuple[Canvas, list[Axes]]]:
-    """Open a matplotlib figure in the house style, for plots that the functions here do not cover.
-
-    Args:
-        panels: Number of axes.
-        width: Width in inches.
-        height: Height in inches.
-        across: Panels per row; all in one row by default.
-        page: Whether the drawing will go through `to_figure`, which lets the page set the colors; False for a file,
-            which is drawn in fixed colors on white.
-
-    Yields:
-        The matplotlib figure and its axes. Color with `series_color`; turn it into a `Figure` by `to_figure`.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Open a matplotlib figure in the style of reports, for plots that the functions here do not cover."""
+    # Sizes are inches; `across` is the number of panels per row. Color with `series_color`. With `page` the page sets
+    # the colors and the drawing goes through `to_figure`; without, it has fixed colors on white, for a file.
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -277,13 +192,7 @@ def canvas(
 
 
 def to_figure(drawing: Canvas, *, alt: str, caption: str = "") -> Figure:
-    """Turn a figure drawn inside `canvas` into inline SVG that follows the colors of the page.
-
-    Args:
-        drawing: The matplotlib figure.
-        alt: Text alternative.
-        caption: Line below the figure.
-    """
+    """Turn a figure drawn inside `canvas` into inline SVG that follows the colors of the page."""
     file = io.StringIO()
     drawing.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return Figure("svg", inline_svg(file.getvalue(), alt), alt, caption)
@@ -370,3 +279,133 @@ def _image_cell(cell: Axes, image: Any) -> None:
         raise UsageError(f"An image has shape {pixels.shape};", cure="give (height, width) or (height, width, 3).")
     top = 255 if pixels.dtype == np.uint8 else 1
     cell.imshow(np.clip(pixels, 0, top), cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+
+
+def heat_maps(
+    panels: Mapping[str, Sequence[Sequence[float | None]]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    digits: int = 2,
+) -> Figure:
+    """Draw matrices side by side, each with its numbers in its cells and a scale of its own."""
+    for title, values in panels.items():
+        if len(values) != len(rows) or any(len(row) != len(columns) for row in values):
+            raise UsageError(f"The matrix {title!r} does not have {len(rows)} rows of {len(columns)} numbers.")
+    if not panels or not rows or not columns:
+        raise UsageError("There is no matrix to draw.", cure="Give one with at least a row and a column.")
+    across = min(2, len(panels))
+    deep = -(-len(panels) // across)
+    size = (max(3.2, 1.4 + 0.55 * len(columns)) * across, (1.1 + 0.34 * len(rows)) * deep)
+    with canvas(len(panels), width=size[0], height=size[1], across=across) as (drawing, places):
+        for axes, (title, values) in zip(places, panels.items(), strict=True):
+            _heat(axes, [[math.nan if value is None else float(value) for value in row] for row in values], digits)
+            axes.set_title(title)
+            axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
+            axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
+            axes.tick_params(length=0, labelsize=8)
+            axes.set_xlabel(xlabel)
+            axes.set_ylabel(ylabel)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def _heat(axes: Axes, values: list[list[float]], digits: int) -> None:
+    import numpy as np
+
+    table = np.ma.masked_invalid(np.array(values))
+    known = table.compressed()
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    middle = (low + high) / 2
+    mesh = axes.pcolormesh(
+        np.arange(table.shape[1] + 1), np.arange(table.shape[0] + 1), table, cmap="viridis", vmin=low, vmax=high
+    )
+    mesh.set_rasterized(False)  # an SVG of a report must not hold pictures
+    axes.invert_yaxis()
+    for (row, column), value in np.ndenumerate(np.array(values)):
+        if math.isfinite(value):
+            ink = "#000000" if value > middle else "#ffffff"  # viridis is bright above its middle
+            text = f"{value:.{digits}f}" if digits else f"{value:.0f}"
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink)
+
+
+def histogram(
+    groups: Mapping[str, Sequence[float]],
+    *,
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    bins: int = 20,
+) -> Figure:
+    """Draw how often values occur, one outline per group over common bins."""
+    filled = {name: [float(value) for value in values] for name, values in groups.items() if len(values)}
+    every = [value for values in filled.values() for value in values]
+    if not every or not all(map(math.isfinite, every)):
+        raise UsageError("A histogram needs values, all of them finite.", cure="Leave out what was not measured.")
+    low, high = min(every), max(every)
+    width = (high - low) / bins or 1.0
+    edges = [low + place * width for place in range(bins + 1)]
+    with canvas(1) as (drawing, (axes,)):
+        for index, (name, values) in enumerate(filled.items()):
+            axes.hist(
+                values, edges, histtype="stepfilled", alpha=0.35, color=series_color(index),
+                edgecolor=series_color(index), linewidth=1.6, label=f"{name} (n = {len(values)})",
+            )  # fmt: skip
+        _finish(axes, xlabel, ylabel, log=False, legend=True)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+_SPREAD = 0.5  # of the distance between rows, over which equal times are set beside each other
+
+
+@final
+@dataclass(frozen=True)
+class TimeRow:
+    """The times of one group."""
+
+    name: str  # of the group
+    happened: Sequence[float]  # times of events
+    stopped: Sequence[float]  # times at which repetitions ended without one
+    median: float  # of the time; infinite where fewer than half were seen
+    interval: tuple[float, float]  # of the median; ends may be infinite
+
+
+def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: str = "") -> Figure:
+    """Draw one row of marks for each group: dots for events, triangles for repetitions that were stopped before one."""
+    if not rows or not all(row.happened or row.stopped for row in rows):
+        raise UsageError("A picture of times needs a time in every row.", cure="Leave empty rows out.")
+    most = max(time for row in rows for time in (*row.happened, *row.stopped))
+    with canvas(1, height=0.8 + 0.5 * len(rows)) as (drawing, (axes,)):
+        for place, row in enumerate(rows):
+            _draw(axes, place, row, most * 1.08)
+        axes.set_yticks(range(len(rows)), [row.name for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, most * 1.08 or 1)
+        _finish(axes, xlabel, "", log=False, legend=False, grid="x")
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def _draw(axes: Axes, place: int, row: TimeRow, end: float) -> None:
+    color = series_color(place)
+    if len(row.happened) + len(row.stopped) > 1:  # a single time has no interval
+        low, high = (min(value, end) for value in row.interval)
+        axes.barh(place, high - low, 0.7, left=low, color=color, alpha=0.18, linewidth=0)
+    if math.isfinite(row.median):
+        axes.plot([row.median] * 2, [place - 0.35, place + 0.35], color=color, linewidth=1.8)
+    for times, marker in ((row.happened, "o"), (row.stopped, ">")):
+        face = color if marker == "o" else "none"
+        axes.scatter(times, _beside(times, place), s=16, marker=marker, facecolors=face, edgecolors=color, zorder=3)
+
+
+def _beside(times: Sequence[float], place: int) -> list[float]:
+    """Heights at which equal times do not hide each other."""
+    count, seen = Counter(times), Counter[float]()
+    heights = []
+    for time in times:
+        seen[time] += 1
+        heights.append(place + _SPREAD * (seen[time] / (count[time] + 1) - 0.5))
+    return heights

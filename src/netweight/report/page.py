@@ -17,21 +17,12 @@ import jinja2
 from markupsafe import Markup
 
 from netweight.errors import UsageError
-from netweight.report.finding import Chapter, Figure, Finding, Section, decode_json
-from netweight.report.report import Report
-
-__all__ = ["format_number", "page_template", "render", "verdict"]
+from netweight.report.finding import Chapter, Figure, Finding, Section, Table, decode_json
+from netweight.report.text import format_number, verdict
 
 
-def render(document: Report) -> str:
-    """Return the HTML page of a report.
-
-    Args:
-        document: A checked report document.
-
-    Raises:
-        UsageError: A figure holds something that could run or load code.
-    """
+def render(document: Any) -> str:
+    """Return the HTML page of a `Report`, which stands above this module."""
     commands = {chapter.title: chapter.command for chapter in document.chapters}
     sections = [
         _section(section, number, commands.get(section.chapter))
@@ -41,7 +32,7 @@ def render(document: Report) -> str:
         _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
         for number, chapter in enumerate(document.chapters, start=1)
     ]
-    template = page_template("netweight.report", "report_template.html")
+    template = page_template("netweight.report", "template.html")
     return template.render(
         report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
     )
@@ -49,15 +40,7 @@ def render(document: Report) -> str:
 
 @cache
 def page_template(package: str, file: str) -> jinja2.Template:
-    """Open the template of a page: values are escaped, and `style` is the style sheet that all pages share.
-
-    Args:
-        package: Where it lies.
-        file: Its name.
-
-    Returns:
-        The template of jinja2.
-    """
+    """Open the template of a page: values are escaped, and `style` is the style sheet that all pages share."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -65,64 +48,6 @@ def page_template(package: str, file: str) -> jinja2.Template:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
     environment.globals["style"] = Markup(style)  # our own file
     return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
-
-
-def format_number(value: Any, digits: int = 4) -> str:
-    """Write a cell of a table for people.
-
-    Args:
-        value: A number (at least `digits` significant digits; integers in full, with thin spaces between thousands),
-            a truth value (yes, no), a text (as it is) or None (a dash).
-        digits: Significant digits of numbers that are not whole.
-
-    Returns:
-        The text.
-    """
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}".replace(",", "\u2009").replace("-", "\u2212")
-    if not isinstance(value, float):
-        return str(value)
-    if value != value or value in (float("inf"), float("-inf")):
-        return {"nan": "not a number", "inf": "∞", "-inf": "\u2212∞"}[str(value)]
-    if value and not 1e-4 <= abs(value) < 1e7:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa} × 10^{int(exponent)}".replace("-", "\u2212")
-    decimals = max(0, digits - 1 - (len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else _leading_zeros(value)))
-    return f"{value:,.{decimals}f}".replace(",", "\u2009").replace("-", "\u2212")
-
-
-def verdict(section: Section) -> tuple[str, str]:
-    """Return the verdict on a section: its kind ("pass", "fail" or "none") and one sentence.
-
-    A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
-
-    Args:
-        section: Of a report.
-    """
-    judged = [finding for finding in section.findings if finding.target is not None]
-    missed = [finding.name for finding in judged if finding.passed is False]
-    unmeasured = [finding.name for finding in judged if finding.passed is None]
-    parts = []
-    if missed:
-        parts.append(f"{len(missed)} of {_count(len(judged), 'target')} missed: {_list(missed)}.")
-    if unmeasured:
-        parts.append(f"Not measured: {_list(unmeasured)}.")
-    if section.missing_audits:
-        parts.append(f"Not audited: {_list(section.missing_audits)}.")
-    if parts:
-        return "fail", " ".join(parts)
-    if not judged:
-        return "none", "Nothing here has a target; the numbers are reported as they are."
-    return "pass", "The target is met." if len(judged) == 1 else f"All {len(judged)} targets are met."
-
-
-def _leading_zeros(value: float) -> int:
-    """-1 for 0.5, -2 for 0.05: the exponent of a number below 1, so that its digits are counted from the first."""
-    return int(f"{value:e}".split("e")[1]) if value else 0
 
 
 _OUTCOMES = {"holds": ("pass", "✓"), "partly": ("part", "◐"), "broken": ("fail", "✗"), "told": ("none", "–")}
@@ -146,7 +71,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _section(section: Section, number: int, command: str | None) -> dict[str, Any]:
-    """A section as the template takes it; `command` is said by its chapter and need not be said again."""
+    """A section as the template takes it; `command` is that of its chapter and need not be repeated."""
     kind, sentence = verdict(section)
     return {
         "anchor": f"section-{number}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
@@ -156,19 +81,18 @@ def _section(section: Section, number: int, command: str | None) -> dict[str, An
         "paragraphs": _paragraphs(section.intro),
         "findings": [_finding(finding, command) for finding in section.findings],
         "figures": [_figure(figure) for figure in section.figures],
-        "tables": [_table(table.model_dump(mode="json")) for table in section.tables],
+        "tables": [_table(table) for table in section.tables],
     }
 
 
-def _finding(document: Finding, said: str | None) -> dict[str, Any]:
-    finding = document.finding()
-    low_high = finding.ci95 and f"{format_number(finding.ci95[0])} to {format_number(finding.ci95[1])}"
+def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
+    ends = finding.interval
     kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
     return {
         "name": finding.name,
         "value": _telling(finding.value, finding.target),
         "unit": finding.unit,
-        "interval": low_high or "–",
+        "interval": f"{format_number(ends[0])} to {format_number(ends[1])}" if ends else "–",
         "n": format_number(finding.n),
         "baseline": format_number(finding.baseline),
         "target": _target(finding.target, finding.better),
@@ -178,7 +102,7 @@ def _finding(document: Finding, said: str | None) -> dict[str, Any]:
         else "? not measured",
         "seeds": ", ".join(str(seed) for seed in finding.seeds),
         "detail": {key: _say(value) for key, value in finding.detail.items()},
-        "command": finding.command if finding.command != said else None,
+        "command": finding.command if finding.command != command else None,
     }
 
 
@@ -209,10 +133,14 @@ def _telling(value: Any, target: Any) -> str:
     return repr(value)
 
 
-def _table(table: dict[str, Any]) -> dict[str, Any]:
-    rows = [[decode_json(cell) for cell in row] for row in table["rows"]]
-    numeric = [not any(isinstance(row[i], str) for row in rows) for i in range(len(table["columns"]))]
-    return {**table, "rows": [[format_number(cell) for cell in row] for row in rows], "numeric": numeric}
+def _table(table: Table) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "columns": table.columns,
+        "rows": [[format_number(cell) for cell in row] for row in table.rows],
+        "notes": table.notes,
+        "numeric": [not any(isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))],
+    }
 
 
 def _figure(figure: Figure) -> dict[str, Any]:
@@ -250,11 +178,3 @@ def _say(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_say(item) for item in value) or "–"
     return format_number(value)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _list(names: Sequence[str], most: int = 4) -> str:
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")

@@ -19,23 +19,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["IGNORED", "Losses", "causal_losses", "compare", "cut_windows", "encoder_decoder_losses", "perplexity"]
-
 IGNORED = -100
 """Label of positions that are not scored, as transformers has it."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of independent pieces of text.
+    """Losses of independent pieces of text."""
 
-    Attributes:
-        nats: Summed negative log-likelihood of each piece.
-        tokens: Number of scored tokens of each piece.
-    """
-
-    nats: tuple[float, ...]
-    tokens: tuple[int, ...]
+    nats: tuple[float, ...]  # summed negative log-likelihood of each piece
+    tokens: tuple[int, ...]  # number of scored tokens of each piece
 
     @property
     def mean(self) -> float:
@@ -44,18 +37,9 @@ class Losses:
 
 
 def cut_windows(ids: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
-    """Cut a text into windows that do not overlap; an incomplete last one is dropped.
-
-    Args:
-        ids: Tokens of the whole text, shape `(tokens,)`.
-        size: Tokens per window, at least 2.
-
-    Returns:
-        int64, shape `(windows, size)`.
-
-    Raises:
-        UsageError: The text does not fill one window, or windows are too short to score anything.
-    """
+    """Cut a text into windows that do not overlap; an incomplete last one is dropped."""
+    # ids: Tokens of the whole text, shape `(tokens,)`.
+    # Returns: int64, shape `(windows, size)`.
     import torch
 
     tokens = torch.as_tensor(ids, dtype=torch.int64)
@@ -70,20 +54,9 @@ def cut_windows(ids: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
 def causal_losses(
     model: nn.Module, windows: torch.Tensor, *, batch: int, progress: Progress = QUIET, description: str = "perplexity"
 ) -> Losses:
-    """Score windows by a decoder: every token but a window's first, given those before it in the window.
-
-    Under bf16 autocast and without a key-value cache, as the paper's authors measure.
-
-    Args:
-        model: A causal language model in evaluation mode.
-        windows: int64, shape `(windows, size)`.
-        batch: Windows per forward pass.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        One entry per window.
-    """
+    """Score windows by a decoder: every token but a window's first, given those before it in the window."""
+    # Under bf16 autocast and without a key-value cache, as the paper's authors measure.
+    # windows: int64, shape `(windows, size)`.
     import torch
 
     nats: list[float] = []
@@ -103,17 +76,8 @@ def encoder_decoder_losses(
     progress: Progress = QUIET,
     description: str = "perplexity",
 ) -> Losses:
-    """Score target sequences by an encoder-decoder, given their sources, under bf16 autocast and without a cache.
-
-    Args:
-        model: An encoder-decoder in evaluation mode that shifts `labels` by itself, as transformers' do.
-        batches: Keyword arguments of the model, with `labels` of shape `(examples, tokens)` padded by `IGNORED`.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        One entry per example.
-    """
+    """Score target sequences by an encoder-decoder, given their sources, under bf16 autocast and without a cache."""
+    # batches: Keyword arguments of the model, with `labels` of shape `(examples, tokens)` padded by `IGNORED`.
     import torch
 
     nats: list[float] = []
@@ -130,35 +94,14 @@ def encoder_decoder_losses(
 
 
 def perplexity(losses: Losses, *, tokens_per_word: float = 1.0, seed: int) -> Interval:
-    """Return perplexity with its interval, from a bootstrap over pieces.
-
-    Args:
-        losses: At least 5 pieces.
-        tokens_per_word: Tokens of the whole text over its words, to get perplexity per word; 1 gives it per token.
-            Perplexity per word compares models of different tokenizers.
-        seed: Seed of the resampling.
-
-    Returns:
-        The exponential of the mean loss per token (or word). Infinite where the loss is not finite.
-    """
+    """Return perplexity with its interval, from a bootstrap over pieces; infinite where a loss is not finite."""
+    # tokens_per_word: tokens of the whole text over its words. Perplexity per word compares models of different
+    # tokenizers; 1 gives perplexity per token.
     return _exponential(_interval(losses.nats, losses.tokens, seed), tokens_per_word)
 
 
 def compare(losses: Losses, baseline: Losses, *, tokens_per_word: float = 1.0, seed: int) -> Interval:
-    """Return the ratio of two perplexities on the same pieces; the pieces are resampled in pairs.
-
-    Args:
-        losses: Of the model in question.
-        baseline: Of the model compared with, on the very same pieces.
-        tokens_per_word: See `perplexity`.
-        seed: Seed of the resampling.
-
-    Returns:
-        The ratio; 1 means no difference.
-
-    Raises:
-        UsageError: The pieces are not the same.
-    """
+    """Return the ratio of two perplexities on the same pieces; the pieces are resampled in pairs."""
     if losses.tokens != baseline.tokens:
         raise UsageError("Perplexities can be compared on the same pieces only.", cure="Score both on the same text.")
     differences = [ours - theirs for ours, theirs in zip(losses.nats, baseline.nats, strict=True)]

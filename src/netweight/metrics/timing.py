@@ -21,8 +21,6 @@ from typing import Any, Generic, TypeVar
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 
-__all__ = ["Case", "Samples", "interleave", "kept_heap"]
-
 K = TypeVar("K", bound=Hashable)
 
 # mallopt's parameters in glibc, and the limits at which its own dynamic rule arrives (malloc.h, mallopt(3)).
@@ -32,30 +30,20 @@ _LARGEST_THRESHOLD = 32 << 20
 
 @dataclass(frozen=True)
 class Case(Generic[K]):
-    """Something to be timed.
+    """Something to be timed."""
 
-    Attributes:
-        key: Its name among the cases.
-        run: The timed part; takes what `prepare` returns. What it returns is freed after the clock has stopped.
-        prepare: Makes an input, untimed, before every run.
-    """
-
-    key: K
+    key: K  # its name among the cases
+    # The timed part; takes what `prepare` returns. What it returns is freed after the clock has stopped.
     run: Callable[[Any], object]
-    prepare: Callable[[], Any] = lambda: None
+    prepare: Callable[[], Any] = lambda: None  # makes an input, untimed, before every run
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one case, one entry per round.
+    """Seconds of one case, one entry per round."""
 
-    Attributes:
-        wall: Time that passed.
-        cpu: CPU time of all threads of the process.
-    """
-
-    wall: tuple[float, ...]
-    cpu: tuple[float, ...]
+    wall: tuple[float, ...]  # time that passed
+    cpu: tuple[float, ...]  # CPU time of all threads of the process
 
 
 def interleave(
@@ -69,23 +57,12 @@ def interleave(
     progress: Progress = QUIET,
     description: str = "measure",
 ) -> dict[K, Samples]:
-    """Time cases round by round, each once per round, in an order drawn anew for every round.
-
-    Args:
-        cases: What to time; their keys differ.
-        repeats: Timed rounds.
-        seed: Seed of the order.
-        warmup: Untimed rounds before, which touch the pages and wake the processor.
-        again_below: A case that ever took less than so many seconds is run untimed just before, every time: it finds
-            caches, branch predictors and the processor's clock as its own last run left them, not as the case before.
-        steady: A case is run until it has taken about so many seconds, at most 200 times, and the median of its runs
-            is the round's sample: processors need some milliseconds to settle after a change of work.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        By key, the samples; entry i of all cases is from the same round.
-    """
+    """Time cases round by round, each once per round, in an order drawn anew for every round."""
+    # A case that ever took less than `again_below` seconds is run untimed just before, every time: it finds caches,
+    # branch predictors and the clock of the processor as its own last run left them, not as the case before.
+    # A case is run until it has taken about `steady` seconds, at most 200 times, and the median of its runs is the
+    # sample of the round: processors need some milliseconds to settle after a change of work.
+    # Entry i of all cases is from the same round.
     least = dict.fromkeys((case.key for case in cases), float("inf"))
     times: dict[K, list[tuple[float, float]]] = {case.key: [] for case in cases}
     order = random.Random(derive(seed, "order of cases"))
@@ -121,14 +98,9 @@ def _time(case: Case[Any]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def kept_heap() -> Iterator[bool]:
-    """Let the C library keep freed memory, so that programs which allocate their outputs find warm pages too.
-
-    Otherwise every large allocation is fetched from the system page by page, which takes longer than most decoders. At
-    the end the limits are set to those at which the C library's own dynamic rule arrives.
-
-    Yields:
-        Whether it is in effect: only with glibc.
-    """
+    """Let the C library keep freed memory, so that programs which allocate their outputs find warm pages too."""
+    # Otherwise every large allocation is fetched from the system page by page, which takes longer than most
+    # decoders. At the end the limits are set to those at which the C library's own dynamic rule arrives.
     mallopt = None
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -18,22 +18,13 @@ from netweight.metrics.intervals import Interval
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["area_under_roc", "explained_variance"]
-
 _NORMAL_95 = 1.959963984540054
 
 
 def area_under_roc(folds: Sequence[tuple[NDArray[np.float64], NDArray[np.bool_]]]) -> Interval:
-    """Return the chance that a positive example scores above a negative one of the same fold, ties counting half.
-
-    Args:
-        folds: Scores and which are positive, shape `(n,)` each. Folds of one class are passed over.
-
-    Raises:
-        UsageError: No fold has both classes.
-
-    Source: DeLong et al. 1988, for one curve; folds are weighted by their number of pairs.
-    """
+    """Return the chance that a positive example scores above a negative one of the same fold, ties counting half."""
+    # Source: DeLong et al. 1988, for one curve; folds are weighted by their number of pairs.
+    # folds: Scores and which are positive, shape `(n,)` each. Folds of one class are passed over.
     area = variance = pairs = 0.0
     count = 0
     for scores, positive in folds:
@@ -56,18 +47,11 @@ def area_under_roc(folds: Sequence[tuple[NDArray[np.float64], NDArray[np.bool_]]
 def explained_variance(
     predicted: NDArray[np.float64], truth: NDArray[np.float64], baseline: NDArray[np.float64]
 ) -> Interval:
-    """Return R² = 1 − Σ (y − ŷ)² / Σ (y − ȳ)² of held-out examples; below 0 the mean alone predicts better.
-
-    Args:
-        predicted: Shape `(n,)`, n at least 2.
-        truth: Shape `(n,)`.
-        baseline: Shape `(n,)`: the mean that was known to the fit that each prediction comes from.
-
-    Raises:
-        UsageError: There are too few examples, or the truth does not vary.
-
-    Source: the interval is that of a ratio of means, by linearization.
-    """
+    """Return R² = 1 − Σ (y − ŷ)² / Σ (y − ȳ)² of held-out examples; below 0 the mean alone predicts better."""
+    # Source: the interval is that of a ratio of means, by linearization.
+    # predicted: Shape `(n,)`, n at least 2.
+    # truth: Shape `(n,)`.
+    # baseline: Shape `(n,)`: the mean that was known to the fit that each prediction comes from.
     errors, spread = (truth - predicted) ** 2, (truth - baseline) ** 2
     if len(truth) < 2 or not spread.mean() > 0:
         raise UsageError(f"R² of {len(truth)} examples that do not vary has no meaning.", cure="Give more examples.")

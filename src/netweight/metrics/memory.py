@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 
 from netweight.errors import NetweightError, UsageError
 
-__all__ = ["PARTS", "Peak", "PrivateMemory", "TensorLedger", "in_fresh_process", "private_bytes"]
-
 PARTS = ("weights", "gradients", "optimizer state", "activations", "decoded weights", "other")
 """What bytes are for; `TensorLedger` says how it tells them apart."""
 
@@ -40,36 +38,25 @@ _EVERY = 0.0005  # seconds between two looks at the process
 @final
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes were held.
+    """The moment at which most bytes were held."""
 
-    Attributes:
-        nbytes: All of them.
-        parts: How many for each of `PARTS`; they add up to `nbytes`.
-    """
-
-    nbytes: int
-    parts: Mapping[str, int]
+    nbytes: int  # all of them
+    parts: Mapping[str, int]  # how many for each of `PARTS`; they add up to `nbytes`
 
 
 @final
 class TensorLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every storage from its first appearance until it is freed: `with ledger: step()`.
+    """Counts the bytes of every storage from its first appearance until it is freed: `with ledger: step()`."""
 
-    Each operator's inputs and results are seen, those inside a compressed parameter too. Bytes that are no tensors,
-    such as an encoder's work space, are not seen; nor are tensors on the meta device. At every new peak each storage
-    is put under the first of these that holds:
-
-    - weights: parameters and buffers of the model, compressed ones with their payload;
-    - gradients: `.grad` of a parameter;
-    - optimizer state: tensors in the optimizer's `state`;
-    - decoded weights: made by netweight's decoding operators;
-    - activations: made in a forward pass, or in the part of a backward pass that checkpointing calculates again;
-    - other: all else, such as gradients of activations, and gradients of weights before they arrive in `.grad`.
-
-    Args:
-        model: Its parameters and buffers are weights.
-        optimizer: Its parameters' gradients and its states are seen; None if there is none.
-    """
+    # Each operator's inputs and results are seen, those inside a compressed parameter too. Bytes that are no
+    # tensors, such as an encoder's work space, are not seen; nor are tensors on the meta device. At every new
+    # peak each storage is put under the first of these that holds:
+    # - weights: parameters and buffers of the model, compressed ones with their payload;
+    # - gradients: `.grad` of a parameter;
+    # - optimizer state: tensors in the optimizer's `state`;
+    # - decoded weights: made by netweight's decoding operators;
+    # - activations: made in a forward pass, or in the part of a backward pass that checkpointing calculates again;
+    # - other: all else, such as gradients of activations, and gradients of weights before they arrive in `.grad`.
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -170,14 +157,7 @@ def _called_by(file: str, function: str) -> bool:
 
 
 def private_bytes() -> int:
-    """Bytes of memory that this process has for itself alone (RssAnon).
-
-    Returns:
-        Bytes.
-
-    Raises:
-        UsageError: The system does not tell; Linux does.
-    """
+    """Bytes of memory that this process has for itself alone (RssAnon)."""
     if not _STATUS.is_file():
         raise UsageError("This system does not say what memory a process holds.", cure="Measure on Linux.")
     found = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon"))
@@ -186,11 +166,7 @@ def private_bytes() -> int:
 
 @final
 class PrivateMemory:
-    """Samples the process' private memory twice a millisecond, in a thread: `with PrivateMemory() as memory: step()`.
-
-    Attributes:
-        highest: The most that was seen, in bytes.
-    """
+    """Samples the private memory of the process twice a millisecond, in a thread; `highest` is the peak in bytes."""
 
     def __init__(self) -> None:
         self.highest = 0
@@ -215,23 +191,9 @@ class PrivateMemory:
 
 
 def in_fresh_process(function: Callable[[Any], Any], argument: Any, *, threads: int = 1) -> Any:
-    """Run a function in a new Python process, whose memory nothing has used before.
-
-    Large blocks of memory go back to the system there as soon as they are freed (with glibc), so that what is sampled
-    is what is held.
-
-    Args:
-        function: A function at the top level of a module that the new process can import.
-        argument: What it takes: anything that JSON can hold.
-        threads: Threads that torch uses there.
-
-    Returns:
-        What it returned, as JSON gives it back.
-
-    Raises:
-        UsageError: The function cannot be imported by its name.
-        NetweightError: The process failed; what it said last is in the message.
-    """
+    """Run a function in a new Python process, whose memory nothing has used before."""
+    # Large blocks of memory go back to the system there as soon as they are freed (with glibc), so that what is
+    # sampled is what is held.
     name = f"{function.__module__}:{function.__qualname__}"
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise UsageError(f"{name} cannot be imported.", cure="Define it at the top level of a module.")

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "MINIMUM_FOR_BOOTSTRAP",
-    "Interval",
-    "bootstrap",
-    "geometric_mean",
-    "paired_ratio",
-    "proportion",
-    "t_interval",
-]
-
 MINIMUM_FOR_BOOTSTRAP = 5
 """Below this many samples a resample repeats the same few values and its interval is far too narrow."""
 
@@ -37,31 +27,18 @@ Method: TypeAlias = Literal["auto", "BCa", "percentile", "basic"]
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the interval around it.
+    """An estimate with the interval around it."""
 
-    Attributes:
-        estimate: The statistic of the samples.
-        low: Lower end.
-        high: Upper end.
-        n: Number of samples (pairs, for ratios; trials, for proportions).
-        level: Confidence level, between 0 and 1.
-        method: How the interval was made, in words.
-    """
-
-    estimate: float
-    low: float
-    high: float
-    n: int
-    level: float
-    method: str
+    estimate: float  # the statistic of the samples
+    low: float  # lower end
+    high: float  # upper end
+    n: int  # number of samples (pairs, for ratios; trials, for proportions)
+    level: float  # confidence level, between 0 and 1
+    method: str  # how the interval was made, in words
 
     @property
     def ci95(self) -> tuple[float, float]:
-        """The two ends, as `Finding(ci95=...)` takes them.
-
-        Raises:
-            UsageError: The interval was made for another level than 0.95.
-        """
+        """The two ends, as `Finding(ci95=...)` takes them."""
         if self.level != 0.95:
             raise UsageError(f"This interval has level {self.level}, not 0.95.", cure="Compute it with level=0.95.")
         return self.low, self.high
@@ -76,26 +53,11 @@ def bootstrap(
     resamples: int = 9999,
     method: Method = "auto",
 ) -> Interval:
-    """Return a statistic of independent samples with its bootstrap interval.
-
-    Args:
-        samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
-        statistic: "mean", "median", "geometric mean" (samples above 0), or a function that takes an array and `axis`.
-        seed: Seed of the resampling.
-        level: Confidence level, between 0 and 1.
-        resamples: Number of resamples.
-        method: scipy's method; "auto" takes BCa for means and percentile otherwise, since the jackknife inside BCa
-            has no variance for a median of tied values.
-
-    Returns:
-        The interval; of width 0 when all samples are equal.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-        UsageError: Too few samples, a sample that is not finite, or a value below 0 for a geometric mean.
-
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 13 and 14.
-    """
+    """Return a statistic of independent samples with its bootstrap interval."""
+    # Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 13 and 14. "auto" takes BCa for
+    # means and percentile otherwise: the jackknife inside BCa has no variance for a median of tied values.
+    # samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
+    # Returns: The interval; of width 0 when all samples are equal.
     values = _finite_samples(samples, "bootstrap", MINIMUM_FOR_BOOTSTRAP)
     function = _statistic(statistic, values)
     chosen = _method(method, statistic)
@@ -104,7 +66,7 @@ def bootstrap(
         return Interval(estimate, estimate, estimate, len(values), level, "all samples equal")
     import numpy as np
 
-    result = _scipy_stats().bootstrap(
+    result = scipy_stats().bootstrap(
         (values,),
         function,
         n_resamples=resamples,
@@ -117,44 +79,22 @@ def bootstrap(
 
 
 def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]], *, level: float = 0.95) -> Interval:
-    """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds.
-
-    Args:
-        samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
-        level: Confidence level, between 0 and 1.
-
-    Returns:
-        The interval; wide when n is small, as it should be.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-        UsageError: Fewer than 2 samples, or one that is not finite.
-    """
+    """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds."""
+    # samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
+    # Returns: The interval; wide when n is small, as it should be.
     values = _finite_samples(samples, "t_interval", 2)
     mean = float(values.mean())
-    half = float(_scipy_stats().t.ppf((1 + level) / 2, len(values) - 1)) * float(values.std(ddof=1))
+    half = float(scipy_stats().t.ppf((1 + level) / 2, len(values) - 1)) * float(values.std(ddof=1))
     half /= math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half, len(values), level, "Student's t")
 
 
 def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:
-    """Return a share of trials with Wilson's interval, which is sound at 0 and at n too.
-
-    Args:
-        successes: Number of trials with the outcome counted; 0 to n.
-        n: Number of independent trials; at least 1.
-        level: Confidence level, between 0 and 1.
-
-    Returns:
-        The interval, within 0 and 1.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-        UsageError: The counts cannot be.
-    """
+    """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
+    # Returns: The interval, within 0 and 1.
     if not 0 <= successes <= n or n < 1:
         raise UsageError(f"{successes} successes in {n} trials cannot be.", cure="Give 0 ≤ successes ≤ n and n ≥ 1.")
-    ends = _scipy_stats().binomtest(successes, n).proportion_ci(confidence_level=level, method="wilson")
+    ends = scipy_stats().binomtest(successes, n).proportion_ci(confidence_level=level, method="wilson")
     return Interval(successes / n, float(ends.low), float(ends.high), n, level, "Wilson")
 
 
@@ -167,25 +107,9 @@ def paired_ratio(
     level: float = 0.95,
     resamples: int = 9999,
 ) -> Interval:
-    """Return the typical ratio of paired measurements with its bootstrap interval.
-
-    Pairs are resampled, not values: measurements taken side by side share the machine's mood, and their ratio does not.
-
-    Args:
-        values: What was measured, shape `(n,)`, n ≥ 5, all above 0.
-        baseline: The same quantity for the thing compared with, measured in the same round, shape `(n,)`, above 0.
-        seed: Seed of the resampling.
-        center: "median" of the ratios, or their "geometric mean" (then a ratio and its inverse say the same).
-        level: Confidence level, between 0 and 1.
-        resamples: Number of resamples.
-
-    Returns:
-        The interval of value over baseline.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-        UsageError: The lengths differ, there are too few pairs, or a value is not above 0.
-    """
+    """Return the typical ratio of paired measurements with its bootstrap interval."""
+    # Pairs are resampled, not values: measurements taken side by side share the state of the machine, and their ratio
+    # does not depend on it. Both have shape `(n,)`, n ≥ 5, above 0; entry i of both is from the same round.
     top = _finite_samples(values, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
     bottom = _finite_samples(baseline, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
     if len(top) != len(bottom):
@@ -196,14 +120,8 @@ def paired_ratio(
 
 
 def geometric_mean(values: Sequence[float] | NDArray[np.floating[Any]]) -> float:
-    """Return the geometric mean, the average that suits ratios.
-
-    Args:
-        values: At least one finite value, all above 0, shape `(n,)`.
-
-    Raises:
-        UsageError: No value, or one that is not finite or not above 0.
-    """
+    """Return the geometric mean, the average that suits ratios."""
+    # values: At least one finite value, all above 0, shape `(n,)`.
     return float(_geometric_mean(_positive(_finite_samples(values, "geometric_mean", 1))))
 
 
@@ -257,7 +175,8 @@ def _method(method: Method, statistic: Statistic) -> str:
     return "BCa" if statistic in ("mean", "geometric mean") else "percentile"
 
 
-def _scipy_stats() -> Any:
+def scipy_stats() -> Any:
+    """Import scipy.stats, which belongs to the `evidence` extra."""
     try:
         return importlib.import_module("scipy.stats")
     except ImportError as error:
