@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from netweight.core.names import Select, nearest_names
 from netweight.errors import NameNotFound, Unsupported, UsageError
+from netweight.nn.hooks import hooked
 from netweight.nn.lora import Adapter, AdapterStack
 
 # What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`.
@@ -37,14 +38,8 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
     counts = {count for part in wanted.values() if (count := part.count) is not None}
     order = _order(groups, counts)
     layers = _layers(model, wanted, component)
-    handles = []
-    try:
-        for name, part in wanted.items():
-            handles.append(layers[name].register_forward_hook(_adding(name, part, order)))
+    with hooked((layers[name], _adding(name, part, order)) for name, part in wanted.items()):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -74,10 +69,10 @@ def linear_layers(
 class _Factors:
     """Low-rank changes of one layer."""
 
-    def __init__(self, down: Tensor, up: Tensor, scale: Tensor) -> None:
+    def __init__(self, down: Tensor, up: Tensor, scale: Tensor, single: bool) -> None:
         self.down, self.up, self.scale = down, up, scale
         self.shape = up.shape[1], down.shape[2]
-        self.count: int | None = len(down)
+        self.count: int | None = None if single else len(down)
         self.dtype = down.dtype
 
     def all(self, inputs: Tensor) -> Tensor:
@@ -126,9 +121,9 @@ class _Order:
 
 def _parts(changes: Changes) -> dict[str, _Factors | _Dense]:
     if isinstance(changes, Adapter):
-        return dict(_factors(AdapterStack.of([changes]), single=True))
+        return _factors(AdapterStack.of([changes]), single=True)
     if isinstance(changes, AdapterStack):
-        return dict(_factors(changes, single=False))
+        return _factors(changes, single=False)
     wrong = [name for name, change in changes.items() if change.ndim not in (2, 3)]
     if wrong or not changes:
         what = (
@@ -138,12 +133,8 @@ def _parts(changes: Changes) -> dict[str, _Factors | _Dense]:
     return {name: _Dense(change) for name, change in changes.items()}
 
 
-def _factors(stack: AdapterStack, *, single: bool) -> Iterator[tuple[str, _Factors]]:
-    for name in stack.modules:
-        part = _Factors(stack.down[name], stack.up[name], stack.scale[name])
-        if single:
-            part.count = None
-        yield name, part
+def _factors(stack: AdapterStack, *, single: bool) -> dict[str, _Factors | _Dense]:
+    return {name: _Factors(stack.down[name], stack.up[name], stack.scale[name], single) for name in stack.modules}
 
 
 def _order(groups: Tensor | None, counts: set[int]) -> _Order:

@@ -70,7 +70,7 @@ def capture(
 
         return hook
 
-    with _hooked((module, taking(name)) for name, module in modules.items()):
+    with hooked((module, taking(name)) for name, module in modules.items()):
         yield captured
 
 
@@ -143,7 +143,7 @@ def edit_outputs(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
 
         return hook
 
-    with _hooked((modules[name], editing(name, edit)) for name, edit in edits.items()):
+    with hooked((modules[name], editing(name, edit)) for name, edit in edits.items()):
         yield
 
 
@@ -173,7 +173,7 @@ class Captured(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+def hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
     """Register forward hooks for a block."""
     with ExitStack() as stack:
         for module, hook in hooks:
