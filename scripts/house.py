@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import ast
-import collections
+import collections.abc
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(__file__).with_suffix(".json")
 MODELS = ("Finding", "Table", "Column", "Row", "Figure")
-SLACK = 0.01  # lines and shares may waver by so much between two records
 # What is measured → its goal; a negative goal is a least one, None is only told.
 GOALS = {
     "Python lines in src": 45_000, "Python lines in experiments": 9_000, "files in src": 210,
@@ -34,7 +32,7 @@ def lines(folder: str) -> int:
     return sum(path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py"))
 
 
-def statements(tree: ast.Module) -> Iterator[ast.AST]:
+def statements(tree: ast.Module) -> collections.abc.Iterator[ast.AST]:
     """What runs when a module is imported: no bodies of functions, nothing for type checkers alone."""
     left: list[ast.AST] = list(tree.body)
     while left:
@@ -46,7 +44,7 @@ def statements(tree: ast.Module) -> Iterator[ast.AST]:
             left += ast.iter_child_nodes(node)
 
 
-def imports(nodes: Iterable[ast.AST], known: Iterable[str]) -> set[str]:
+def imports(nodes: collections.abc.Iterable[ast.AST], known: collections.abc.Iterable[str]) -> set[str]:
     """Which of the known modules are imported by name; the project has no relative imports."""
     found = set()
     for node in nodes:
@@ -67,8 +65,8 @@ def circles(graph: Graph) -> int:
             fresh = graph.get(left.pop(), set()) - seen
             seen |= fresh
             left += fresh
-    circular = [name for name in graph if name in reached[name]]
-    return len({frozenset(x for x in circular if x in reached[name] and name in reached[x]) for name in circular})
+    bound = [name for name in graph if name in reached[name]]
+    return len({frozenset(x for x in bound if x in reached[name] and name in reached[x]) for name in bound})
 
 
 def siblings(graph: Graph, package: str) -> Graph:
@@ -83,11 +81,10 @@ def siblings(graph: Graph, package: str) -> Graph:
 def exported(tree: ast.Module) -> set[str]:
     """The names in `__all__`, through lists and mappings that it is made of."""
     values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
-    if "__all__" not in values:
-        return set()
-    parts = [values[n.id] for n in ast.walk(values["__all__"]) if isinstance(n, ast.Name) and n.id in values]
+    names = values.get("__all__", ast.List([]))
+    parts = [values[n.id] for n in ast.walk(names) if isinstance(n, ast.Name) and n.id in values]
     parts = [key for one in parts for key in (one.keys if isinstance(one, ast.Dict) else [one]) if key]
-    return {n.value for one in (values["__all__"], *parts) for n in ast.walk(one) if isinstance(n, ast.Constant)}
+    return {n.value for one in (names, *parts) for n in ast.walk(one) if isinstance(n, ast.Constant)}
 
 
 def words(tree: ast.Module) -> tuple[int, int]:
@@ -140,10 +137,9 @@ def main() -> int:
         KEPT.write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n")
     kept, back = json.loads(KEPT.read_text()), 0
     for (name, value), goal in zip(now.items(), GOALS.values(), strict=True):
-        before, sign, wanted = kept[name], 1, ""
-        if goal is not None:
-            sign, wanted = (-1, f"≥ {-goal}") if goal < 0 else (1, f"≤ {goal:,}")
-        slack = SLACK * before if isinstance(before, float) or before > 5000 else 0
+        before, sign = kept[name], -1 if (goal or 0) < 0 else 1
+        wanted = "" if goal is None else f"≤ {goal:,}" if sign > 0 else f"≥ {-goal}"
+        slack = 0.01 * before if isinstance(before, float) or before > 5000 else 0  # lines and shares waver
         worse = goal is not None and sign * value > max(goal, sign * before + slack)
         back += worse
         print(f"{name:55} {value:>10,} {wanted:>10}" + (f"   a step back: {before:,} were kept" if worse else ""))

@@ -48,9 +48,9 @@ def test_a_committed_result_is_read_and_shown(file, tmp_path):
     folder = tmp_path / f"{file.stem}-{written['scale']}"
     folder.mkdir()
     shutil.copy(file, folder / "result.json")
-    done = CliRunner().invoke(
-        netweight, ["reproduce", file.stem, "--scale", written["scale"], "--out", str(tmp_path), "--json"]
-    )
+    options = [part for name, value in written["options"].items() for part in (f"--{name}", value)]
+    words = ["reproduce", file.stem, "--scale", written["scale"], "--out", str(tmp_path), *options, "--json"]
+    done = CliRunner().invoke(netweight, words)
     assert done.exit_code in (0, 1), done.output
     found = json.loads(done.stdout)
     assert found["reused"] is True
