@@ -141,7 +141,8 @@ def main(parts):
 
         file = HERE / "tables.json"
         for paper in PAPERS if "tables" in parts else [part for part in parts if part in PAPERS]:
-            write(file.name, (json.loads(file.read_text()) if file.exists() else {}) | twice("measured", paper))
+            found = twice("measured", paper)
+            write(file.name, (json.loads(file.read_text()) if file.exists() else {}) | found)
 
 
 if __name__ == "__main__":

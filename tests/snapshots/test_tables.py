@@ -30,7 +30,7 @@ def out(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "table", [name if name in tables.QUICK else pytest.param(name, marks=pytest.mark.study) for name in tables.SMALL]
+    "table", [name if name in tables.QUICK else pytest.param(name, marks=pytest.mark.study) for name in KEPT]
 )
 def test_a_table_is_the_same_to_its_digits(table, out):
     try:
