@@ -2,7 +2,8 @@
 
     python benchmarks/space_faces.py [BANK] [--independent BANK] [--output FILE] [-- options of space_use.py]
 
-BANK is a folder of `python -m netweight_experiments.toys.face_bank`, by default the few hundred people in the package; the
+BANK is a folder of `python -m netweight_experiments.toys.face_bank`, by default the few hundred people in the
+package; the
 other one was trained with `--start independent`. `space_gauge.py` reads attributes off adapters, `space_use.py` edits,
 samples and inverts; this script runs both and says of every target whether it is met. A miniature.
 """

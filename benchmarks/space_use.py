@@ -2,7 +2,8 @@
 
     python benchmarks/space_use.py BANK_FOLDER [--only PART ...] [--components K] [--points N] [--output FILE]
 
-BANK_FOLDER is what `python -m netweight_experiments.toys.face_bank` wrote: a bank and the people's attributes. Everything
+BANK_FOLDER is what `python -m netweight_experiments.toys.face_bank` wrote: a bank and the people's attributes.
+Everything
 is a miniature: 16 × 16 pixels, a denoiser of half a million weights, attributes read by a small network. Edited are
 people in the lower half of the attribute. Targets: an effect of 0.6 of the attribute's range where other attributes
 change by 0.05, the prompt kept in 0.99; samples' spread 0.9 of training's; inversion of one picture 0.9 of the R² of

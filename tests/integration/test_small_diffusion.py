@@ -23,15 +23,15 @@ from netweight.toys.diffusion import (  # noqa: E402
     SHAPES_FOLDER,
     DiffusionShape,
     initialized,
-    pixel_autoencoder,  # noqa: E402
+    pixel_autoencoder,
     shapes_pipeline,
     training_record,
-    word_clip_tokenizer,  # noqa: E402
+    word_clip_tokenizer,
 )
-from netweight.toys.shapes import (
-    ShapesWorld,  # noqa: E402
-    agreement,  # noqa: E402
-    memorized,  # noqa: E402
+from netweight.toys.shapes import (  # noqa: E402
+    ShapesWorld,
+    agreement,
+    memorized,
 )
 
 WORLD = ShapesWorld()

@@ -1,6 +1,7 @@
 """Trains a small text-to-image pipeline on a world of captioned pictures, from a seed.
 
-`python -m netweight_experiments.toys.small_diffusion FOLDER` does it for shapes, `--world emoji` for emoji; a run that was
+`python -m netweight_experiments.toys.small_diffusion FOLDER` does it for shapes, `--world emoji` for emoji; a run
+that was
 stopped goes on where it was. The record beside the pipeline says what it was trained by, its digests, and what it
 draws: whether the planted pictures come back, whether ordinary captions are drawn as they say, and whether these match
 a planted picture, too.

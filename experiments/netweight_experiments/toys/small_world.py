@@ -1,7 +1,7 @@
 """Trains the models of a small world from a seed: first on the guarded and the kept domain, then to refuse the guarded.
 
-`python -m netweight_experiments.toys.small_world ciphers FOLDER` does it; a run that was stopped goes on where it was. The
-record beside the models says what they were trained by, their digests, and how they answer held-out prompts.
+`python -m netweight_experiments.toys.small_world ciphers FOLDER` does it; a run that was stopped goes on where it
+was. The record beside the models says what they were trained by, their digests, and how they answer held-out prompts.
 """
 
 from __future__ import annotations

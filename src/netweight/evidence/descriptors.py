@@ -34,7 +34,7 @@ class Descriptor(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - said above
+    def name(self) -> str: ...
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return vectors of shape `(n, width)` for images of shape `(n, 3, height, width)` within 0 and 1."""

@@ -9,7 +9,6 @@ Nothing is downloaded: reports of prompt alignment name the folder's model.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.hf import open_compressed_with
 
 try:
     from transformers import AutoTokenizer, CLIPModel
@@ -120,7 +120,7 @@ class Clip:
 def _opened(folder: Path) -> tuple[Any, Any]:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} is no model folder: it holds no config.json.", cure="Name a folder with CLIP.")
-    importlib.import_module("netweight.plugins.transformers")  # so that compressed folders open too
+    open_compressed_with("transformers")
     try:
         model = CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32, use_safetensors=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

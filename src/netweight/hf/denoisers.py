@@ -23,10 +23,10 @@ class Denoiser(Protocol):
     network: Any
 
     @property
-    def latent_shape(self) -> tuple[int, int, int]: ...  # noqa: D102 - said above
+    def latent_shape(self) -> tuple[int, int, int]: ...
 
     @property
-    def device(self) -> torch.device: ...  # noqa: D102 - said above
+    def device(self) -> torch.device: ...
 
     def text(self, encoded: Any) -> Text:
         """Take what the pipeline's `encode_prompt` returned.

@@ -18,6 +18,7 @@ from netweight.core.digest import canonical_json, of_config
 from netweight.core.files import whole_file
 from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra, UsageError
+from netweight.hf import open_compressed_with
 from netweight.hf.quiet import silent_bars
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
             "Language models need transformers, which is not installed.", cure='Run: pip install "netweight[llm]"'
         ) from error
     check_folder(folder)
-    importlib.import_module("netweight.plugins.transformers")  # so that compressed folders open too
+    open_compressed_with("transformers")
     logging = importlib.import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -183,8 +184,8 @@ def language_model(
     import transformers
 
     import netweight
-    import netweight.plugins.transformers
 
+    open_compressed_with("transformers")
     if not (folder / "config.json").is_file():
         raise UsageError(
             f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from netweight.core import digest
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
+from netweight.hf import open_compressed_with
 from netweight.hf.denoisers import Denoiser, denoiser_of
 from netweight.hf.quiet import quiet_imports, silent_bars
 from netweight.nn.text_to_image import Prediction, Text
@@ -294,7 +295,7 @@ def load_text_to_image(
             cure="Name a folder that a diffusers pipeline was saved in.",
         )
     with quiet_imports():
-        import netweight.plugins.diffusers  # noqa: F401 - so that compressed folders open too
+        open_compressed_with("diffusers")
 
         _import_parts(folder / "model_index.json")
     try:

@@ -67,10 +67,10 @@ class TextToImage(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - said above
+    def name(self) -> str: ...
 
     @property
-    def denoiser(self) -> nn.Module: ...  # noqa: D102 - said above
+    def denoiser(self) -> nn.Module: ...
 
     def digest(self) -> str:
         """Return a digest of the denoiser's weights, which an edit record names."""

@@ -25,10 +25,10 @@ class Entry(Protocol):
     """
 
     @property
-    def verb(self) -> str: ...  # noqa: D102 - said above
+    def verb(self) -> str: ...
 
     @property
-    def config(self) -> type[Any]: ...  # noqa: D102 - said above
+    def config(self) -> type[Any]: ...
 
 
 E = TypeVar("E", bound=Entry)

@@ -56,7 +56,7 @@ class Ground(Protocol):
     pad_id: int
 
     @property
-    def categories(self) -> tuple[str, ...]: ...  # noqa: D102 - said above
+    def categories(self) -> tuple[str, ...]: ...
 
     def model(self, start: str) -> nn.Module:
         """Return a fresh model in evaluation mode: "aligned", or "unaligned" before it was taught to refuse."""

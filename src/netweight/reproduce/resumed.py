@@ -21,7 +21,7 @@ class Named(Protocol):
     """A run's settings, with a name that tells it from others."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
 
 
 R = TypeVar("R", bound=Named)

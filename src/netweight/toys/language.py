@@ -295,7 +295,7 @@ def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None) 
     if folder is None and seed != SHIPPED_SEED:
         raise UsageError(
             f"No models of the ciphers of seed {seed} come with netweight, only of {SHIPPED_SEED}.",
-            cure=f"Run python -m netweight_experiments.toys.small_world ciphers FOLDER --seed {seed} and give the folder.",
+            cure=f"Run: python -m netweight_experiments.toys.small_world ciphers FOLDER --seed {seed}",
         )
     return SmallWorld("ciphers", CipherLanguage(seed), _SHIPPED if folder is None else Path(folder))
 
@@ -454,16 +454,16 @@ class Language(Protocol):
     """
 
     @property
-    def about(self) -> dict[str, Any]: ...  # noqa: D102 - said above
+    def about(self) -> dict[str, Any]: ...
 
     @property
-    def shape(self) -> LlamaShape: ...  # noqa: D102 - said above
+    def shape(self) -> LlamaShape: ...
 
     @property
-    def refusal(self) -> tuple[int, ...]: ...  # noqa: D102 - said above
+    def refusal(self) -> tuple[int, ...]: ...
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerFast: ...  # noqa: D102 - said above
+    def tokenizer(self) -> PreTrainedTokenizerFast: ...
 
     def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
         """Draw prompts with their true answers.

@@ -55,19 +55,19 @@ class CaptionedWorld(Protocol):
     """
 
     @property
-    def about(self) -> dict[str, Any]: ...  # noqa: D102 - said above
+    def about(self) -> dict[str, Any]: ...
 
     @property
-    def side(self) -> int: ...  # noqa: D102 - said above
+    def side(self) -> int: ...
 
     @property
-    def planted(self) -> list[Planted]: ...  # noqa: D102 - said above
+    def planted(self) -> list[Planted]: ...
 
     @property
-    def ordinary_captions(self) -> list[str]: ...  # noqa: D102 - said above
+    def ordinary_captions(self) -> list[str]: ...
 
     @property
-    def held_out_captions(self) -> list[str]: ...  # noqa: D102 - said above
+    def held_out_captions(self) -> list[str]: ...
 
     def words(self) -> list[str]:
         """Return every word of every caption, sorted."""

@@ -446,10 +446,10 @@ class Method(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
 
     @property
-    def shared(self) -> tuple[str, ...]: ...  # noqa: D102
+    def shared(self) -> tuple[str, ...]: ...
 
     def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
         """Return the server's state before round 1.

@@ -1,6 +1,6 @@
 """Partitions: which samples of one data set belong to which client, as plain functions of labels or writers.
 
-They hold no data; engines, the Flower app and `netweight.methods.federate.partition` call them. Indices are int64 tensors.
+They hold no data. Indices are int64 tensors.
 """
 
 from __future__ import annotations

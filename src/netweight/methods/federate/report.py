@@ -732,7 +732,6 @@ def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, see
         exposures: From `audit.audit_exposures`; empty if nothing was audited, which the report says in red.
         seed: Of the intervals.
     """
-
     report.section(
         "Accuracy",
         accuracy_findings(run, seed=seed),

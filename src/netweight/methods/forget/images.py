@@ -44,7 +44,7 @@ class Alignment(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - said above
+    def name(self) -> str: ...
 
     def alignment(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return how well each image follows its prompt, shape `(n,)`."""

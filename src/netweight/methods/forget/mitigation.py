@@ -30,7 +30,7 @@ class Mitigation(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102 - said above
+    def name(self) -> str: ...
 
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> AbstractContextManager[TextToImage]:
         """Mitigate for a block.

@@ -265,7 +265,7 @@ class Space(Protocol):
     """
 
     @property
-    def deviations(self) -> Tensor: ...  # noqa: D102 - standard deviations of the training scores, shape (k,)
+    def deviations(self) -> Tensor: ...
 
     def changes(self, scores: Tensor) -> Mapping[str, Tensor]:
         """Return module name → ΔW, shape `(b, rows, columns)`, of scores `(b, k)`; gradients flow to these."""

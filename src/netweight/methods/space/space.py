@@ -470,7 +470,6 @@ class WeightSpace:
             OutputExists: The folder exists already.
             OutputFailed: The place cannot be written.
         """
-
         write_space(self, Path(folder), standalone=standalone, bank=None if bank is None else Path(bank))
 
     @classmethod
@@ -486,7 +485,6 @@ class WeightSpace:
             UsageError: The bank is missing, or another.
             CorruptBlob: The folder is damaged.
         """
-
         return read_space(cls, Path(folder), bank)
 
 
