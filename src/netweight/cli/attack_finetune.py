@@ -14,8 +14,6 @@ from netweight.cli.paths import FILE, FOLDER, OUTPUT_FOLDER
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
-__all__ = ["finetune"]
-
 
 @click.command("finetune")
 @click.argument("model", type=FOLDER)

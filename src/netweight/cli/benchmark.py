@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from netweight.evidence.finding import Finding
 
-__all__ = ["benchmark"]
-
 RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
 QUICK_REPEATS = 5

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from netweight.reproduce import Reproduction
     from netweight.reproduce.catalog import Item
 
-__all__ = ["reproduce"]
-
 
 @click.command()
 @click.argument("table", required=False)

@@ -25,16 +25,7 @@ def part_of(target: Path) -> Path:
 
 
 def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
-    """Check that an output may be written.
-
-    Args:
-        target: The output.
-        overwrite: Whether one that is there may be replaced; None if nobody can allow that.
-
-    Raises:
-        OutputExists: `target` exists and `overwrite` is false.
-        UsageError: The folder it should lie in does not exist.
-    """
+    """Check that an output may be written."""
     if (target.exists() or target.is_symlink()) and not overwrite:
         cure = "Choose another name, or move it away." if overwrite is None else (
             "Choose another name, or pass overwrite (--overwrite)."
@@ -46,12 +37,7 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
 
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
-    """Turn the system's refusals into errors with a cure.
-
-    Raises:
-        OutputFailed: `target` or what is written beside it was refused; the cause is the `OSError`.
-        UsageError: Another file, one that is read, was refused.
-    """
+    """Turn the system's refusals into errors with a cure."""
     part = part_of(target)
     cures = {
         errno.ENOSPC: "The disk is full: free space, or choose another disk.",
@@ -80,18 +66,7 @@ def naming_failures(target: Path) -> Iterator[None]:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths of one file system in a single step.
-
-    Args:
-        first: A file or folder that exists.
-        second: Another one.
-
-    Returns:
-        False if the system cannot: then nothing was done.
-
-    Raises:
-        OSError: The system can but refused.
-    """
+    """Swap two paths of one file system in a single step."""
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -104,11 +79,7 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a folder's list of names, survive a loss of power.
-
-    Args:
-        path: The file or folder.
-    """
+    """Make a file's content, or a folder's list of names, survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,17 +89,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to read and write, made if absent, that no other run may open this way meanwhile.
-
-    Args:
-        path: The file.
-
-    Yields:
-        The open file, locked until the block ends.
-
-    Raises:
-        UsageError: Another run holds it.
-    """
+    """Open a file to read and write, made if absent, that no other run may open this way meanwhile."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
         try:
@@ -146,21 +107,7 @@ def lock(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
-    """Write a file that appears whole or not at all.
-
-    Args:
-        target: The file's final path.
-        overwrite: Whether an existing file may be replaced.
-
-    Yields:
-        The temporary file, empty, open to read and write. It is synced and renamed when the block ends, and removed if
-        the block raises.
-
-    Raises:
-        OutputExists: The file exists already.
-        OutputFailed: The disk is full or the place cannot be written.
-        UsageError: Another run is writing the same file.
-    """
+    """Write a file that appears whole or not at all."""
     refuse_existing(target, overwrite=overwrite)
     part = part_of(target)
     with naming_failures(target), lock(part) as file:
@@ -178,18 +125,7 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Write a folder that appears whole or not at all.
-
-    Args:
-        target: The folder's final path, which must not exist.
-
-    Yields:
-        The path to write it under; nothing is there. It is renamed when the block ends, removed if the block raises.
-
-    Raises:
-        OutputExists: The target exists already.
-        OutputFailed: The disk is full or the place cannot be written.
-    """
+    """Write a folder that appears whole or not at all."""
     refuse_existing(target, overwrite=None)
     part = part_of(target)
     with naming_failures(target):

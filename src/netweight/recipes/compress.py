@@ -10,8 +10,6 @@ from netweight.methods.compress.shard import make_plan
 from netweight.methods.compress.verify import TREATMENT, Compressed
 from netweight.recipes.treatments import Treatment, register
 
-__all__ = ["COMPRESS"]
-
 
 def _compress(source: Path, destination: Path, settings: CompressConfig, progress: Progress) -> None:
     from netweight.methods.compress.folder import compress_folder

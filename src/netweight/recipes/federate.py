@@ -21,8 +21,6 @@ from netweight.recipes.treatments import Treatment, register
 if TYPE_CHECKING:
     from netweight.methods.federate import Run
 
-__all__ = ["FEDERATE", "FolderFederation"]
-
 _Count, _Share = Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, le=1)]
 _TYPES = get_type_hints(FederationPlan) | {
     "partition": Partition,
@@ -34,6 +32,7 @@ _ONLY_HERE: list[tuple[str, Any, Any]] = [
     ("workers", _Count | None, dataclasses.field(default=None)),
     ("device", str, dataclasses.field(default="cpu")),
 ]
+# The settings of a federation, as `zoo.federation.FederationPlan` has them, but for the data.
 FolderFederation = dataclasses.make_dataclass(
     "FolderFederation",
     [
@@ -52,7 +51,6 @@ FolderFederation = dataclasses.make_dataclass(
     """
     },
 )
-"""The settings of a federation, as `zoo.federation.FederationPlan` has them, but for the data."""
 
 
 def _federate(source: Path, destination: Path, settings: Any, progress: Progress) -> None:

@@ -17,10 +17,7 @@ from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMEN
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
 
-__all__ = ["EMBEDDING", "FORGET"]
-
 _SEED = 0
-"""Of the first image and of the random neurons that an edit is compared with."""
 
 
 def _forget(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:

@@ -17,8 +17,6 @@ from netweight.methods.immunize.report import ATTACKED, REPORT, TITLE, TREATMENT
 from netweight.recipes.attacks import Attack, Target, register_attack
 from netweight.recipes.treatments import Treatment, register
 
-__all__ = ["FINETUNE", "IMMUNIZE"]
-
 
 def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:
     immunize_folder(source, destination, settings, progress=progress)

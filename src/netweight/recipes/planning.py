@@ -16,30 +16,20 @@ from netweight.recipes.entries import Chosen
 from netweight.recipes.reading import Recipe
 from netweight.recipes.treatments import Treatment
 
-__all__ = ["LEDGER", "AttackStep", "Known", "Plan", "Step", "audit_key", "digest_of", "keys_of"]
-
+# The file in a recipe's output that remembers what was done.
 LEDGER = "ledger.jsonl"
-"""The file in a recipe's output that remembers what was done."""
 
 
 @final
 @dataclass(frozen=True)
 class Step:
-    """One treatment of a plan, with its audits.
+    """One treatment of a plan, with its audits."""
 
-    Attributes:
-        number: Place in the recipe, from 1.
-        chosen: The treatment and its settings.
-        audits: Names of the audits that will run.
-        left_out: Names of the treatment's audits that will not run; shown in red.
-        by_attack: Names of those that an attack of the recipe holds.
-    """
-
-    number: int
-    chosen: Chosen[Treatment[Any]]
-    audits: tuple[str, ...]
-    left_out: tuple[str, ...]
-    by_attack: tuple[str, ...] = ()
+    number: int  # place in the recipe, from 1
+    chosen: Chosen[Treatment[Any]]  # the treatment and its settings
+    audits: tuple[str, ...]  # names of the audits that will run
+    left_out: tuple[str, ...]  # names of the treatment's audits that will not run; shown in red
+    by_attack: tuple[str, ...] = ()  # names of those that an attack of the recipe holds
 
     @property
     def verb(self) -> str:
@@ -50,15 +40,10 @@ class Step:
 @final
 @dataclass(frozen=True)
 class AttackStep:
-    """One attack of a plan.
+    """One attack of a plan."""
 
-    Attributes:
-        number: Place in the recipe, after the treatments.
-        chosen: The attack and its settings.
-    """
-
-    number: int
-    chosen: Chosen[Attack[Any]]
+    number: int  # place in the recipe, after the treatments
+    chosen: Chosen[Attack[Any]]  # the attack and its settings
 
     @property
     def verb(self) -> str:
@@ -69,15 +54,10 @@ class AttackStep:
 @final
 @dataclass(frozen=True)
 class Known:
-    """What an earlier run did of a step.
+    """What an earlier run did of a step."""
 
-    Attributes:
-        done: Whether the step's result is there, made of the same input by the same settings.
-        to_audit: Names of the step's audits that have not been run on it.
-    """
-
-    done: bool
-    to_audit: tuple[str, ...]
+    done: bool  # whether the step's result is there, made of the same input by the same settings
+    to_audit: tuple[str, ...]  # names of the step's audits that have not been run on it
 
     def to_json(self) -> dict[str, Any]:
         """Write it as JSON values."""
@@ -110,16 +90,8 @@ class Plan:
         return cls(recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks))
 
     def known(self, *, progress: Progress = QUIET) -> list[Known]:
-        """Tell what of this plan an earlier run did: one entry per treatment, then one per attack.
-
-        The subject and the files that settings name are read, and the ledger is; nothing is written.
-
-        Args:
-            progress: Where the reading is shown.
-
-        Raises:
-            CorruptBlob: The ledger is damaged.
-        """
+        """Tell what of this plan an earlier run did: one entry per treatment, then one per attack."""
+        # The subject and the files that settings name are read, and the ledger is; nothing is written.
         keys = keys_of(self, progress)[1:]
         records = read_ledger(self.recipe.output / LEDGER)
         found = [
@@ -136,11 +108,7 @@ class Plan:
         return self.recipe.output / f"{step.number:02d}-{step.verb}-{key.rsplit(':')[-1][:8]}"
 
     def to_json(self, known: list[Known] | None = None) -> dict[str, Any]:
-        """Describe the plan as JSON values.
-
-        Args:
-            known: What an earlier run did, to be told too.
-        """
+        """Describe the plan as JSON values."""
         count = len(self.steps)
         marks = [{}] * (count + len(self.attacks)) if known is None else [each.to_json() for each in known]
         attacks = [
@@ -166,11 +134,7 @@ class Plan:
 
 
 def keys_of(plan: Plan, progress: Progress) -> list[str]:
-    """Digest the subject, then each treatment with all that went before it, then each attack on the last result.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Digest the subject, then each treatment with all that went before it, then each attack on the last result."""
     subject = digest_of(plan.recipe.subject, progress)
     keys = [subject]
     for step in plan.steps:

@@ -17,16 +17,12 @@ from netweight.recipes.entries import Entry
 from netweight.recipes.reading import outline
 from netweight.recipes.treatments import known_treatments
 
-__all__ = ["recipe_schema"]
-
 _FIELD = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the schema (JSON Schema 2020-12) of the treatments and attacks that are registered.
-
-    What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
-    """
+    """Return the schema (JSON Schema 2020-12) of the treatments and attacks that are registered."""
+    # What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
     schema = outline()
     definitions: dict[str, Any] = {}
     for key, known in (("treatments", known_treatments()), ("attacks", known_attacks())):

@@ -31,8 +31,6 @@ from netweight.recipes.treatments import Treatment, register
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 
-__all__ = ["SPACE_EDIT", "SPACE_EXPORT", "SPACE_FIT", "SPACE_SAMPLE"]
-
 _HOME = "netweight.methods.space.report"
 _POINTS, _DIRECTIONS = "points.json", "directions"
 Count = Annotated[int, Field(ge=1)]

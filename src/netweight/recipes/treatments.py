@@ -13,8 +13,6 @@ from netweight.errors import UsageError
 from netweight.evidence.audit import audits_of, missing_audits
 from netweight.evidence.report import Report
 
-__all__ = ["Apply", "Treatment", "known_treatments", "register"]
-
 T = TypeVar("T")
 Apply = Callable[[Path, Path, T, Progress], object]
 
@@ -22,41 +20,32 @@ Apply = Callable[[Path, Path, T, Progress], object]
 @final
 @dataclass(frozen=True)
 class Treatment(Generic[T]):
-    """A treatment of model files that recipes know.
+    """A treatment of model files that recipes know."""
 
-    Attributes:
-        verb: Its key in the YAML file, and its name in the register of audits.
-        config: The frozen dataclass of its settings.
-        home: The module that declares and registers its audits when imported.
-        apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
-            or not at all; it never changes `source`.
-        examine: Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that
-            the audit of that name takes. It may work, such as paint images: what an earlier run's audits found is
-            remembered, and it is not called for them.
-        by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
-        illustrate: Takes `(destination, number, report)` and adds sections with pictures, if there is something to
-            see; `number` is the step's, for their titles.
-        check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
-            earlier step makes it.
-        reads: Takes the settings and returns files that they lead to without naming them, such as the images of a
-            table: another content makes another step.
-        takes: What it can be applied to: the kinds that treatments before it make.
-        makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
-        named: Subjects that it knows by name and that are no files here.
-    """
-
-    verb: str
-    config: type[T]
-    home: str
+    verb: str  # its key in the YAML file, and its name in the register of audits
+    config: type[T]  # the frozen dataclass of its settings
+    home: str  # the module that declares and registers its audits when imported
+    # Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole or not at
+    # all; it never changes `source`.
     apply: Apply[T]
+    # Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that the audit of
+    # that name takes. It may work, such as paint images: what an earlier run's audits found is remembered, and it is
+    # not called for them.
     examine: Callable[[str, Path, Path, T, Progress], tuple[Any, Any]]
+    # Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
     by_attack: Mapping[str, str] = field(default_factory=dict)
+    # Takes `(destination, number, report)` and adds sections with pictures, if there is something to see; `number` is
+    # the step's, for their titles.
     illustrate: Callable[[Path, int, Report], object] | None = None
+    # Takes `(source, settings)` and raises what work could only find out later; `source` is None where an earlier step
+    # makes it.
     check: Callable[[Path | None, T], object] | None = None
+    # Takes the settings and returns files that they lead to without naming them, such as the images of a table: another
+    # content makes another step.
     reads: Callable[[T], Iterable[Path]] | None = None
-    takes: tuple[str, ...] = ("model",)
-    makes: str = "model"
-    named: Container[str] = ()
+    takes: tuple[str, ...] = ("model",)  # what it can be applied to: the kinds that treatments before it make
+    makes: str = "model"  # what comes out: "model", "bank", "space", "points", "adapters" or "federation"
+    named: Container[str] = ()  # subjects that it knows by name and that are no files here
 
     @property
     def audits(self) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ Optimizer = Literal["adam", "adamw", "sgd"]
 Precision = Literal["fp32", "mixed", "bf16"]
 Schedule = Literal["cosine", "constant"]
 
+# Names that `named_grid` knows.
 GRIDS = ("quick", "paper", "wide")
-"""Names that `named_grid` knows."""
 
 
 @final
@@ -158,18 +158,7 @@ _WORDS: dict[str, Callable[[Any], str]] = {
 
 
 def grid(**axes: Any) -> list[AttackSettings]:
-    """Make the settings of every combination of some values.
-
-    Args:
-        axes: Field of `AttackSettings` → one value, or a list, tuple or range of values.
-
-    Returns:
-        Settings in the order of the axes, the last one changing fastest; none twice.
-
-    Raises:
-        NameNotFound: A field does not exist.
-        UsageError: An axis is empty, or a value cannot be meant.
-    """
+    """Make the settings of every combination of some values."""
     for name, values in axes.items():
         if name not in _DEFAULTS:
             near = ", ".join(nearest_names(name, _DEFAULTS))
@@ -182,25 +171,12 @@ def grid(**axes: Any) -> list[AttackSettings]:
 
 
 def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -> list[AttackSettings]:
-    """Make a grid that has a name.
-
-    "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
-    table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed. "wide": what later
-    studies ask for, one thing varied at a time, 5 seeds: learning rates over a factor of 30, Adam, AdamW and SGD, LoRA
-    of three ranks at rates ten times as high, 10 to 10,000 samples, up to 5 epochs, full-text loss, a constant rate,
-    bfloat16 without a float32 copy.
-
-    Args:
-        name: One of `GRIDS`.
-        seeds: Attack seeds, in place of the grid's own.
-        fixed: Fields that are the same in every attack, such as `batch_size`; they win over the grid's.
-
-    Returns:
-        The attacks, each with every seed.
-
-    Raises:
-        NameNotFound: There is no such grid, or no such field.
-    """
+    """Make a grid that has a name."""
+    # "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
+    # table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed. "wide": what later
+    # studies ask for, one thing varied at a time, 5 seeds: learning rates over a factor of 30, Adam, AdamW and SGD,
+    # LoRA of three ranks at rates ten times as high, 10 to 10,000 samples, up to 5 epochs, full-text loss, a constant
+    # rate, bfloat16 without a float32 copy.
     if name not in GRIDS:
         raise NameNotFound(f"There is no grid {name!r}.", cure=f"There are {', '.join(GRIDS)}.")
     blocks = {"quick": _QUICK, "paper": _PAPER, "wide": _WIDE}[name]
@@ -230,13 +206,5 @@ _WIDE: list[dict[str, Any]] = [
 
 
 def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
-    """Fit settings to the data at hand: none asks for more samples than there are, and none comes twice.
-
-    Args:
-        settings: Any settings.
-        available: Examples at hand; at least 1.
-
-    Returns:
-        The settings that are left, in their order.
-    """
+    """Fit settings to the data at hand: none asks for more samples than there are, and none comes twice."""
     return list(dict.fromkeys(replace(one, samples=min(one.samples, available)) for one in settings))

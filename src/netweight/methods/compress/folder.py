@@ -44,11 +44,7 @@ from netweight.store.writer import Level
 
 @final
 class Workplace:
-    """An unfinished folder and the journal of its finished files; made by `workplace`.
-
-    Args:
-        target: The folder to be.
-    """
+    """An unfinished folder and the journal of its finished files; made by `workplace`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -59,21 +55,13 @@ class Workplace:
         self._done = self._read_journal()
 
     def place(self, path: str) -> Path:
-        """The path at which a file is to be written; its folder is made.
-
-        Args:
-            path: Relative to the target.
-        """
+        """The path at which a file is to be written; its folder is made."""
         place = self.tree / path
         place.parent.mkdir(parents=True, exist_ok=True)
         return place
 
     def finished(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What was recorded of a file that an earlier run finished from the same input, if it is still there.
-
-        Args:
-            key: Everything that the file depends on, as JSON values.
-        """
+        """What was recorded of a file that an earlier run finished from the same input, if it is still there."""
         line = self._done.get(_text(key))
         if line is None:
             return None
@@ -84,13 +72,7 @@ class Workplace:
         return entry
 
     def record(self, key: Mapping[str, Any], entry: Mapping[str, Any], file: Path) -> None:
-        """Note that a file is finished.
-
-        Args:
-            key: Everything that it depends on, as JSON values.
-            entry: What to remember of it, as JSON values.
-            file: Where it was written.
-        """
+        """Note that a file is finished."""
         name = file.relative_to(self.tree).as_posix()
         line = {"key": dict(key), "entry": dict(entry), "file": name, "size": file.stat().st_size}
         with open(self._journal, "a", encoding="utf-8") as journal:
@@ -99,12 +81,7 @@ class Workplace:
             os.fsync(journal.fileno())
 
     def finish(self, files: Iterable[str], folders: Iterable[str]) -> None:
-        """Put the folder in its place, and remove what is left over.
-
-        Args:
-            files: Paths of all files that belong to it; others, from earlier runs, are removed.
-            folders: Paths of its empty folders.
-        """
+        """Put the folder in its place, and remove what is left over."""
         for folder in folders:
             (self.tree / folder).mkdir(parents=True, exist_ok=True)
         expected = set(files)
@@ -145,14 +122,7 @@ class Workplace:
 
 
 def settle(target: Path) -> None:
-    """Clear away what a run left that was killed while it put its finished folder in place.
-
-    Args:
-        target: The folder that was to be made.
-
-    Raises:
-        UsageError: Another run is making the same folder.
-    """
+    """Clear away what a run left that was killed while it put its finished folder in place."""
     root = part_of(target)
     if not root.is_dir() or (root / "tree").exists():
         return
@@ -164,22 +134,7 @@ def settle(target: Path) -> None:
 
 @contextmanager
 def workplace(target: Path, *, overwrite: bool) -> Iterator[Workplace]:
-    """Open the workplace of a target, continuing what an interrupted run left.
-
-    It is kept if the block is interrupted (Ctrl-C, a kill), and removed if the block fails.
-
-    Args:
-        target: The folder to be made.
-        overwrite: Whether an existing one may be replaced.
-
-    Yields:
-        The workplace; its folder takes the target's place when the block ends well.
-
-    Raises:
-        OutputExists: The target exists.
-        OutputFailed: The disk is full or the place cannot be written.
-        UsageError: Another run is making the same folder.
-    """
+    """Open the workplace of a target, continuing what an interrupted run left."""
     refuse_existing(target, overwrite=overwrite)
     root = part_of(target)
     with naming_failures(target):
@@ -197,20 +152,9 @@ def _text(key: Mapping[str, Any]) -> str:
 
 
 def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
-    """Write a file beside weights; in a compressed folder its manifest is told.
-
-    What was changed by hand before counts as the original from then on. Writing what is there already changes nothing.
-
-    Args:
-        folder: A model's folder, compressed or not.
-        name: The file's path in it, with slashes.
-        content: The new content.
-
-    Raises:
-        UsageError: The file holds weights, or an index or configuration that loaders of compressed weights need.
-        CorruptBlob: The manifest is damaged.
-        OutputFailed: The folder cannot be written.
-    """
+    """Write a file beside weights; in a compressed folder its manifest is told."""
+    # What was changed by hand before counts as the original from then on. Writing what is there already changes
+    # nothing.
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         _write(folder / name, content)
@@ -255,35 +199,20 @@ _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index ne
 @final
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        source: What was read.
-        target: What was written.
-        tensors: Number of tensors.
-        nbytes: Bytes of the plain weight files.
-        stored_nbytes: Bytes of the compressed weight files.
-        files: Number of all files of the plain folder.
-        resumed: How many of them an earlier, interrupted run had finished.
-        left_out: Files left out by variant or exclusion.
-        seconds: Time taken.
-        rounded: Number of tensors that are rounded.
-        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
-        worst_change: How much it did change one at most.
-    """
-
-    source: Path
-    target: Path
-    tensors: int
-    nbytes: int
-    stored_nbytes: int
-    files: int
-    resumed: int
-    left_out: tuple[str, ...]
-    seconds: float
-    rounded: int = 0
-    bound: float = 0.0
-    worst_change: float = 0.0
+    source: Path  # what was read
+    target: Path  # what was written
+    tensors: int  # number of tensors
+    nbytes: int  # bytes of the plain weight files
+    stored_nbytes: int  # bytes of the compressed weight files
+    files: int  # number of all files of the plain folder
+    resumed: int  # how many of them an earlier, interrupted run had finished
+    left_out: tuple[str, ...]  # files left out by variant or exclusion
+    seconds: float  # time taken
+    rounded: int = 0  # number of tensors that are rounded
+    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
+    worst_change: float = 0.0  # how much it did change one at most
 
     @property
     def ratio(self) -> float:

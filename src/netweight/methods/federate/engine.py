@@ -86,28 +86,18 @@ class Federation:
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is known of a finished round.
+    """What is known of a finished round."""
 
-    Attributes:
-        round: Its number, from 1.
-        clients: Who was asked, in order.
-        before: Accuracy of each client's model as received, by client, with freshly generated weights; empty in
-            rounds without evaluation.
-        after: The same after local training.
-        loss: Mean training loss by client.
-        seconds: Wall-clock time of local training and aggregation, without evaluation.
-        refused: Client → why its update was left out.
-        attempts: How often the round was tried.
-    """
-
-    round: int
-    clients: tuple[int, ...]
+    round: int  # its number, from 1
+    clients: tuple[int, ...]  # who was asked, in order
+    # Accuracy of each client's model as received, by client, with freshly generated weights; empty in rounds without
+    # evaluation.
     before: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
-    loss: Mapping[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    refused: Mapping[int, str] = field(default_factory=dict)
-    attempts: int = 1
+    loss: Mapping[int, float] = field(default_factory=dict)  # mean training loss by client
+    seconds: float = 0.0  # wall-clock time of local training and aggregation, without evaluation
+    refused: Mapping[int, str] = field(default_factory=dict)  # client → why its update was left out
+    attempts: int = 1  # how often the round was tried
 
     @property
     def mean_before(self) -> float | None:
@@ -130,11 +120,7 @@ class Round:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
-        """Return the round that `to_json` was asked for.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the round that `to_json` was asked for."""
         maps = {
             name: {int(client): value for client, value in values[name].items()}
             for name in ("before", "after", "loss", "refused")
@@ -149,16 +135,7 @@ def _mean(values: Mapping[int, float]) -> float | None:
 
 
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
-    """Whether accuracy has stopped rising, both before and after local training.
-
-    Args:
-        rounds: What is known so far.
-        evaluations: The mean of so many last measurements is compared with that of as many before them.
-        least: A rise by less than this share of all examples is none; 0.001 is a tenth of a point.
-
-    Returns:
-        False while there are fewer measurements than for two such means.
-    """
+    """Whether accuracy has stopped rising, both before and after local training."""
     readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
     if len(readings) < 2 * evaluations:
         return False
@@ -168,14 +145,7 @@ def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 
 
 
 def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
-    """Return who is asked in a round: drawn uniformly without replacement, in order.
-
-    Args:
-        clients: All numbers.
-        settings: The federation's.
-        round: From 1.
-        attempt: From 0; another one draws others.
-    """
+    """Return who is asked in a round: drawn uniformly without replacement, in order."""
     count = max(int(settings.fraction * len(clients)), 1)
     if count == len(clients):
         return tuple(clients)
@@ -185,14 +155,7 @@ def sampled_clients(clients: Sequence[int], settings: Federation, round: int, at
 
 
 def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
-    """Return who does not vanish from the round.
-
-    Args:
-        clients: Numbers of those who were asked.
-        settings: The federation's, with the share that drops out.
-        round: From 1.
-        attempt: From 0.
-    """
+    """Return who does not vanish from the round."""
     generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
     draws = torch.rand(len(clients), generator=generator).tolist()
     return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]
@@ -201,25 +164,14 @@ def still_there(clients: Sequence[int], settings: Federation, round: int, attemp
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """All of a federation between two rounds.
+    """All of a federation between two rounds."""
 
-    Attributes:
-        state: The server's tensors. By name.
-        private: Each client's private tensors by name, for those that took part so far.
-        rounds: What is known of the rounds so far.
-    """
-
-    state: Tensors
-    private: Mapping[int, Tensors]
-    rounds: Sequence[Round]
+    state: Tensors  # the server's tensors; by name
+    private: Mapping[int, Tensors]  # each client's private tensors by name, for those that took part so far
+    rounds: Sequence[Round]  # what is known of the rounds so far
 
     def save(self, path: Path, settings: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            settings: A digest of what the federation was asked for; only the same may resume it.
-        """
+        """Write the checkpoint over the one before it, all or nothing."""
         about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
         write_checkpoint(path, about, self._tensors())
 
@@ -232,16 +184,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path, settings: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            settings: Digest of the federation's settings.
-
-        Raises:
-            UsageError: It belongs to a federation with other settings.
-            CorruptBlob: It is damaged.
-        """
+        """Read a checkpoint."""
         state: dict[str, Tensor] = {}
         private: dict[int, dict[str, Tensor]] = {}
         refusal = "holds a federation with other settings, data or model"
@@ -256,8 +199,8 @@ class Checkpoint:
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
 
 
+# The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
-"""The file within a run's folder that it resumes from."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -339,17 +282,7 @@ def train(
 
 
 def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
-    """Open a federation that has been trained; nothing is trained and nothing written.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients trained.
-        settings: Rounds, sampling, seed.
-        folder: Where its checkpoint lies.
-
-    Raises:
-        UsageError: The folder holds a federation with other settings, or one with rounds to go.
-    """
+    """Open a federation that has been trained; nothing is trained and nothing written."""
     federation = _Federation(task, method, settings, Path(folder), torch.device("cpu"), 1)
     if not settings.is_done(federation.rounds):
         raise UsageError(
@@ -361,14 +294,7 @@ def finished(task: FedTask, method: Method, settings: Federation, *, folder: str
 
 @contextmanager
 def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients train.
-        seed: Of everything drawn.
-        workers: Threads.
-    """
+    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
     federation = _Federation(task, method, endless, None, torch.device("cpu"), workers)
     with federation.working():

@@ -87,17 +87,11 @@ class FolderDefense:
 @final
 @dataclass(frozen=True)
 class Immunized:
-    """A folder that was defended.
+    """A folder that was defended."""
 
-    Attributes:
-        record: What was done.
-        report: The page about it.
-        not_looked_at: Why the report does not show the depth; empty if it does.
-    """
-
-    record: Record
-    report: Path
-    not_looked_at: str
+    record: Record  # what was done
+    report: Path  # the page about it
+    not_looked_at: str  # why the report does not show the depth; empty if it does
 
 
 def immunize_folder(
@@ -108,22 +102,7 @@ def immunize_folder(
     command: str | None = None,
     progress: Progress = QUIET,
 ) -> Immunized:
-    """Train a defense into a model and write it as a folder of its own, whole or not at all.
-
-    Args:
-        source: A folder of transformers; it stays as it is.
-        destination: Where to; must not exist. A call that was stopped goes on where it was.
-        defense: How.
-        command: The command line, for the report.
-        progress: Where progress is shown.
-
-    Raises:
-        OutputExists: The destination exists.
-        UsageError: The folder or a file cannot be used; rows with trouble are named.
-        Unsupported: The model lacks a part that the defense needs.
-        TrainingStopped: The loss diverged; the last good checkpoint is kept.
-        MissingExtra: transformers is not installed.
-    """
+    """Train a defense into a model and write it as a folder of its own, whole or not at all."""
     source, destination = Path(source), Path(destination)
     if destination.exists():
         raise OutputExists(f"{destination} exists.", cure="Give another folder, or move this one away.")

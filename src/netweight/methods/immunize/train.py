@@ -44,11 +44,7 @@ _NAMED = 5  # of several bad rows so many are named
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens the model knows, by its input embedding; None if it has none that can be found.
-
-    Args:
-        model: Any module.
-    """
+    """How many tokens the model knows, by its input embedding; None if it has none that can be found."""
     for module in model.modules():
         accessor = getattr(module, "get_input_embeddings", None)
         found: Any = accessor() if callable(accessor) else module if isinstance(module, nn.Embedding) else None
@@ -60,18 +56,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
 def check_data(
     model: nn.Module, pairs: Sequence[Pair], retain: Sequence[Example], *, context: int | None = None
 ) -> None:
-    """Check that all rows can be trained on.
-
-    Args:
-        model: Its configuration says the context, its embedding the vocabulary.
-        pairs: Pairs.
-        retain: Further examples.
-        context: Most tokens of a row; the model's own limit holds besides.
-
-    Raises:
-        UsageError: There is no pair, or rows are longer than the context or hold tokens that the model lacks; the
-            rows are named.
-    """
+    """Check that all rows can be trained on."""
     if not pairs:
         raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
     limits = [limit for limit in (context, positions_of(model)) if limit is not None]
@@ -102,27 +87,10 @@ _CURE = 'Write numbers from 0, ranges such as "10-20" with both ends, "last" or 
 
 
 def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
-    """Read which layers are meant.
-
-    Numbers are read as numbers. The code of RepNoise looks for the digits "0" to "9" in a parameter's name where
-    layers 0 to 10 are meant, and so finds every block of a model with 32: the paper's row "0-10" of table 6 is that of
-    a model all of whose blocks were frozen, if it came from this code.
-
-    Args:
-        layers: Numbers and ranges such as `"0-10"`, both ends meant, `"last"` for the last block, `"head"` for the
-            unembedding, with commas between.
-        blocks: How many blocks there are.
-
-    Returns:
-        The numbers of the blocks in ascending order, and whether the head is meant.
-
-    Raises:
-        UsageError: A part is none of these, or there is no such block.
-
-    Examples:
-        >>> block_numbers("0-2,last,head", 8)
-        ([0, 1, 2, 7], True)
-    """
+    """Read which layers are meant."""
+    # Numbers are read as numbers. The code of RepNoise looks for the digits "0" to "9" in a parameter's name where
+    # layers 0 to 10 are meant, and so finds every block of a model with 32: the paper's row "0-10" of table 6 is that
+    # of a model all of whose blocks were frozen, if it came from this code.
     numbers: set[int] = set()
     head = False
     for part in (text.strip() for text in layers.split(",")):
@@ -144,19 +112,7 @@ def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
 
 @contextmanager
 def frozen(model: nn.Module, layers: str) -> Iterator[list[str]]:
-    """Keep layers from being trained within a block of code.
-
-    Args:
-        model: A decoder.
-        layers: Which, see `block_numbers`. A head that is tied to the embedding freezes both.
-
-    Yields:
-        The names of the parameters that were trainable and are not now.
-
-    Raises:
-        UsageError: The layers cannot be read or are not there.
-        Unsupported: The model is no decoder.
-    """
+    """Keep layers from being trained within a block of code."""
     parts = structure_of(model)
     numbers, head = block_numbers(layers, len(parts.blocks))
     modules = [list(parts.blocks.values())[number] for number in numbers] + [parts.unembedding] * head
@@ -176,25 +132,16 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @final
 class MasterWeights:
-    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself.
-
-    Args:
-        model: Parameters that require a gradient are trained.
-
-    Attributes:
-        trained: The model's own parameters, by name.
-        masters: What is stepped in their stead, by the same names.
-
-    Raises:
-        UsageError: Nothing requires a gradient.
-    """
+    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself."""
 
     def __init__(self, model: nn.Module) -> None:
+        # The model's own parameters, by name.
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self.trained:
             raise UsageError(
                 "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on what is to train."
             )
+        # What is stepped in their stead, by the same names.
         self.masters = {
             name: nn.Parameter(value.detach().float()) if value.dtype in _NARROW else value
             for name, value in self.trained.items()
@@ -215,11 +162,7 @@ class MasterWeights:
                 value.grad = None
 
     def average(self, ranks: Ranks) -> None:
-        """Average the gradients over all processes; FSDP has averaged those of its shards.
-
-        Args:
-            ranks: The processes.
-        """
+        """Average the gradients over all processes; FSDP has averaged those of its shards."""
         if ranks.size > 1:
             for master in self.masters.values():
                 if master.grad is None and not is_sharded(master):  # other processes may have one
@@ -227,21 +170,12 @@ class MasterWeights:
             ranks.average(grad for grad in self._gradients() if not is_sharded(grad))
 
     def norm(self, ranks: Ranks) -> float:
-        """The common norm of all gradients.
-
-        Args:
-            ranks: The processes.
-        """
+        """The common norm of all gradients."""
         return common_norm(self._gradients(), ranks)
 
     @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:
-        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above.
-
-        Args:
-            norm: As `norm` returned it.
-            most: Above 0.
-        """
+        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
         factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
@@ -255,11 +189,7 @@ class MasterWeights:
             value.grad = None
 
     def not_finite(self, ranks: Ranks) -> str | None:
-        """The name of a weight whose gradient holds NaN or infinity, in any process.
-
-        Args:
-            ranks: The processes.
-        """
+        """The name of a weight whose gradient holds NaN or infinity, in any process."""
         bad = [
             master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
         ]
@@ -280,27 +210,16 @@ _VERSION = 1
 @final
 @dataclass(frozen=True)
 class StepLog:
-    """One step of training.
+    """One step of training."""
 
-    Attributes:
-        step: Counted from 0.
-        rate: The learning rate.
-        norm: Norm of the whole gradient before it was clipped.
-        terms: What each term of the loss was.
-    """
-
-    step: int
-    rate: float
-    norm: float
-    terms: Mapping[str, TermLog]
+    step: int  # counted from 0
+    rate: float  # the learning rate
+    norm: float  # norm of the whole gradient before it was clipped
+    terms: Mapping[str, TermLog]  # what each term of the loss was
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one.
-
-        Args:
-            values: JSON values.
-        """
+        """Read what `dataclasses.asdict` made of one."""
         terms = {name: TermLog(**term) for name, term in values["terms"].items()}
         return cls(values["step"], values["rate"], values["norm"], terms)
 
@@ -308,48 +227,23 @@ class StepLog:
 @final
 @dataclass(frozen=True)
 class Record:
-    """What was done to a model.
+    """What was done to a model."""
 
-    Attributes:
-        defense: The defense's name.
-        options: The defense's settings.
-        settings: The settings of training.
-        digests: Of the `pairs`, of the `retain` examples, and of the model's weights before and after.
-        trained: How many weights were trained.
-        steps: What each step was.
-        environment: Versions and machine.
-    """
-
-    defense: str
-    options: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    defense: str  # the defense's name
+    options: Mapping[str, Any]  # the defense's settings
+    settings: Mapping[str, Any]  # the settings of training
     digests: Mapping[str, str]
-    trained: int
+    trained: int  # how many weights were trained
     steps: Sequence[StepLog]
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # versions and machine
 
     def write(self, path: str | Path) -> None:
-        """Write the record as JSON, over one that is there.
-
-        Args:
-            path: The file.
-
-        Raises:
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record as JSON, over one that is there."""
         write_record(path, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record.
-
-        Args:
-            path: The file.
-
-        Raises:
-            CorruptBlob: The file holds none of this version.
-            OSError: It cannot be read.
-        """
+        """Read a record."""
 
         def made(values: dict[str, Any]) -> Self:
             return cls(steps=[StepLog.from_json(step) for step in values.pop("steps")], **values)
@@ -363,19 +257,12 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """All of training between two steps.
+    """All of training between two steps."""
 
-    Attributes:
-        weights: Trained weights by name, float32 where the model is narrower.
-        moments: Adam's, by weight and kind. Shapes are those of the weights.
-        balance: Weights of balanced terms.
-        steps: What is known of the steps so far.
-    """
-
-    weights: Mapping[str, Tensor]
-    moments: Mapping[tuple[str, str], Tensor]
-    balance: Mapping[str, float]
-    steps: Sequence[StepLog]
+    weights: Mapping[str, Tensor]  # trained weights by name, float32 where the model is narrower
+    moments: Mapping[tuple[str, str], Tensor]  # adam's, by weight and kind; shapes are those of the weights
+    balance: Mapping[str, float]  # weights of balanced terms
+    steps: Sequence[StepLog]  # what is known of the steps so far
 
     @classmethod
     def take(
@@ -385,14 +272,7 @@ class Checkpoint:
         balance: Mapping[str, float],
         steps: Sequence[StepLog],
     ) -> Checkpoint:
-        """Look at training; nothing is copied.
-
-        Args:
-            weights: What is trained.
-            optimizer: Adam over these weights.
-            balance: Weights of balanced terms.
-            steps: What is known of the steps so far.
-        """
+        """Look at training; nothing is copied."""
         moments = {
             (name, kind): optimizer.state[master][kind]
             for name, master in weights.masters.items()
@@ -417,16 +297,8 @@ class Checkpoint:
         weights.write_back()
 
     def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
-        """Write the checkpoint over the one before it, all or nothing; the first process does, with all others' parts.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            identity: A digest of model, data and settings; only the same may resume it.
-            ranks: The processes that train together.
-
-        Raises:
-            OutputFailed: The file could not be written; the older one is untouched.
-        """
+        """Write the checkpoint over the one before it, all or nothing."""
+        # The first process does, with all others' parts.
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
         ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
 
@@ -438,17 +310,7 @@ class Checkpoint:
 
     @classmethod
     def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
-        """Read a checkpoint in the first process; the others get all but its tensors.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-            ranks: The processes that train together.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+        """Read a checkpoint in the first process; the others get all but its tensors."""
         mine: list[Checkpoint] = []
 
         def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
@@ -460,16 +322,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+        """Read a checkpoint."""
         weights: dict[str, Tensor] = {}
         moments: dict[tuple[str, str], Tensor] = {}
         refusal = "holds a training of another model, defense, data or settings"
@@ -483,14 +336,14 @@ class Checkpoint:
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
 
 
+# The checkpoint's name in the folder.
 CHECKPOINT = "immunize.net.safetensors"
-"""The checkpoint's name in the folder."""
+# The record's name in the folder.
 RECORD = "immunize.json"
-"""The record's name in the folder."""
+# Terms that must not diverge.
 _KEPT = ("retain", "general")
-"""Terms that must not diverge."""
+# So many steps in a row may be far worse than guessing.
 _PATIENCE = 5
-"""So many steps in a row may be far worse than guessing."""
 
 
 def immunize(

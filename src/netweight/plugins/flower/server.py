@@ -22,19 +22,17 @@ from netweight.plugins.flower.records import chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_attempt
 from netweight.plugins.flower.strategy import MethodStrategy, exchange
 
+# The file within a server's folder that says what is known of each round.
 HISTORY = "history.json"
-"""The file within a server's folder that says what is known of each round."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @final
 class Elsewhere(Mapping[int, ClientData]):
-    """The data of a server's task: which clients there are, and no data.
+    """The data of a server's task: which clients there are, and no data."""
 
-    Args:
-        clients: Their number; they are numbered from 0.
-    """
+    # `clients`: their number; they are numbered from 0
 
     def __init__(self, clients: int) -> None:
         self._clients = range(clients)
@@ -66,27 +64,10 @@ def server_app(
     patience: float | Callable[[Context], float] = 120.0,
     secure_sum: bool | Callable[[Context], bool] = False,
 ) -> ServerApp:
-    """Return the app that the server runs: each round once, in order, until all are done.
-
-    A federation that was stopped or killed goes on from its last finished round when it is run again; that it is the
-    same one is checked by a digest. Methods that send each client a message of its own run, too: every node is asked
-    for its client number once.
-
-    Args:
-        task_of: Makes the task; a server needs no data, `FedTask(body, head, Elsewhere(clients))`.
-        method: How clients train and what they share, the same as theirs, or a function of the context that returns it.
-        settings: Rounds, sampling, seed, how many sound updates a round needs, how often it is tried again.
-        folder: Where the server saves its state and its history; an absolute path, since Flower runs the app in its own
-            working directory.
-        timeout: Seconds to wait for a round's answers.
-        patience: Seconds to wait at first for as many nodes as there are clients, and before a round is tried again for
-            as many as it needs.
-        secure_sum: Let the server see only the sum of a round's updates, from at least 3 clients; they must be asked
-            for it, too. See `secure_sum.py` for what it costs and against whom it helps.
-
-    Returns:
-        The app. It raises FederationStopped if a round has too few sound updates and its retries are used up.
-    """
+    """Return the app that the server runs: each round once, in order, until all are done."""
+    # A federation that was stopped or killed goes on from its last finished round when it is run again; that it is the
+    # same one is checked by a digest. Methods that send each client a message of its own run, too: every node is asked
+    # for its client number once.
     app = ServerApp()
 
     @app.main()

@@ -35,11 +35,7 @@ Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | No
 
 
 def handles(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back.
-
-    Args:
-        payload: U8, shape `(bytes,)`, on any device.
-    """
+    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back."""
     return payload.is_cuda
 
 
@@ -68,14 +64,8 @@ def _found(payload: torch.Tensor) -> _Known | None:
 
 
 def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
-    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both.
-
-    So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
-
-    Args:
-        payload: The copy, U8.
-        source: What it was copied from, U8.
-    """
+    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both."""
+    # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
     known = _found(source)
     if known is None:
         known = _Known()
@@ -98,15 +88,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
-    """Note that a payload holds a blob now that was encoded on its device from a tensor.
-
-    Args:
-        payload: The payload, U8 of shape `(bytes,)`.
-        size: Bytes of the blob.
-        like: Tensor of the dtype and shape that was encoded.
-        chunk_log2: As given to the encoder.
-        level: As given to the encoder.
-    """
+    """Note that a payload holds a blob now that was encoded on its device from a tensor."""
     layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
     _known[payload] = (_version(payload), _Known(layout, checked=True))
 
@@ -123,15 +105,10 @@ class Event(Protocol):
 
 @final
 class Status:
-    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind.
+    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind."""
 
-    The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
-    can count.
-
-    Args:
-        device: The device.
-        mark: Gives an event that comes when what was asked of the device's current stream so far is done.
-    """
+    # The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
+    # can count.
 
     def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
         with torch.inference_mode(False):  # they are written in other modes, too
@@ -148,19 +125,11 @@ class Status:
         return self._words[:1]
 
     def count(self, damaged: torch.Tensor) -> None:
-        """Count a tensor of one bool that says whether something is damaged.
-
-        Args:
-            damaged: A bool, on the device.
-        """
+        """Count a tensor of one bool that says whether something is damaged."""
         self._words[1:].index_add_(0, self._first, damaged.to(torch.int32).view(1))
 
     def look(self) -> None:
-        """Look, without waiting, at what was copied a while ago, and copy again now and then.
-
-        Raises:
-            CorruptBlob: Something was damaged.
-        """
+        """Look, without waiting, at what was copied a while ago, and copy again now and then."""
         self._since += 1
         if self._coming is not None:
             if self._coming.query():
@@ -172,11 +141,7 @@ class Status:
             self._coming = self._mark()
 
     def check(self) -> None:
-        """Wait for the device and look.
-
-        Raises:
-            CorruptBlob: Something was damaged.
-        """
+        """Wait for the device and look."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._coming = None
@@ -198,32 +163,15 @@ class Status:
 
 @final
 class Decoder:
-    """Decodes the payloads of one device.
-
-    Args:
-        run: Decodes a lossless blob.
-        status: Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
-    """
+    """Decodes the payloads of one device."""
 
     def __init__(self, run: Run, status: Status | None) -> None:
         self._run = run
+        # Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
         self.status = status
 
     def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Decode a payload on the device's current stream.
-
-        Args:
-            payload: The payload, U8 of shape `(bytes,)`.
-            room: U8 memory to decode into, at least as large as the weight; None for new memory.
-
-        Returns:
-            The dense weight.
-
-        Raises:
-            CorruptBlob: The payload is damaged, or another one was found so since the last look.
-            UsageError: The payload must be looked at, and a CUDA graph is being captured.
-            OutOfMemoryError: torch's own; a note says what it was for.
-        """
+        """Decode a payload on the device's current stream."""
         known = self._look_up(payload)
         layout: Any = known.layout
         out = None
@@ -232,10 +180,7 @@ class Decoder:
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
 
     def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch.
-
-        Args and errors: see `weight`.
-        """
+        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
         known = self._look_up(payload)
         layout = known.layout
         if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
@@ -317,12 +262,7 @@ def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
 
 
 def _layout_of(payload: torch.Tensor) -> Layout:
-    """Look at a payload; waits for the device.
-
-    Raises:
-        CorruptBlob: It is damaged.
-        Unsupported: It is of a newer format.
-    """
+    """Look at a payload; waits for the device."""
     start = payload[: LENGTH + 3].cpu()
     size = int.from_bytes(start[:LENGTH].numpy().tobytes(), "little")
     if start.numel() < LENGTH or size > payload.numel() - LENGTH:
@@ -365,11 +305,7 @@ _decoders: dict[torch.device, Decoder] = {}
 
 
 def decoder_of(device: torch.device) -> Decoder:
-    """The decoder of a device: kernels where they can run, else plain torch operations, which say so.
-
-    Args:
-        device: Where payloads are.
-    """
+    """The decoder of a device: kernels where they can run, else plain torch operations, which say so."""
     decoder = _decoders.get(device)
     if decoder is None:
         if cuda.unavailable_because() is not None:
@@ -406,46 +342,25 @@ class Reader(Protocol):
     """Something that reads payloads at times of its own."""
 
     def let_go(self, payload: torch.Tensor) -> None:
-        """Have the current stream wait until a payload is not read any more.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-        """
+        """Have the current stream wait until a payload is not read any more."""
 
 
 _readers: WeakSet[Reader] = WeakSet()
 
 
 def reads(reader: Reader) -> None:
-    """Have a reader told before payloads are written.
-
-    Args:
-        reader: Told as long as it lives.
-    """
+    """Have a reader told before payloads are written."""
     _readers.add(reader)
 
 
 def about_to_write(payload: torch.Tensor) -> None:
-    """Say that the current stream will write a payload.
-
-    Args:
-        payload: U8, shape `(bytes,)`.
-    """
+    """Say that the current stream will write a payload."""
     for reader in list(_readers):
         reader.let_go(payload)
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
-    """Encode a weight on its device, without a digest; None if it is to be done on the host.
-
-    Args:
-        weight: A dense tensor.
-        level: The codec's level.
-        chunk_log2: See `netweight.codec.encode`.
-
-    Returns:
-        The blob, U8. Without its digest it is for memory only: `box.py` completes it when it leaves the device.
-    """
+    """Encode a weight on its device, without a digest; None if it is to be done on the host."""
     if not handles(weight) or cuda.unavailable_because() is not None:
         return None
     try:
