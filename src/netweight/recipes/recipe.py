@@ -1,0 +1,183 @@
+"""A recipe's YAML file → a `Recipe` of which everything that can be known before work has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import pydantic
+import yaml
+
+from netweight.core.names import nearest_names
+from netweight.errors import NetweightError, UsageError
+from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
+from netweight.registry import Attack, Method, known_attacks, known_methods
+
+
+@final
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as it was read; all of it is known to be well-formed."""
+
+    subject: Path  # the model that is treated, a folder or a file
+    # Treatments with their settings, in order; at least one, unless there are attacks.
+    treatments: tuple[Chosen[Method[Any]], ...]
+    # Attacks on what the last treatment made, or on the subject, with their settings.
+    attacks: tuple[Chosen[Attack[Any]], ...]
+    audits: Literal["all"] | tuple[str, ...]  # names of the audits to run, or "all"
+    output: Path  # folder of results; made when missing
+    seed: int  # root of every random choice
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, which also refuses a key given twice instead of forgetting the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        merge = "tag:yaml.org,2002:merge"
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
+        for twice in (key for place, key in enumerate(keys) if key in keys[:place]):
+            raise yaml.MarkedYAMLError(problem=f"the key {twice!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Fields(pydantic.BaseModel):
+    """The outline of a recipe; treatments are checked one by one, each against its own settings."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+    subject: str = pydantic.Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
+    treatments: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="In this order.")
+    attacks: tuple[Any, ...] = pydantic.Field(default=(), min_length=1, description="On what the last treatment made.")
+    audits: Literal["all"] | tuple[str, ...] = pydantic.Field(
+        default="all", description="Names of the audits to run; what is left out is shown in red."
+    )
+    output: str = pydantic.Field(min_length=1, description="Folder of results, ledger and report.")
+    seed: int = pydantic.Field(default=0, description="Of audits and attacks.")
+
+
+def outline() -> dict[str, Any]:
+    """Return the JSON schema of a recipe's own keys; what its lists hold is left open."""
+    schema = _Fields.model_json_schema()
+    schema.pop("title")
+    for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
+        schema["properties"][key].pop("default")
+    return {
+        **schema,
+        "description": "Treatments of a model, in order, with audits and attacks.",
+        "additionalProperties": False,
+    }
+
+
+def read_mapping(path: Path, needs: str) -> dict[str, Any]:
+    """Read a YAML file that is a mapping, no key given twice."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except OSError as error:
+        raise UsageError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"The recipe {path} is empty or no mapping.", cure=f"It needs {needs}.")
+    return content
+
+
+def read_recipe(path: str | Path, *, subject: str | None = None, output: str | None = None) -> Recipe:
+    """Read a recipe and check everything that can be known before work; all problems are reported at once."""
+    content = read_mapping(Path(path), "subject, output, and treatments or attacks")
+    content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
+    problems = unknown_keys(content, list(_Fields.model_fields), "")
+    if "treatments" not in content and "attacks" not in content:
+        problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
+    treatments = _chosen(content, "treatments", known_methods(), problems)
+    attacks = _chosen(content, "attacks", known_attacks(), problems)
+    try:
+        fields = _Fields.model_validate(content)
+    except pydantic.ValidationError as error:
+        raise refusal(path, [*explain(error), *problems]) from None
+    recipe = Recipe(Path(fields.subject), treatments, attacks, fields.audits, Path(fields.output), fields.seed)
+    problems += _path_problems(recipe)
+    problems += _chain_problems(recipe)
+    if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
+        problems += _audit_problems(recipe)
+        if len(attacks) == len(fields.attacks):
+            problems += _work_problems(recipe)
+    if problems:
+        raise refusal(path, problems)
+    return recipe
+
+
+def _chosen(
+    content: dict[str, Any], key: Literal["treatments", "attacks"], known: Mapping[str, E], problems: list[str]
+) -> tuple[Chosen[E], ...]:
+    """Check the entries of a list; those that are wrong are left out, and problems say why."""
+    listed = content.get(key)
+    entries = listed if isinstance(listed, list) else []
+    found = [choose(entry, known, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
+    return tuple(each for each in found if each is not None)
+
+
+def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = None) -> UsageError:
+    """Return the error that lists everything that is wrong with a recipe."""
+    count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    return UsageError(f"The recipe {path} has {count}:\n{listed}", cure=cure)
+
+
+def _is_there(recipe: Recipe) -> bool:
+    """Whether the subject is a file or folder, or something that the first treatment knows by name."""
+    named = recipe.treatments[0].what.named if recipe.treatments else ()
+    return recipe.subject.exists() or str(recipe.subject) in named
+
+
+def _path_problems(recipe: Recipe) -> list[str]:
+    problems = []
+    if not _is_there(recipe):
+        problems.append(f"subject: {recipe.subject} does not exist.")
+    elif recipe.output.resolve().is_relative_to(recipe.subject.resolve()):
+        problems.append(f"output: {recipe.output} lies inside the subject, which is never changed.")
+    if recipe.output.exists() and not recipe.output.is_dir():
+        problems.append(f"output: {recipe.output} is a file; it must be a folder.")
+    return problems
+
+
+def _chain_problems(recipe: Recipe) -> list[str]:
+    """Treatments and attacks that cannot follow what is made before them."""
+    problems, made = [], None
+    entries: list[tuple[str, Method[Any] | Attack[Any]]] = [
+        *((f"treatments.{place}", chosen.what) for place, chosen in enumerate(recipe.treatments)),
+        *((f"attacks.{place}", chosen.what) for place, chosen in enumerate(recipe.attacks)),
+    ]
+    for where, what in entries:
+        if made is not None and made not in what.takes:
+            wanted = " or ".join(what.takes)
+            problems.append(f"{where}.{what.verb}: needs a {wanted}, and the treatment before it makes a {made}.")
+        if isinstance(what, Method):
+            made = what.makes
+    return problems
+
+
+def _work_problems(recipe: Recipe) -> list[str]:
+    """What treatments and attacks find wrong with their files, before any of them begins."""
+    problems = []
+    source: Path | None = recipe.subject if _is_there(recipe) else None
+    lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
+    for key, entries in lists:
+        for place, chosen in enumerate(entries):
+            try:
+                if chosen.what.check is not None:
+                    chosen.what.check(source, chosen.config)
+            except NetweightError as error:
+                problems.append(f"{key}.{place}.{chosen.what.verb}: {error}")
+            source = None if key == "treatments" else source
+    return problems
+
+
+def _audit_problems(recipe: Recipe) -> list[str]:
+    known = sorted({name for chosen in recipe.treatments for name in chosen.what.audits})
+    return [
+        f"audits: no treatment of this recipe has an audit {name!r}. "
+        f"Nearest: {', '.join(nearest_names(name, known, count=2)) or 'none'}."
+        for name in (recipe.audits if recipe.audits != "all" else ())
+        if name not in known
+    ]
