@@ -51,6 +51,8 @@ def _described(parameter):
         described["choices"] = list(kind["choices"])
     described |= {key: kind[key] for key in ("min", "max") if kind.get(key) is not None}
     if isinstance(parameter, click.Option):
+        if getattr(parameter, "shown", ""):  # settings show a default and leave it to their class to set it
+            described["default"] = parameter.shown.partition(";")[0]
         described |= {"names": sorted([*info["opts"], *info["secondary_opts"]]), "flag": info["is_flag"]}
         said = re.search(r"by default (?:it is )?(-?\d[\d.e-]*)|(-?\d[\d.e-]*) by default", parameter.help or "")
         if said and described["default"] is None:
@@ -84,7 +86,8 @@ def _lost(here, old, new):
         if gone := sorted({*old.get(key, ())} - {*new.get(key, ())}):
             yield f"{here}: the {key} {gone} are gone"
     for key in ("kind", "type", "multiple", "nargs", "flag"):
-        if old[key] != new[key]:
+        parsed = key == "type" and old[key] == "text" and new[key] not in ("integer", "float", "boolean", "choice")
+        if old[key] != new[key] and not parsed:  # a text may be read as a list or as NAME=VALUE
             yield f"{here}: {key} is {new[key]!r}, not {old[key]!r}"
     if new["required"] and not old["required"]:
         yield f"{here} is required now"
@@ -92,10 +95,20 @@ def _lost(here, old, new):
         if key in old and new.get(key) != old[key]:
             yield f"{here}: {key} is {new.get(key)}, not {old[key]}"
     if "said_default" in old and new["default"] is not None:
-        if float(new["default"]) != old["said_default"]:
+        if not _same(old["said_default"], new["default"]):
             yield f"{here}: the default is {new['default']!r}, and the help said {old['said_default']!r}"
-    elif old["default"] is not None and old["default"] != new["default"]:
+    elif old["default"] and not _same(old["default"], new["default"]):
         yield f"{here}: the default is {new['default']!r}, not {old['default']!r}"
+
+
+def _same(old, new):
+    """Whether two defaults are one: settings show theirs as text, the items of a list after one another."""
+    if isinstance(old, list):
+        return _same(",".join(map(str, old)), new if isinstance(new, str) else ",".join(map(str, new or ())))
+    try:
+        return float(old) == float(new)
+    except (TypeError, ValueError):
+        return str(old) == str(new)
 
 
 def schema():
