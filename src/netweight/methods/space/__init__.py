@@ -5,28 +5,16 @@ Read `settings`, `fitting` (inner products, streaming, bases, fits) and `space`;
 commands and recipes call.
 """
 
-import importlib
-from typing import Any
+from netweight.core.lazy import lazy_names
 
-_HOMES = {
-    "Delay": "edits",
-    "Direction": "points",
-    "Move": "edits",
-    "Point": "space",
-    "Points": "points",
-    "WeightSpace": "space",
-    "edit": "edits",
-    "fit_direction": "directions",
-    "invert": "inversion",
-    "read_labels": "labels",
-}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name the first time it is used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "Direction": "netweight.methods.space.points",
+        "Move": "netweight.methods.space.edits",
+        "Point": "netweight.methods.space.space",
+        "edit": "netweight.methods.space.edits",
+        "fit_direction": "netweight.methods.space.directions",
+        "read_labels": "netweight.methods.space.labels",
+    },
+)

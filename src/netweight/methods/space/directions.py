@@ -41,9 +41,29 @@ def fit_direction(
     folds: int = 5,
     seed: int = 0,
 ) -> Direction:
-    """Find the direction that changes one attribute, from scores `(n, k)`."""
-    # Source: weights2weights (arXiv 2406.09413), linear classifiers of attributes; the other kinds are this library's.
-    # Its finding is a held-out score: the whole fit, penalty included, is made again without each fold; 0 for none.
+    """Find the direction that changes one attribute.
+
+    Args:
+        scores: Scores of the models, shape `(n, k)`.
+        labels: What is known of them, as `read_labels` returns it.
+        column: The attribute.
+        kind: "encoder" is how scores change with the attribute, "difference" the same without regard to confounders,
+            "decoder" how the attribute is predicted from scores.
+        confounders: Attributes that should stay as they are.
+        fidelity: "reference" computes the numbers of the authors' code.
+        folds: Folds of the held-out score in the direction's findings: the whole fit, penalty included, is made again
+            without each; 0 for none.
+        seed: Seed of the folds.
+
+    Returns:
+        The direction, of length 1 unless it is the reference's.
+
+    Raises:
+        NameNotFound: There is no such column.
+        UsageError: Too few models are labeled, or the attribute is a combination of its confounders.
+
+    Source: weights2weights (arXiv 2406.09413), linear classifiers of attributes; the other kinds are this library's.
+    """
     task = _task(scores, labels, column, confounders, 2 if fidelity == "reference" else max(2, folds))
     if fidelity == "reference":
         return _reference(scores, labels, task)

@@ -47,15 +47,32 @@ _RESAMPLES = 500
 @final
 @dataclass(frozen=True, eq=False)
 class Move:
-    """A step along a direction."""
+    """A step along a direction.
 
-    direction: Direction  # where to
-    strength: float  # how far; negative goes back
-    unit: Unit = "deviations"  # what `strength` counts, see `Direction.step`
+    Attributes:
+        direction: The direction.
+        strength: How far; negative goes back.
+        unit: What `strength` counts, see `Direction.step`.
+    """
+
+    direction: Direction
+    strength: float
+    unit: Unit = "deviations"
 
 
 def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
-    """Points, `(k,)` or `(b, k)`, after all moves."""
+    """Move points along directions.
+
+    Args:
+        scores: Points, shape `(k,)` or `(b, k)`.
+        moves: At least one, of directions of the same space; their order does not matter.
+
+    Returns:
+        The points after all moves, of the shape, dtype and device of `scores`.
+
+    Raises:
+        UsageError: There is no move, a direction is of another space, or a strength is not finite.
+    """
     if not moves:
         raise UsageError("There is no move to edit with.", cure="Give at least one.")
     total = torch.zeros(scores.shape[-1], dtype=torch.float64)

@@ -99,7 +99,21 @@ class Labels:
 def read_labels(
     path: str | Path, names: Sequence[str], *, columns: Sequence[str] | None = None, key: str = "name"
 ) -> Labels:
-    """Read labels of the models of a space."""
+    """Read attributes of the models of a space.
+
+    Args:
+        path: A `.csv`, `.tsv`, `.json` or `.jsonl` file with one row per model.
+        names: Names of the models, in the space's order.
+        columns: The attributes to read; None for all.
+        key: The column that names the model.
+
+    Returns:
+        The labels; NaN where the file says nothing of a model.
+
+    Raises:
+        NameNotFound: There is no such column, or the file names a model that is not in the space.
+        UsageError: The file cannot be read, names a model twice, or holds what is no number.
+    """
     path = Path(path)
     rows = _rows(path, key)
     known = {name: number for number, name in enumerate(names)}

@@ -57,7 +57,7 @@ class WeightSpace:
     """A space of adapters.
 
     Attributes:
-        names: Names of the n adapters that it was fitted to, and then of those appended.
+        names: Names of the n adapters that it was fitted to, then of those appended.
         fitted: How many it was fitted to.
         scores: Shape `(n, k)`, fp32: their coordinates.
         deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
@@ -168,7 +168,7 @@ class WeightSpace:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
 
         Args:
-            adapter: An adapter of the same modules; any rank.
+            adapter: Adapter of the same modules, of any rank.
 
         Raises:
             NameNotFound: It has other modules than the space.
