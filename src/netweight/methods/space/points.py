@@ -109,7 +109,7 @@ class Direction:
         """Return the cosine of the angle between two directions of one space.
 
         Args:
-            other: Of the same space.
+            other: A direction of the same space.
         """
         return float(self.vector @ other.vector) / (self.length * other.length)
 
