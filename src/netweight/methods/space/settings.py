@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
@@ -102,6 +102,10 @@ class SampleSettings(Settings):
         description="An attribute that all points have, for conditional.",
     )  # fmt: skip
     seed: int = Field(default=0, description="Seed of the draw.")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values, under the names of recipes."""
+        return {"given" if name == "attributes" else name: value for name, value in super().to_json().items()}
 
     def check(self) -> None:
         """Labels and the conditional sampler go together."""
