@@ -360,8 +360,9 @@ def _miniature(settings: FolderView, bank: Path | None, how: Any) -> View:
     allowed = {*RenderSettings.model_fields, "noises", "name_column", "device"} - {"prompts"}
     given = ["bank"] * (bank is not None) + [name for name in settings.given if name not in allowed]
     if given:
+        option = given[0] if given[0] == "labels" else given[0].rstrip("s")
         raise UsageError(
-            f"There is no SPACE, and --{given[0].rstrip('s').replace('_', '-')} belongs to one.",
+            f"There is no SPACE, and --{option} belongs to one.",
             cure="Name the folder of a space; without one, the page is about the miniature as it is.",
         )
     return faces_view(settings=settings.rendering(FACES_SETTINGS), **how)
