@@ -163,15 +163,18 @@ def _about(iteration: Iteration) -> dict[str, Any]:
     return {"stage": iteration.stage, "last": iteration.last, "captured": iteration.captured}
 
 
+def _iteration(about: Mapping[str, Any], fixed: Sums) -> Iteration:
+    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
+
+
 def _continued(job: Job | None) -> tuple[Iteration | None, Sums | None, int]:
     """Where a fit stood, what its pass had added up, and the row to continue from."""
     loaded = None if job is None else job.load()
     if loaded is None:
         return None, None, 0
     about, tensors = loaded
-    sums = {name.removeprefix("sums."): value for name, value in tensors.items() if name.startswith("sums.")}
-    fixed = {name: value for name, value in tensors.items() if not name.startswith("sums.")}
-    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"])), sums, about["row"]
+    sums = {name.removeprefix("sums."): tensors.pop(name) for name in list(tensors) if name.startswith("sums.")}
+    return _iteration(about, tensors), sums, about["row"]
 
 
 def _planned(
@@ -286,10 +289,6 @@ def fit_shards(
             job.save(_about(iteration), iteration.fixed)
             for file in files:
                 file.unlink()
-
-
-def _iteration(about: Mapping[str, Any], fixed: Sums) -> Iteration:
-    return Iteration(about["stage"], about["last"], fixed, tuple(about["captured"]))
 
 
 def _carry_out(tasks: Sequence[ShardTask], job: Job, engine: Engine, progress: Progress) -> None:
