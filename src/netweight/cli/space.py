@@ -445,7 +445,7 @@ def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> 
 def _show_space(folder: Path, output: Output) -> None:
     """Say what a fitted space is and how good its fit is; its bank is not needed."""
     from netweight.methods.space.fitting.fit import Accuracy
-    from netweight.methods.space.space import read_about
+    from netweight.methods.space.serialization import read_about
 
     about = read_about(folder)
     accuracy = Accuracy.from_json(about["accuracy"])

@@ -27,8 +27,9 @@ from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_fol
 from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
 from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
+from netweight.methods.space.serialization import RECORD, write_space
 from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
-from netweight.methods.space.space import RECORD, WeightSpace, write_space
+from netweight.methods.space.space import WeightSpace
 from netweight.registry import CardEntry, Method
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
@@ -40,7 +41,7 @@ _POINTS, _DIRECTIONS = "points.json", "directions"
 def _fit(source: Path, destination: Path, settings: FolderFit, progress: Progress) -> None:
     with Job.beside(destination, of="a fit") as job:
         fitted = fit_folder(source, settings, progress, work=job.folder / "fit")
-        write_space(fitted, job.tree, destination, standalone=settings.standalone, bank=source)
+        write_space(vars(fitted), job.tree, destination, standalone=settings.standalone, bank=source)
         job.publish(destination)
 
 
