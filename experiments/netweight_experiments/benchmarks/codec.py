@@ -50,23 +50,9 @@ def run_benchmark(
     quick: bool = False,
     progress: Progress = QUIET,
 ) -> Result:
-    """Measure the codec and its peers.
-
-    First, with the C library's memory management as it is, decoding into new outputs. Then, with freed memory kept,
-    both directions with warm pages, with one thread and with two.
-
-    Args:
-        sets: What to compress.
-        repeats: Timed rounds; at least 5 for intervals.
-        seed: Seed of the order of runs and of the intervals.
-        command: The command line, for the record.
-        quick: Whether this is a trial run; noted in the result.
-        progress: Where progress is shown.
-
-    Raises:
-        MissingExtra: scipy, which computes the intervals, is not installed.
-        NetweightError: A contender did not restore the bytes it was given.
-    """
+    """Measure the codec and its peers."""
+    # First, with the C library's memory management as it is, decoding into new outputs. Then, with freed memory kept,
+    # both directions with warm pages, with one thread and with two.
     if importlib.util.find_spec("scipy") is None:
         raise MissingExtra("The intervals need scipy, which is not installed.", cure=f"Run: {INSTALL}")
     load = {"before": os.getloadavg()}
@@ -186,26 +172,14 @@ def _environment() -> dict[str, Any]:
 @final
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the codec.
+    """One way to run the codec."""
 
-    Attributes:
-        path: Code path.
-        level: Level of the encoder.
-    """
-
-    path: str
-    level: str
+    path: str  # code path
+    level: str  # level of the encoder
 
 
 def settings(*, threads: int) -> list[Setting]:
-    """List the ways worth measuring: on the fastest path every level, on the others the default.
-
-    Args:
-        threads: Number of threads; with more than one only the fastest path and the default level are of interest.
-
-    Returns:
-        The ways, in the order in which they are measured.
-    """
+    """List the ways worth measuring: on the fastest path every level, on the others the default."""
     paths = codec.available_paths()
     compiled = [path for path in paths if path != "python"] or paths  # plain Python only where there is nothing else
     levels = [Setting(compiled[0], level) for level in ("default", "fast", "max")]
@@ -213,13 +187,7 @@ def settings(*, threads: int) -> list[Setting]:
 
 
 def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
-    """Make the codec ready to decode into memory that is there and warm.
-
-    Args:
-        data: What is to be decoded.
-        setting: Code path and level.
-        threads: For decoding, at least 1.
-    """
+    """Make the codec ready to decode into memory that is there and warm."""
     encode = _encoder(data, setting, threads)
     blobs = encode(None)
     memory = np.zeros_like(data.raw)
@@ -238,15 +206,7 @@ def ready(data: DataSet, setting: Setting, threads: int) -> Ready:
 
 
 def fresh(data: DataSet, setting: Setting, threads: int, *, pooled: bool) -> Ready:
-    """Make the codec ready to decode into new tensors, all of which are kept until the last is there.
-
-    Args:
-        data: What to decode.
-        setting: How.
-        threads: Number of threads.
-        pooled: Whether the codec may take the memory of outputs that were freed before; otherwise every page of every
-            output comes from the system, as when a model is loaded for the first time.
-    """
+    """Make the codec ready to decode into new tensors, all of which are kept until the last is there."""
     blobs = _encoder(data, setting, threads)(None)
 
     def decode() -> list[Any]:
@@ -268,60 +228,41 @@ def _encoder(data: DataSet, setting: Setting, threads: int) -> Callable[[Any], l
     return encode
 
 
+# Name of the real model's data sets.
 MINILM = "MiniLM"
-"""Name of the real model's data sets."""
 
 
 @final
 @dataclass(frozen=True)
 class Target:
-    """One target.
+    """One target."""
 
-    Attributes:
-        name: What should be reached.
-        bound: The least value.
-        data: Name of the data set.
-        dtype: Its dtype.
-        quantity: "ratio", "gbps", or the contender whose speed is the unit.
-        direction: What is timed.
-        mode: Where outputs go.
-        path: Code path; None for the fastest.
-        level: Level.
-        threads: Number of threads.
-        today: What the best of others reaches, in words.
-    """
-
-    name: str
-    bound: float
-    data: str
+    name: str  # what should be reached
+    bound: float  # the least value
+    data: str  # name of the data set
     dtype: str
-    quantity: str
-    direction: str = "decode"
-    mode: str = "warm"
-    path: str | None = None
+    quantity: str  # "ratio", "gbps", or the contender whose speed is the unit
+    direction: str = "decode"  # what is timed
+    mode: str = "warm"  # where outputs go
+    path: str | None = None  # code path; None for the fastest
     level: str = "default"
-    threads: int = 1
-    today: str = ""
+    threads: int = 1  # number of threads
+    today: str = ""  # what the best of others reaches, in words
 
 
 @final
 @dataclass(frozen=True)
 class SpeedTable:
-    """Measurements for people: everything on one data set, with outputs in one place and one number of threads.
+    """Measurements for people: everything on one data set, with outputs in one place and one number of threads."""
 
-    Attributes:
-        title: What was measured.
-        headers: Columns.
-        lines: One per contender.
-    """
-
-    title: str
-    headers: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
+    title: str  # what was measured
+    headers: tuple[str, ...]  # columns
+    lines: tuple[tuple[str, ...], ...]  # one per contender
 
 
 _CACHE, _MEMORY = ("in cache", IN_CACHE), ("MiniLM from memory", MINILM)
 
+# The targets, for a core with AVX-512 (VBMI2).
 TARGETS = (
     *(Target(f"decode bf16 against zipnn, {where}", 5.5, data, "BF16", "zipnn") for where, data in (_CACHE, _MEMORY)),
     *(
@@ -366,18 +307,10 @@ TARGETS = (
         for direction in ("decode", "encode")
     ),
 )
-"""The targets, for a core with AVX-512 (VBMI2)."""
 
 
 def findings(result: Result) -> list[Finding]:
-    """Lay a result beside the targets.
-
-    Args:
-        result: A result on the standard data sets.
-
-    Returns:
-        One finding per target, in their order; its value is None where the result has no such measurement.
-    """
+    """Lay a result beside the targets."""
     return [_finding(result, target) for target in TARGETS]
 
 
@@ -414,11 +347,7 @@ def _row_targets(result: Result, target: Target, *, threads: int | None = None) 
 
 
 def target_table(result: Result) -> list[tuple[str, str, str, str, str]]:
-    """Return rows for people: what, target, measured, 95 % interval, verdict.
-
-    Args:
-        result: What was measured.
-    """
+    """Return rows for people: what, target, measured, 95 % interval, verdict."""
     lines = []
     for finding in findings(result):
         verdict = {True: "met", False: "missed", None: "not measured"}[finding.passed]
@@ -442,11 +371,7 @@ def _number(finding: Finding) -> str:
 
 
 def label(row: Row) -> str:
-    """Name a contender: netweight with its path and level, peers by their names.
-
-    Args:
-        row: A row of a result.
-    """
+    """Name a contender: netweight with its path and level, peers by their names."""
     if row.contender != OURS:
         return row.contender
     pooled = ", pooled" if row.mode == "pooled" else ""
@@ -454,14 +379,7 @@ def label(row: Row) -> str:
 
 
 def speed_tables(result: Result) -> list[SpeedTable]:
-    """Sort the rows of a result into tables for people, in the order of the measurements.
-
-    Args:
-        result: What was measured.
-
-    Returns:
-        The tables.
-    """
+    """Sort the rows of a result into tables for people, in the order of the measurements."""
     groups: dict[str, dict[str, dict[str, Row]]] = {}
     for row in result.rows:
         where = "warm" if row.mode == "warm" else "new outputs"
@@ -499,57 +417,37 @@ OURS = "netweight"
 BASELINES = ("zipnn", "memcpy")
 
 Direction: TypeAlias = Literal["encode", "decode"]
+# warm: outputs in memory that is there already; fresh: every output is new memory; pooled: new tensors in memory that
+# the codec kept from earlier ones.
 Mode: TypeAlias = Literal["warm", "fresh", "pooled"]
-"""warm: outputs in memory that is there already; fresh: every output is new memory; pooled: new tensors in memory that
-the codec kept from earlier ones."""
 
 
 @final
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as a baseline, by the median of the rounds.
+    """How many times as fast as a baseline, by the median of the rounds."""
 
-    Attributes:
-        estimate: The median.
-        low: Lower end of its 95 % interval; None if there were too few rounds for one.
-        high: Upper end.
-    """
-
-    estimate: float
-    low: float | None = None
-    high: float | None = None
+    estimate: float  # the median
+    low: float | None = None  # lower end of its 95 % interval; None if there were too few rounds for one
+    high: float | None = None  # upper end
 
 
 @final
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        data: Name of the data set.
-        dtype: Its dtype.
-        contender: "netweight" or the name of a peer.
-        path: Code path, of netweight.
-        level: Level, of netweight.
-        direction: What was timed.
-        mode: Where outputs went.
-        threads: Number of threads.
-        nbytes: Plain bytes.
-        stored_nbytes: Compressed bytes.
-        samples: Seconds of every round.
-    """
-
-    data: str
+    data: str  # name of the data set
     dtype: str
-    contender: str
-    path: str | None
-    level: str | None
-    direction: Direction
-    mode: Mode
-    threads: int
-    nbytes: int
-    stored_nbytes: int
-    samples: Samples
+    contender: str  # "netweight" or the name of a peer
+    path: str | None  # code path, of netweight
+    level: str | None  # level, of netweight
+    direction: Direction  # what was timed
+    mode: Mode  # where outputs went
+    threads: int  # number of threads
+    nbytes: int  # plain bytes
+    stored_nbytes: int  # compressed bytes
+    samples: Samples  # seconds of every round
 
     @property
     def ratio(self) -> float:
@@ -567,14 +465,7 @@ class Row:
         return self.samples.cpu if self.clock == "cpu" else self.samples.wall
 
     def gbps(self, clock: str | None = None) -> float:
-        """10^9 plain bytes per second, by the median; on the clock that counts unless another is named.
-
-        Args:
-            clock: Name of the clock; None for the one that counts.
-
-        Returns:
-            GB/s.
-        """
+        """10^9 plain bytes per second, by the median; on the clock that counts unless another is named."""
         samples: tuple[float, ...] = self.seconds if clock is None else getattr(self.samples, clock)
         return self.nbytes / statistics.median(samples) / 1e9
 
@@ -582,63 +473,34 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Result:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        created: When.
-        command: The command line.
-        quick: Whether it was a trial run on little data, whose times mean nothing.
-        repeats: Timed rounds.
-        seed: Seed of order, data and intervals.
-        environment: Versions and machine.
-        load: The machine's load averages before and after.
-        warm_heap: Whether the C library could be told to keep freed memory, for peers that allocate their outputs.
-        missing: Peers that are not installed, with the command that installs them.
-        left_out: What was not measured, and why.
-        data: What was compressed.
-        rows: The measurements.
-    """
-
-    created: str
-    command: str
-    quick: bool
-    repeats: int
-    seed: int
-    environment: Mapping[str, Any]
-    load: Mapping[str, tuple[float, ...]]
-    warm_heap: bool
-    missing: Mapping[str, str]
-    left_out: tuple[str, ...]
-    data: tuple[Mapping[str, Any], ...]
-    rows: tuple[Row, ...] = field(repr=False)
+    created: str  # when
+    command: str  # the command line
+    quick: bool  # whether it was a trial run on little data, whose times mean nothing
+    repeats: int  # timed rounds
+    seed: int  # seed of order, data and intervals
+    environment: Mapping[str, Any]  # versions and machine
+    load: Mapping[str, tuple[float, ...]]  # the machine's load averages before and after
+    warm_heap: bool  # whether the C library could be told to keep freed memory, for peers that allocate their outputs
+    missing: Mapping[str, str]  # peers that are not installed, with the command that installs them
+    left_out: tuple[str, ...]  # what was not measured, and why
+    data: tuple[Mapping[str, Any], ...]  # what was compressed
+    rows: tuple[Row, ...] = field(repr=False)  # the measurements
 
     def find(self, **wanted: Any) -> Row | None:
-        """Return the first row whose fields have the values given, or None.
-
-        Args:
-            **wanted: Fields of a row and their values.
-        """
+        """Return the first row whose fields have the values given, or None."""
         return next((row for row in self.rows if _fits(row, wanted)), None)
 
     def against(self, row: Row, contender: str) -> Ratio | None:
-        """Say how many times as fast a row is as a contender was in the same rounds; None if that was not measured.
-
-        Args:
-            row: A row of this result.
-            contender: Its name.
-        """
+        """Say how many times as fast a row is as a contender was in the same rounds; None if that was not measured."""
         mode = "fresh" if row.mode == "pooled" else row.mode
         same = {"data": row.data, "dtype": row.dtype, "direction": row.direction, "threads": row.threads}
         base = self.find(contender=contender, mode=mode, **same)
         return None if base is None or base is row else self.speedup(row, base)
 
     def speedup(self, row: Row, base: Row) -> Ratio:
-        """Say how many times as fast one row is as another, round by round, on the clock of the first.
-
-        Args:
-            row: A row of this result.
-            base: Another one, measured in the same rounds.
-        """
+        """Say how many times as fast one row is as another, round by round, on the clock of the first."""
         mine, theirs = row.seconds, getattr(base.samples, row.clock)
         ratios = [theirs[i] * row.nbytes / (mine[i] * base.nbytes) for i in range(len(mine))]
         if len(ratios) < MINIMUM_FOR_BOOTSTRAP:
@@ -664,16 +526,7 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result, a line per row; the file appears whole or not at all.
-
-    Args:
-        result: What was measured.
-        path: The file.
-
-    Raises:
-        UsageError: The folder cannot be made.
-        OutputFailed: The folder cannot be written.
-    """
+    """Write a result, a line per row; the file appears whole or not at all."""
     content = result.to_json()
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in content.pop("rows"))
     head = json.dumps(content, indent=1, ensure_ascii=False).removesuffix("\n}")
@@ -681,14 +534,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Read a result that `write_result` wrote.
-
-    Args:
-        path: The file.
-
-    Raises:
-        Unsupported: The file is not one.
-    """
+    """Read a result that `write_result` wrote."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["netweight_benchmark"] != FORMAT or data["name"] != "codec":

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+# Name of the set of normally distributed weights.
 GAUSSIAN = "N(0, 0.02)"
-"""Name of the set of normally distributed weights."""
 
+# Name of the sets of a million such weights, which stay in a core's cache: the code's speed, not the memory's.
 IN_CACHE = "N(0, 0.02), in cache"
-"""Name of the sets of a million such weights, which stay in a core's cache: the code's speed, not the memory's."""
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -38,20 +38,13 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 @final
 @dataclass(frozen=True)
 class DataSet:
-    """Tensors of one dtype, compressed one by one by netweight and joined by its peers; made by `pack`.
+    """Tensors of one dtype, compressed one by one by netweight and joined by its peers; made by `pack`."""
 
-    Attributes:
-        name: Where they come from.
-        dtype: safetensors' name of their dtype.
-        tensors: The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`. Any shapes, one
-            dtype.
-        raw: All their bytes. Shape `(bytes,)`, uint8.
-    """
-
-    name: str
-    dtype: str
+    name: str  # where they come from
+    dtype: str  # safetensors' name of their dtype
+    # The tensors, on the CPU, none of them empty; they lie one behind the other in `raw`. Any shapes, one dtype.
     tensors: tuple[torch.Tensor, ...]
-    raw: NDArray[np.uint8] = field(repr=False)
+    raw: NDArray[np.uint8] = field(repr=False)  # all their bytes; shape `(bytes,)`, uint8
 
     @property
     def nbytes(self) -> int:
@@ -65,13 +58,7 @@ class DataSet:
 
 
 def pack(name: str, dtype: str, tensors: Sequence[torch.Tensor]) -> DataSet:
-    """Copy tensors of one dtype into one piece of memory, so that all contenders read and write memory of one kind.
-
-    Args:
-        name: What to call the set.
-        dtype: safetensors' name of the dtype.
-        tensors: At least one; any shapes, all of this dtype.
-    """
+    """Copy tensors of one dtype into one piece of memory, so that all contenders read and write memory of one kind."""
     import numpy as np
 
     raw = np.concatenate([raw_bytes(tensor.contiguous()) for tensor in tensors])
@@ -79,12 +66,7 @@ def pack(name: str, dtype: str, tensors: Sequence[torch.Tensor]) -> DataSet:
 
 
 def tensors_over(raw: NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the dtypes and shapes of others that lie one behind the other in a piece of memory.
-
-    Args:
-        raw: The memory, shape `(bytes,)`, uint8.
-        like: Tensors of any shapes and dtypes.
-    """
+    """Return tensors of the dtypes and shapes of others that lie one behind the other in a piece of memory."""
     import torch
 
     laid, start = [], 0
@@ -96,11 +78,7 @@ def tensors_over(raw: NDArray[np.uint8], like: Sequence[torch.Tensor]) -> list[t
 
 
 def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return a contiguous tensor's bytes, without a copy.
-
-    Args:
-        tensor: Any shape and dtype.
-    """
+    """Return a contiguous tensor's bytes, without a copy."""
     import torch
 
     raw: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -108,14 +86,7 @@ def raw_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def gaussian(*, seed: int, count: int = 1 << 25, name: str = GAUSSIAN, dtype: str = "BF16") -> DataSet:
-    """Draw one tensor from N(0, 0.02²), as freshly initialized weights are.
-
-    Args:
-        seed: Seed of the draw.
-        count: Number of weights.
-        name: What to call the set.
-        dtype: "BF16", "F16" or "F32".
-    """
+    """Draw one tensor from N(0, 0.02²), as freshly initialized weights are."""
     import torch
 
     drawn = torch.randn(count, generator=torch_generator(seed, "benchmark", "gaussian")).mul_(0.02)
@@ -123,14 +94,7 @@ def gaussian(*, seed: int, count: int = 1 << 25, name: str = GAUSSIAN, dtype: st
 
 
 def model_as(file: Path, name: str, dtype: str, *, most: int | None = None) -> DataSet:
-    """Read all floating-point tensors of a file, converted to one dtype.
-
-    Args:
-        file: A safetensors file, compressed or not.
-        name: What to call the model.
-        dtype: "BF16", "F16" or "F32".
-        most: Take tensors in their order until they hold this many weights; None for all.
-    """
+    """Read all floating-point tensors of a file, converted to one dtype."""
     import torch
 
     kept, count = [], 0
@@ -144,18 +108,7 @@ def model_as(file: Path, name: str, dtype: str, *, most: int | None = None) -> D
 
 
 def of_files(files: Sequence[Path]) -> list[DataSet]:
-    """Read files as they are: one set per file and dtype.
-
-    Args:
-        files: safetensors files, compressed or not.
-
-    Returns:
-        The sets, in the files' order.
-
-    Raises:
-        UsageError: There is no such file, or none of them holds a tensor.
-        CorruptBlob: A file is damaged.
-    """
+    """Read files as they are: one set per file and dtype."""
     for file in files:
         if not file.is_file():
             raise UsageError(f"There is no file {file}.", cure="Give .safetensors files.")
@@ -186,41 +139,25 @@ _ZIPNN_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 @final
 @dataclass(frozen=True)
 class Ready:
-    """A contender made ready for one data set and number of threads.
+    """A contender made ready for one data set and number of threads."""
 
-    Attributes:
-        stored_nbytes: Bytes that it compresses the data to.
-        encode: Compresses; takes what `prepare` returns.
-        decode: Restores; what it returns is dropped.
-        restored: Decodes once and returns all bytes, for the check.
-        prepare: Makes the input of `encode`, untimed.
-    """
-
-    stored_nbytes: int
-    encode: Callable[[Any], object]
-    decode: Callable[[], object]
-    restored: Callable[[], Any]
-    prepare: Callable[[], Any] = lambda: None
+    stored_nbytes: int  # bytes that it compresses the data to
+    encode: Callable[[Any], object]  # compresses; takes what `prepare` returns
+    decode: Callable[[], object]  # restores; what it returns is dropped
+    restored: Callable[[], Any]  # decodes once and returns all bytes, for the check
+    prepare: Callable[[], Any] = lambda: None  # makes the input of `encode`, untimed
 
 
 @final
 @dataclass(frozen=True)
 class Peer:
-    """A peer.
+    """A peer."""
 
-    Attributes:
-        name: What it is called in tables.
-        module: The module that must be installed; None if nothing is needed.
-        package: The package that brings it.
-        ready: Makes it ready: `(raw bytes, dtype, threads)`.
-        dtypes: What it can take; None for anything.
-    """
-
-    name: str
-    module: str | None
-    package: str | None
-    ready: Callable[[Bytes, str, int], Ready]
-    dtypes: tuple[str, ...] | None = None
+    name: str  # what it is called in tables
+    module: str | None  # the module that must be installed; None if nothing is needed
+    package: str | None  # the package that brings it
+    ready: Callable[[Bytes, str, int], Ready]  # makes it ready: `(raw bytes, dtype, threads)`
+    dtypes: tuple[str, ...] | None = None  # what it can take; None for anything
 
 
 def missing() -> list[Peer]:
@@ -309,6 +246,7 @@ def _blosc2(codec: str, level: int) -> Callable[[Bytes, str, int], Ready]:
     return ready
 
 
+# All peers, in the order of tables.
 PEERS = (
     Peer("memcpy", None, None, _memcpy),
     Peer("zipnn", "zipnn", "zipnn", _zipnn, tuple(_ZIPNN_NAMES)),
@@ -319,7 +257,6 @@ PEERS = (
     Peer("blosc2 bitshuffle + zstd", "blosc2", "blosc2", _blosc2("ZSTD", 1)),
     Peer("blosc2 bitshuffle + lz4", "blosc2", "blosc2", _blosc2("LZ4", 5)),
 )
-"""All peers, in the order of tables."""
 
 
 def _zstd_functions(level: int) -> tuple[Callable[[Any], bytes], Callable[[Any], bytes]]:

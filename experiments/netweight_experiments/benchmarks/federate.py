@@ -32,13 +32,7 @@ from netweight.nn import Hypernetwork, ParameterLayout
 
 
 def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that trains one round of FedAvg and returns the average, body and head numbered 0 and 1.
-
-    Args:
-        task: Model and data.
-        training: Epochs, batch size, rates.
-        seed: Of the batches.
-    """
+    """Return a function that trains one round of FedAvg and returns the average, body and head numbered 0 and 1."""
     server = nn.Sequential(copy.deepcopy(task.body), copy.deepcopy(task.head))
     draws = _Draws(task, training, seed)
 
@@ -59,13 +53,7 @@ def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callab
 
 
 def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:
-    """Return a function that trains one round of HyperFL and returns the average of the hypernetworks.
-
-    Args:
-        task: Model and data.
-        training: Epochs, batch size, rates, clip.
-        seed: Of weights and batches.
-    """
+    """Return a function that trains one round of HyperFL and returns the average of the hypernetworks."""
     layout, body = ParameterLayout.of(task.body), copy.deepcopy(task.body)
     method = HyperFL(training)
     with torch.random.fork_rng(devices=[]):
@@ -147,25 +135,19 @@ def _add(average: dict[str, Tensor], model: nn.Module, share: float) -> None:
         average[name].add_(value, alpha=share)
 
 
+# Methods that are timed, by their names in the catalog.
 TIMED = ("fedavg", "dp-fedavg", "ppsgd", "centaur", "hyperfl", "hyperfl-body")
-"""Methods that are timed, by their names in the catalog."""
 _NOISE = 1.0  # how much noise there is does not change the time
 
 
 @final
 @dataclass(frozen=True, order=True)
 class Contender:
-    """Who trains a round.
+    """Who trains a round."""
 
-    Attributes:
-        method: A method by its name in the catalog.
-        engine: Whether this library's engine trains it, or dense modules one client after another.
-        threads: The engine's workers, or torch's threads for dense modules.
-    """
-
-    method: str
-    engine: bool = True
-    threads: int = 1
+    method: str  # a method by its name in the catalog
+    engine: bool = True  # whether this library's engine trains it, or dense modules one client after another
+    threads: int = 1  # the engine's workers, or torch's threads for dense modules
 
     @property
     def label(self) -> str:
@@ -184,19 +166,7 @@ def time_rounds(
     seed: int = 0,
     progress: Progress = QUIET,
 ) -> dict[Contender, Samples]:
-    """Time rounds of every contender, one of each in turn, in one process.
-
-    Args:
-        task: Model and data.
-        training: The same for all methods.
-        workers: Numbers of threads to measure with.
-        repeats: Rounds of each; an interval needs 5.
-        seed: Of everything drawn, the order of the contenders among it.
-        progress: Where progress is shown.
-
-    Returns:
-        Seconds of every round; entry i of all contenders was measured side by side.
-    """
+    """Time rounds of every contender, one of each in turn, in one process."""
     before = torch.get_num_threads()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, before)
@@ -225,13 +195,7 @@ def _case(contender: Contender, threads: int, run: Callable[[], object]) -> Case
 
 
 def speed_findings(times: Mapping[Contender, Samples], *, seed: int, targets: bool) -> list[Finding]:
-    """Return ratios of times taken side by side, with intervals.
-
-    Args:
-        times: From `time_rounds`.
-        seed: Of the intervals.
-        targets: Whether they are held against targets; a trial run is not.
-    """
+    """Return ratios of times taken side by side, with intervals."""
     findings = []
     for threads in sorted({contender.threads for contender in times}):
         base = Contender("fedavg", threads=threads)

@@ -30,42 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        steps: Most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them.
-        learning_rate: AdamW's, after warm-up.
-        warmup: Steps over which it rises from 0.
-        weight_decay: AdamW's, for matrices; norms and biases decay by nothing.
-        check_every: Steps between two looks at the held-out loss, each with a checkpoint.
-        patience: Looks in a row without a new best after which training stops.
-        seed: Seed of dropout; initialization and batches have their own.
-    """
-
-    steps: int
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    check_every: int = 100
-    patience: int = 4
-    seed: int = 0
+    steps: int  # most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them
+    learning_rate: float = 1e-3  # AdamW's, after warm-up
+    warmup: int = 100  # steps over which it rises from 0
+    weight_decay: float = 0.1  # AdamW's, for matrices; norms and biases decay by nothing
+    check_every: int = 100  # steps between two looks at the held-out loss, each with a checkpoint
+    patience: int = 4  # looks in a row without a new best after which training stops
+    seed: int = 0  # seed of dropout; initialization and batches have their own
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What training came to; the model holds the weights of the best look.
+    """What training came to; the model holds the weights of the best look."""
 
-    Attributes:
-        steps: Steps that were made.
-        best_step: The step whose weights were kept.
-        held_out: Held-out loss there, in nats.
-        curve: Step, mean training loss since the look before, held-out loss; one entry per look.
-        overfits: Whether held-out loss rose again before the end.
-    """
-
-    steps: int
-    best_step: int
-    held_out: float
+    steps: int  # steps that were made
+    best_step: int  # the step whose weights were kept
+    held_out: float  # held-out loss there, in nats
+    # Step, mean training loss since the look before, held-out loss; one entry per look.
     curve: tuple[tuple[int, float, float], ...] = field(repr=False)
 
     @property
@@ -88,23 +71,7 @@ def fit(
     progress: Progress = QUIET,
     description: str = "train",
 ) -> Fit:
-    """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast.
-
-    Args:
-        model: fp32, freshly initialized; trained in place.
-        batch_of: Step → keyword arguments of the model.
-        held_out: Model, in evaluation mode → its loss on data that no batch holds.
-        schedule: How to train.
-        folder: For checkpoints, which are taken up again when they are of the same schedule and removed at the end.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        What training came to.
-
-    Raises:
-        UsageError: The loss became NaN or infinite, or the folder holds the checkpoint of another training.
-    """
+    """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast."""
     import torch
 
     import netweight
@@ -188,35 +155,23 @@ def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
     return bool(looks) and len(looks) - 1 - looks.index(min(looks)) >= schedule.patience
 
 
+# File in the folder of a training that is not finished.
 CHECKPOINT = "training.safetensors"
-"""File in the folder of a training that is not finished."""
 
 
 @final
 @dataclass(frozen=True)
 class DenoiserRecipe:
-    """How a denoiser is trained.
+    """How a denoiser is trained."""
 
-    Attributes:
-        steps: Optimizer steps.
-        batch: Pictures per step.
-        learning_rate: AdamW's, after warm-up; it falls to 0 along a half cosine.
-        warmup: Steps over which it rises from 0.
-        average: Weight of the old value in the running average of the weights, which is what is kept.
-        empty: Share of captions that are replaced by the empty one, for guidance.
-        value_penalty: Weight of the mean size of cross-attention's values. It parts what is written by few of them.
-        keep_every: Steps between two checkpoints.
-        seed: Of initialization, batches and noise.
-    """
-
-    steps: int = 2200
-    batch: int = 32
-    learning_rate: float = 2e-3
-    warmup: int = 50
-    average: float = 0.99
-    empty: float = 0.1
-    value_penalty: float = 0.01
-    keep_every: int = 200
+    steps: int = 2200  # optimizer steps
+    batch: int = 32  # pictures per step
+    learning_rate: float = 2e-3  # AdamW's, after warm-up; it falls to 0 along a half cosine
+    warmup: int = 50  # steps over which it rises from 0
+    average: float = 0.99  # weight of the old value in the running average of the weights, which is what is kept
+    empty: float = 0.1  # share of captions that are replaced by the empty one, for guidance
+    value_penalty: float = 0.01  # weight of the mean size of cross-attention's values
+    keep_every: int = 200  # steps between two checkpoints
     seed: int = 20240604
 
 
@@ -229,24 +184,7 @@ def fit_denoiser(
     progress: Progress = QUIET,
     description: str = "train",
 ) -> dict[str, Any]:
-    """Train a pipeline's U-Net; it ends with the running average of its weights.
-
-    Args:
-        pipeline: As `small_diffusion.initialized` makes it: predicts velocity, latents are pixels.
-        batch_of: Step → captions, and pictures of shape `(n, 3, side, side)` within 0 and 1.
-        recipe: How.
-        folder: For the checkpoint, which is taken up again when it is of the same recipe. Whoever keeps the model
-            removes it.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        Under "curve" the step and the mean loss since the checkpoint before, under "cpu_seconds" the processor time.
-
-    Raises:
-        UsageError: The folder holds the checkpoint of another training.
-        TrainingStopped: The loss became NaN or infinite.
-    """
+    """Train a pipeline's U-Net; it ends with the running average of its weights."""
     import netweight
 
     network = pipeline.unet

@@ -20,52 +20,27 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "PAPER",
-    "SEED",
-    "TRIAL",
-    "Extent",
-    "Run",
-    "chosen_device",
-    "in_turns",
-    "random_model",
-    "runs_of",
-    "synchronize",
-]
-
 SEED = 20241031
 
 
 @final
 @dataclass(frozen=True)
 class Extent:
-    """How large a measurement is.
+    """How large a measurement is."""
 
-    Attributes:
-        shapes: Keys of `zoo.shapes.SHAPES`.
-        changes: Fields of a shape's configuration to be otherwise.
-        sides: Matrix sides, for throughput.
-        window: Tokens of a forward pass, and of a training example.
-        batch: Training examples per update.
-        updates: Updates of a training; the first is not timed.
-        batches: Batch sizes of generation.
-        prompt: Tokens before those generated.
-        tokens: Tokens generated.
-        rounds: Timed rounds.
-    """
-
-    shapes: tuple[str, ...]
-    changes: tuple[tuple[str, int], ...]
-    sides: tuple[int, ...]
-    window: int
-    batch: int
-    updates: int
-    batches: tuple[int, ...]
-    prompt: int
-    tokens: int
-    rounds: int
+    shapes: tuple[str, ...]  # keys of `zoo.shapes.SHAPES`
+    changes: tuple[tuple[str, int], ...]  # fields of a shape's configuration to be otherwise
+    sides: tuple[int, ...]  # matrix sides, for throughput
+    window: int  # tokens of a forward pass, and of a training example
+    batch: int  # training examples per update
+    updates: int  # updates of a training; the first is not timed
+    batches: tuple[int, ...]  # batch sizes of generation
+    prompt: int  # tokens before those generated
+    tokens: int  # tokens generated
+    rounds: int  # timed rounds
 
 
+# The paper's shapes; Llama-3 8B first, for which targets are set.
 PAPER = Extent(
     shapes=("Llama-3 8B", "GPT-Neo-XL 2.7B", "Llama-2 13B"),
     changes=(),
@@ -78,7 +53,6 @@ PAPER = Extent(
     tokens=16,
     rounds=7,
 )
-"""The paper's shapes; Llama-3 8B first, for which targets are set."""
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -86,6 +60,7 @@ _TINY = {
     "num_attention_heads": 2,
     "vocab_size": 128,
 }
+# Shows that everything runs, in seconds on a CPU.
 TRIAL = Extent(
     shapes=(MINIATURE,),
     changes=tuple(_TINY.items()),
@@ -98,25 +73,17 @@ TRIAL = Extent(
     tokens=2,
     rounds=5,
 )
-"""Shows that everything runs, in seconds on a CPU."""
 
 
 @final
 @dataclass(frozen=True)
 class Run:
-    """One way of training one model, or of holding its weights.
+    """One way of training one model, or of holding its weights."""
 
-    Attributes:
-        shape: A key of `zoo.shapes.SHAPES`.
-        way: The way, by its row's name.
-        device: "cuda" or "cpu".
-        trial: Whether it is the tiny one.
-    """
-
-    shape: str
-    way: str
-    device: str
-    trial: bool
+    shape: str  # a key of `zoo.shapes.SHAPES`
+    way: str  # the way, by its row's name
+    device: str  # "cuda" or "cpu"
+    trial: bool  # whether it is the tiny one
 
     @property
     def extent(self) -> Extent:
@@ -125,25 +92,12 @@ class Run:
 
 
 def runs_of(ways: Sequence[str], device: str, *, trial: bool) -> list[Run]:
-    """Return the runs of every way on every shape, shape by shape.
-
-    Args:
-        ways: Names of rows, the most important ones first.
-        device: "cuda" or "cpu".
-        trial: Whether to take tiny models.
-    """
+    """Return the runs of every way on every shape, shape by shape."""
     return [Run(shape, way, device, trial) for shape in (TRIAL if trial else PAPER).shapes for way in ways]
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """Return the device to measure on.
-
-    Args:
-        name: "cuda", "cuda:1", "cpu"; None for the GPU.
-
-    Raises:
-        UsageError: A GPU was asked for and torch sees none.
-    """
+    """Return the device to measure on."""
     import torch
 
     device = torch.device(name or "cuda")
@@ -165,17 +119,7 @@ def synchronize(device: torch.device) -> None:
 def in_turns(
     runs: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, inner: int = 1
 ) -> dict[str, tuple[float, ...]]:
-    """Time several things round by round, the device idle before and after each.
-
-    Args:
-        runs: What to time, by name.
-        device: Where they run.
-        rounds: Rounds, one entry of the result each.
-        inner: How often each runs within a round, so that waiting for the device does not count.
-
-    Returns:
-        Seconds of one run, by name.
-    """
+    """Time several things round by round, the device idle before and after each."""
     from netweight.evidence.timing import Case, interleave
 
     def repeated(run: Callable[[], object]) -> Callable[[Any], object]:
@@ -192,13 +136,7 @@ def in_turns(
 
 
 def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:
-    """Make a model of a shape with random bf16 weights on a device, as transformers initializes it.
-
-    Args:
-        shape: A key of `zoo.shapes.SHAPES`.
-        extent: Says what of the shape is to be otherwise.
-        device: Where the weights are drawn; nothing of them passes through the host.
-    """
+    """Make a model of a shape with random bf16 weights on a device, as transformers initializes it."""
     import torch
 
     gpus = [device] if device.type == "cuda" else []

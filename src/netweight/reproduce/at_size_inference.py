@@ -24,28 +24,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["WAYS", "infer", "measured_inference"]
-
 _GIB = 1 << 30
 VANILLA, LOSSLESS, FIXED = "Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"
 RELOADED, THREE_BITS = "Offload and reload", "NeuZip 3-bit"
+# Names of rows, as the paper has them where it does; the most important ones first.
 WAYS = (VANILLA, LOSSLESS, FIXED, RELOADED, "Quant NF4", "Quant INT8", THREE_BITS)
-"""Names of rows, as the paper has them where it does; the most important ones first."""
 _TARGET = 0.9  # of bf16's speed
 
 
 def infer(run: Run) -> dict[str, Any]:
-    """Measure one way beside the dense model, in the same rounds.
-
-    Args:
-        run: What to measure.
-
-    Returns:
-        held (bytes of parameters and buffers); peak (bytes on the GPU during a forward pass; absent on a CPU); same
-        (whether the logits are those of the dense model to the last bit); seconds: task → {"way", "vanilla"} → one
-        entry per round; or missing: why it did not run. Tasks are "window", and for batch size N "generate N" and
-        "products N".
-    """
+    """Measure one way beside the dense model, in the same rounds."""
     import torch
 
     extent, device = run.extent, chosen_device(run.device)
@@ -179,11 +167,7 @@ def _peak(window: Callable[[Any], Any], model: Any, device: torch.device) -> dic
 
 
 def measured_inference(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
-    """Lay runs out as table 3(a) without its perplexities, and further speeds in a table of their own.
-
-    Args:
-        found: What `infer` returned, by run.
-    """
+    """Lay runs out as table 3(a) without its perplexities, and further speeds in a table of their own."""
     shapes = list(dict.fromkeys(run.shape for run in found))
     by = {(run.shape, run.way): value for run, value in found.items() if "missing" not in value}
     columns: list[Column] = []

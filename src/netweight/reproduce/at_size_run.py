@@ -28,27 +28,18 @@ from netweight.reproduce.registry import Measured
 from netweight.reproduce.run import Comparison, compare
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA
 
-__all__ = ["AtSize", "measure_at_size"]
-
 R = TypeVar("R")
 
 
 @final
 @dataclass(frozen=True)
 class AtSize:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        device: Name of the device.
-        tables: Table or figure → what was measured of it.
-        left_out: Runs for which there was no time, in words.
-        report: The page.
-    """
-
-    device: str
-    tables: Mapping[str, Measured]
-    left_out: tuple[str, ...]
-    report: Path
+    device: str  # name of the device
+    tables: Mapping[str, Measured]  # table or figure → what was measured of it
+    left_out: tuple[str, ...]  # runs for which there was no time, in words
+    report: Path  # the page
 
     def comparisons(self, table_id: str) -> tuple[Comparison, ...]:
         """Lay a table beside the published one; rows and columns that only one of them has stay alone."""
@@ -83,20 +74,7 @@ def measure_at_size(
     command: str,
     progress: Progress = QUIET,
 ) -> AtSize:
-    """Measure figure 4 and tables 1 and 3(a) of NeuZip on models of the paper's shapes with random weights.
-
-    Args:
-        out: Folder for finished runs and the report. A call with the same folder goes on where the last one stopped.
-        device: "cuda" or "cpu"; None for the GPU, or the CPU for a trial.
-        trial: Whether to run tiny models, which shows that everything runs; the numbers mean nothing then.
-        minutes: Time after which no further run is begun, in minutes.
-        command: The command line, for the report.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: There is no GPU and none of the above says to do without.
-        NetweightError: A run failed.
-    """
+    """Measure figure 4 and tables 1 and 3(a) of NeuZip on models of the paper's shapes with random weights."""
     place = chosen_device(device or ("cpu" if trial else None))
     until = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,6 @@ from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["figure4", "measured_throughput", "throughput"]
-
 _GIB = 1 << 30
 _SMALL = (256, 512, 1024, 2048)
 _WORK = 1 << 28  # bytes that a round goes through, so that small matrices are timed over many runs
@@ -30,36 +28,18 @@ _WORK = 1 << 28  # bytes that a round goes through, so that small matrices are t
 @final
 @dataclass(frozen=True)
 class _Way:
-    """How a matrix is packed and unpacked.
+    """How a matrix is packed and unpacked."""
 
-    Attributes:
-        name: Its name in tables.
-        pack: Dense matrix → what is kept.
-        unpack: What is kept → dense matrix.
-        stored: What is kept → its bytes on the device.
-        exact: Whether every bit comes back.
-    """
-
-    name: str
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
-    stored: Callable[[Any], int]
-    exact: bool = True
+    name: str  # its name in tables
+    pack: Callable[[torch.Tensor], Any]  # dense matrix → what is kept
+    unpack: Callable[[Any], torch.Tensor]  # what is kept → dense matrix
+    stored: Callable[[Any], int]  # what is kept → its bytes on the device
+    exact: bool = True  # whether every bit comes back
 
 
 @table("neuzip-fig4", needs=("evidence",), paper_needs=("a GPU",), stand_in=True)
 def figure4(scale: Scale, out: Path) -> Measured:
-    """Bytes of weights packed and unpacked per second, by matrix size: offloading, quantizing, compressing.
-
-    Args:
-        scale: "small" measures matrices of up to 2,048 rows on a GPU if there is one, else on the CPU; "paper" needs a
-            GPU and measures up to 16,384.
-        out: Unused.
-
-    Raises:
-        UsageError: Paper scale, and there is no GPU.
-        NetweightError: A way that should be exact is not.
-    """
+    """Bytes of weights packed and unpacked per second, by matrix size: offloading, quantizing, compressing."""
     import torch
 
     device = chosen_device(None if scale == "paper" or torch.cuda.is_available() else "cpu")
@@ -68,20 +48,7 @@ def figure4(scale: Scale, out: Path) -> Measured:
 
 
 def throughput(device: torch.device, sides: tuple[int, ...], *, rounds: int) -> dict[str, Any]:
-    """Time every way on every matrix.
-
-    Args:
-        device: Where the matrices lie.
-        sides: Rows and columns of the matrices.
-        rounds: Timed rounds.
-
-    Returns:
-        "missing": way → why it was not measured. "ways": way → a list, one entry per side, of the side, the share of
-        bytes kept, and seconds of "pack" and of "unpack" in each round.
-
-    Raises:
-        NetweightError: A way that should be exact is not.
-    """
+    """Time every way on every matrix."""
     ways, missing = _ways(device)
     found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
     for side in sides:
@@ -101,12 +68,7 @@ def throughput(device: torch.device, sides: tuple[int, ...], *, rounds: int) -> 
 
 
 def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured:
-    """Lay timings out as figure 4: one row per way and matrix size.
-
-    Args:
-        found: What `throughput` returned.
-        device: Where it was measured.
-    """
+    """Lay timings out as figure 4: one row per way and matrix size."""
     from netweight.evidence.figures import lines
 
     columns = (

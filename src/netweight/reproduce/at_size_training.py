@@ -18,22 +18,12 @@ from netweight.reproduce.training_ways import COMPRESSED, LOMO, WAYS, arrange, d
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measured_training", "train"]
-
 _GIB = 1 << 30
 _TARGET_PEAK, _TARGET_SPEED = 15.2, 0.85  # of Llama-3 8B on an H200
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train a few updates by plain SGD with non-reentrant activation checkpointing, as the reference code does.
-
-    Args:
-        run: What to train and how.
-
-    Returns:
-        losses (hexadecimal), seconds of every update but the first, peak (bytes of tensors on the GPU; on a CPU as the
-        tensor ledger counts them), weights (their number); or missing: why it did not run.
-    """
+    """Train a few updates by plain SGD with non-reentrant activation checkpointing, as the reference code does."""
     import torch
 
     extent, device = run.extent, chosen_device(run.device)
@@ -105,11 +95,7 @@ def _step(model: Any, optimizer: Any, batch: int, window: int, number: int) -> t
 
 
 def measured_training(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
-    """Lay runs out as table 1 without its losses.
-
-    Args:
-        found: What `train` returned, by run.
-    """
+    """Lay runs out as table 1 without its losses."""
     shapes = list(dict.fromkeys(run.shape for run in found))
     columns: list[Column] = []
     rows: dict[str, list[Any]] = {way: [] for way in WAYS}

@@ -12,10 +12,9 @@ from typing import Literal, TypeAlias
 from netweight.reproduce.published import published, published_ids
 from netweight.reproduce.registry import registered, unmet
 
-__all__ = ["PAPERS", "Item", "State", "items", "title_of"]
-
 State: TypeAlias = Literal["reproduced here", "small stand-in", "needs data, GPU or package", "cannot be"]
 
+# Beginning of an id → the paper.
 PAPERS = {
     "neuzip": "NeuZip (arXiv 2410.20650)",
     "hyperfl": "HyperFL (arXiv 2412.07187)",
@@ -23,7 +22,6 @@ PAPERS = {
     "nemo": "NeMo (arXiv 2406.02366)",
     "w2w": "weights2weights (arXiv 2406.09413)",
 }
-"""Beginning of an id → the paper."""
 
 _FIGURES = {
     "neuzip-fig1": "Histograms of sign, exponent and mantissa of a trained model",
@@ -75,25 +73,15 @@ _CANNOT = {
 
 @dataclass(frozen=True)
 class Item:
-    """One table or figure of a paper.
+    """One table or figure of a paper."""
 
-    Attributes:
-        id: Its name here.
-        paper: The paper it belongs to.
-        title: What it shows.
-        state: How far it is measured.
-        reason: What is missing, why it cannot be, or what the small scale lacks; may be empty.
-        numbers: Whether published numbers are at hand.
-        command: What measures it at its largest scale here or elsewhere; empty where nothing does.
-    """
-
-    id: str
-    paper: str
-    title: str
-    state: State
-    reason: str
-    numbers: bool
-    command: str
+    id: str  # its name here
+    paper: str  # the paper it belongs to
+    title: str  # what it shows
+    state: State  # how far it is measured
+    reason: str  # what is missing, why it cannot be, or what the small scale lacks; may be empty
+    numbers: bool  # whether published numbers are at hand
+    command: str  # what measures it at its largest scale here or elsewhere; empty where nothing does
 
 
 def items() -> tuple[Item, ...]:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from netweight.methods.federate import Federation, FedTask, Method
     from netweight.methods.federate.folder import FederationPlan
 
-__all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
-
+# What `methods.federate.train` takes.
 Parts: TypeAlias = "tuple[FedTask, Method, Federation]"
-"""What `methods.federate.train` takes."""
 
 R = TypeVar("R", bound=Named)
 
@@ -38,30 +36,21 @@ def images_of(data: str) -> Images:
     return load(data)
 
 
+# How often accuracy is measured in a run of 200 rounds.
 _EVALUATIONS = 40
-"""How often accuracy is measured in a run of 200 rounds."""
 
 
 @final
 @dataclass(frozen=True)
 class FederatedRun:
-    """One federation.
+    """One federation."""
 
-    Attributes:
-        data: A data set of `zoo.data.load`.
-        method: A method by its name on the command line.
-        clients: Number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all.
-        rounds: Number of rounds.
-        seed: Of the model, the batches and the sampling.
-        until_plateau: Whether to end before the last round once accuracy has stopped rising.
-    """
-
-    data: str
-    method: str
-    clients: int = 20
-    rounds: int = 200
+    data: str  # a data set of `zoo.data.load`
+    method: str  # a method by its name on the command line
+    clients: int = 20  # number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all
+    rounds: int = 200  # number of rounds
     seed: int = 520
-    until_plateau: bool = False
+    until_plateau: bool = False  # whether to end before the last round once accuracy has stopped rising
 
     @property
     def name(self) -> str:
@@ -92,13 +81,7 @@ def _parts_of(run: FederatedRun) -> Parts:
 
 
 def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:
-    """Train one federation, to the last round or to a plateau; return its curve as plain values.
-
-    Args:
-        run: What to train.
-        folder: Where checkpoints lie while it is under way.
-        parts_of: Makes the federation.
-    """
+    """Train one federation, to the last round or to a plateau; return its curve as plain values."""
     from netweight.methods.federate import train
 
     task, method, settings = parts_of(run)
@@ -121,14 +104,5 @@ def run_all(
     *,
     parts_of: Callable[[R], Parts] = _parts_of,  # type: ignore[assignment]
 ) -> list[Result[R]]:
-    """Train federations one after another, each on all cores; finished ones are taken from the ledger.
-
-    Args:
-        runs: What to train.
-        out: Folder of the ledger and the checkpoints.
-        parts_of: Makes the federation of a run; by default that of a `FederatedRun`.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Train federations one after another, each on all cores; finished ones are taken from the ledger."""
     return run_each(partial(run_one, folder=out, parts_of=parts_of), runs, ledger=out / LEDGER)

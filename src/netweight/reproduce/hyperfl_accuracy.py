@@ -15,8 +15,7 @@ from netweight.reproduce.federated_run import FederatedRun, run_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
-__all__ = ["COLUMNS", "METHODS", "runs_of_table1", "table1"]
-
+# Methods by their names on the command line, and the rows that they make.
 METHODS = {
     "local": "Local-only",
     "fedavg": "FedAvg",
@@ -30,7 +29,7 @@ METHODS = {
     "hyperfl-body": "HyperFL from the body",
     "hyperfl-whole": "HyperFL, the head generated too",
 }
-"""Methods by their names on the command line, and the rows that they make."""
+# Data set and number of clients, and the published column beside which they are laid.
 COLUMNS = {
     ("emnist-letters", 20): "EMNIST (20 clients)",
     ("emnist-letters", 100): "EMNIST (100 clients)",
@@ -39,9 +38,8 @@ COLUMNS = {
     ("cifar10", 20): "CIFAR-10 (20 clients)",
     ("cifar10", 100): "CIFAR-10 (100 clients)",
 }
-"""Data set and number of clients, and the published column beside which they are laid."""
+# Methods whose published row is the accuracy of the received model: their clients have no model of their own.
 _READ_BEFORE = ("fedavg", "dp-fedavg", "pfedhn")
-"""Methods whose published row is the accuracy of the received model: their clients have no model of their own."""
 _VARIANTS = ("hyperfl-body", "hyperfl-whole")
 SEEDS = (520, 521, 522)
 MINIATURE = "digits"
@@ -53,11 +51,7 @@ _TARGETS = {20: 88.3, 100: 90.4}
 
 
 def runs_of_table1(scale: Scale) -> list[FederatedRun]:
-    """Return every run of the table, the most telling first: these to the last round, the others to a plateau.
-
-    Args:
-        scale: "small" is a miniature on scikit-learn's digits; "paper" the columns whose data is at hand.
-    """
+    """Return every run of the table, the most telling first: these to the last round, the others to a plateau."""
     if scale == "small":
         return [FederatedRun(MINIATURE, method, rounds=10) for method in METHODS]
     data = "fashion-mnist"
@@ -72,19 +66,7 @@ def runs_of_table1(scale: Scale) -> list[FederatedRun]:
 
 @table("hyperfl-table1", needs=("evidence", "dp"), paper_needs=("Fashion-MNIST and days on a CPU",), stand_in=True)
 def table1(scale: Scale, out: Path, *, only: str | None = None, rounds: int | None = None) -> Measured:
-    """Train every method on every data set; report accuracy before and after local training.
-
-    Args:
-        scale: "small" trains 10 rounds on scikit-learn's digits; "paper" 200 rounds on what data is at hand.
-        out: Finished runs are kept here, and unfinished ones go on from their last round.
-        only: Train only the runs whose name, `DATA-CLIENTS-METHOD-SEED`, fits this pattern ("fashion-mnist-20-*"), or
-            none with "none"; the table shows all that are finished.
-        rounds: Another number of rounds.
-
-    Raises:
-        UsageError: The pattern fits no run.
-        NetweightError: A run failed.
-    """
+    """Train every method on every data set; report accuracy before and after local training."""
     runs = runs_of_table1(scale)
     if rounds is not None:
         runs = [dataclasses.replace(run, rounds=rounds) for run in runs]
@@ -202,13 +184,7 @@ def _finding(name: str, values: Mapping[int, float], target: float | None, unit:
 
 @table("hyperfl-fig4", needs=("evidence",), stand_in=True)
 def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
-    """Draw each method's training loss by round, and how far one client's generated body moves between rounds.
-
-    Args:
-        scale: "small" trains 10 rounds on scikit-learn's digits; "paper" 50 on EMNIST letters.
-        out: Finished runs are kept here.
-        rounds: Another number of rounds, at least 2.
-    """
+    """Draw each method's training loss by round, and how far one client's generated body moves between rounds."""
     from netweight.evidence.figures import lines
 
     data, usual = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)

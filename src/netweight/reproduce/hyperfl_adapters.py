@@ -17,8 +17,7 @@ from netweight.reproduce.resumed import chosen, finished
 if TYPE_CHECKING:
     from netweight.methods.federate import LocalTraining, Method
 
-__all__ = ["WAYS", "AdapterRun", "runs_of_table2", "table2"]
-
+# Ways to train on a frozen backbone, and the columns that they make; the last one is not in the paper.
 WAYS = {
     "local-fixed": "Local-only, extractor fixed",
     "local": "Local-only, adapters tuned",
@@ -27,10 +26,9 @@ WAYS = {
     "hyperfl": "HyperFL-LPM",
     "hyperfl-body": "HyperFL-LPM from the body",
 }
-"""Ways to train on a frozen backbone, and the columns that they make; the last one is not in the paper."""
 DATA = {"emnist-letters": "EMNIST", "cifar10": "CIFAR-10"}
+# Ways whose published column is the accuracy of the received model, as in table 1.
 _READ_BEFORE = ("fedavg-fixed", "fedavg")
-"""Ways whose published column is the accuracy of the received model, as in table 1."""
 _EVALUATIONS = 40
 _CALIBRATION = 512
 _BATCH, _RATE = 16, 0.01
@@ -39,22 +37,13 @@ _BATCH, _RATE = 16, 0.01
 @final
 @dataclass(frozen=True)
 class AdapterRun:
-    """One federation on a frozen backbone.
+    """One federation on a frozen backbone."""
 
-    Attributes:
-        data: A data set of `zoo.data.load`.
-        way: One of `WAYS`.
-        clients: Number of clients, all of which are asked in each round.
-        per_client: Train and test images of each client; None for the paper's.
-        rounds: Number of rounds.
-        seed: Of the classifier, the hypernetwork and the batches.
-    """
-
-    data: str
+    data: str  # a data set of `zoo.data.load`
     way: str
-    clients: int = 20
-    per_client: tuple[int, int] | None = None
-    rounds: int = 200
+    clients: int = 20  # number of clients, all of which are asked in each round
+    per_client: tuple[int, int] | None = None  # train and test images of each client; None for the paper's
+    rounds: int = 200  # number of rounds
     seed: int = 520
 
     def __post_init__(self) -> None:
@@ -69,11 +58,7 @@ class AdapterRun:
 
 
 def runs_of_table2(scale: Scale) -> list[AdapterRun]:
-    """Return every run of the table.
-
-    Args:
-        scale: "small" is a miniature of few clients, images and rounds; "paper" the paper's schedule.
-    """
+    """Return every run of the table."""
     if scale == "small":
         return [AdapterRun(data, way, clients=3, per_client=(32, 60), rounds=3) for data in DATA for way in WAYS]
     return [AdapterRun(data, way) for data in reversed(DATA) for way in WAYS]
@@ -86,18 +71,7 @@ def runs_of_table2(scale: Scale) -> list[AdapterRun]:
     stand_in=True,
 )
 def table2(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
-    """Train classifiers, adapters and generated adapters on a frozen ResNet-20; report accuracy before and after.
-
-    Args:
-        scale: "small" trains 3 rounds of 3 clients with 32 images; "paper" 200 rounds of 20 clients.
-        out: Finished runs are kept here, and unfinished ones go on from their last round.
-        only: Train only the runs whose name, `DATA-CLIENTS-WAY-SEED`, fits this pattern ("cifar10-*"), or none with
-            "none"; the table shows all that are finished.
-
-    Raises:
-        UsageError: The pattern fits no run, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Train classifiers, adapters and generated adapters on a frozen ResNet-20; report accuracy before and after."""
     runs = runs_of_table2(scale)
     run_all(chosen(runs, only), out, parts_of=_parts_of)
     found = {run: curve for run, curve in finished(out, AdapterRun).items() if run in set(runs)}

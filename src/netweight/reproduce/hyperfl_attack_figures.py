@@ -13,42 +13,25 @@ from netweight.reproduce.inversion_run import AttackRun
 from netweight.reproduce.kept_pictures import picture
 from netweight.reproduce.registry import Measured, Scale, table
 
-__all__ = ["figure5", "figure6", "figure7"]
-
 _SHOWN = 8
 _SHAPES = {"emnist-letters": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 28, 28)}
 
 
 @table("hyperfl-fig5", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
 def figure5(scale: Scale, out: Path) -> Measured:
-    """Draw what IG makes of one client's update under seven methods, and the analytic attack of HyperFL's.
-
-    Args:
-        scale: As of table 3.
-        out: The attacks are table 3's, in a folder beside it.
-    """
+    """Draw what IG makes of one client's update under seven methods, and the analytic attack of HyperFL's."""
     return _drawn(IG, scale, out, "IG")
 
 
 @table("hyperfl-fig6", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
 def figure6(scale: Scale, out: Path) -> Measured:
-    """Draw what ROG's first stage makes of one client's update under FedAvg and HyperFL.
-
-    Args:
-        scale: As of table 5.
-        out: The attacks are table 5's, in a folder beside it.
-    """
+    """Draw what ROG's first stage makes of one client's update under FedAvg and HyperFL."""
     return _drawn(ROG, scale, out, "ROG without post-processing")
 
 
 @table("hyperfl-fig7", needs=("evidence",), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
 def figure7(scale: Scale, out: Path) -> Measured:
-    """Draw what the tailored attack makes of one client's update under HyperFL, and what the analytic one does.
-
-    Args:
-        scale: "small" attacks 2 images by few steps; "paper" 16 of each data set.
-        out: The attacks lie in a folder beside it; the analytic ones are table 3's.
-    """
+    """Draw what the tailored attack makes of one client's update under HyperFL, and what the analytic one does."""
     return _drawn(TAILORED, scale, out, "the tailored attack")
 
 

@@ -15,8 +15,6 @@ from netweight.reproduce.inversion_run import AttackRun, attack_all
 from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
-__all__ = ["DATA", "IG", "ROG", "TAILORED", "Line", "attacked", "measured", "runs_of", "table3", "table5"]
-
 DATA = {"emnist-letters": "EMNIST", "cifar10": "CIFAR-10", "digits": "digits"}
 _SMALL_STEPS = {"ig": 150, "rog": 100, "tailored": 20, "analytic": 3}
 _IMAGES = {"small": 2, "paper": 16}
@@ -25,20 +23,15 @@ _IMAGES = {"small": 2, "paper": 16}
 @final
 @dataclass(frozen=True)
 class Line:
-    """A row of a table, or of a figure.
+    """A row of a table, or of a figure."""
 
-    Attributes:
-        title: Its name.
-        method: The attacked method.
-        attack: The attack.
-    """
-
-    title: str
-    method: str
+    title: str  # its name
+    method: str  # the attacked method
     attack: str
 
 
 _ANALYTIC = Line("HyperFL, analytic attack", "hyperfl", "analytic")
+# Rows of table 3 and figure 5.
 IG = (
     Line("FedAvg", "fedavg", "ig"),
     Line("pFedHN", "pfedhn", "ig"),
@@ -49,11 +42,10 @@ IG = (
     Line("HyperFL", "hyperfl", "ig"),
     _ANALYTIC,
 )
-"""Rows of table 3 and figure 5."""
+# Rows of table 5 and figure 6.
 ROG = (Line("FedAvg", "fedavg", "rog"), Line("HyperFL", "hyperfl", "rog"))
-"""Rows of table 5 and figure 6."""
+# Rows of figure 7.
 TAILORED = (Line("HyperFL, tailored attack", "hyperfl", "tailored"), _ANALYTIC)
-"""Rows of figure 7."""
 _TARGETS = {
     ("FedAvg", "psnr"): 30.0,
     ("FedAvg", "ssim"): 0.88,
@@ -64,12 +56,7 @@ _COSINE = 0.999
 
 
 def runs_of(lines: Sequence[Line], scale: Scale) -> list[AttackRun]:
-    """Return the attacks of a table or figure, image by image.
-
-    Args:
-        lines: Its rows.
-        scale: "small" takes 2 images and few steps, EMNIST letters or scikit-learn's digits; "paper" 16 of each set.
-    """
+    """Return the attacks of a table or figure, image by image."""
     data = ["emnist-letters", "cifar10"] if scale == "paper" else [_at_hand()]
     return [
         AttackRun(name, line.method, line.attack, image, _SMALL_STEPS[line.attack] if scale == "small" else None)
@@ -87,20 +74,7 @@ def _at_hand() -> str:
 def attacked(
     lines: Sequence[Line], scale: Scale, out: Path, only: str | None = None
 ) -> dict[AttackRun, dict[str, Any]]:
-    """Run what is not yet run and return all that is finished, image by image.
-
-    Tables and figures share their runs, in a folder beside theirs.
-
-    Args:
-        lines: Rows.
-        scale: "small" or "paper".
-        out: The folder of the table or figure.
-        only: A pattern of the runs' names; the others are taken only if they are finished.
-
-    Raises:
-        UsageError: The pattern fits nothing, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Run what is not yet run and return all that is finished, image by image."""
     runs, folder = runs_of(lines, scale), out.parent / f"hyperfl-attacks-{scale}"
     attack_all(chosen(runs, only), folder)
     known = finished(folder, AttackRun)
@@ -112,44 +86,18 @@ def attacked(
 
 @table("hyperfl-table3", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
 def table3(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
-    """Attack one client's first update under seven methods by IG, and HyperFL's analytically.
-
-    Args:
-        scale: "small" attacks 2 images by few steps; "paper" 16 of each data set by all steps.
-        out: Attacks are kept in a folder beside it, which figures 5 and 7 share.
-        only: Run only attacks whose name, `DATA-METHOD-ATTACK-IMAGE`, fits this pattern, or none with "none".
-
-    Raises:
-        UsageError: The pattern fits no run, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Attack one client's first update under seven methods by IG, and HyperFL's analytically."""
     return measured(attacked(IG, scale, out, only), IG, scale)
 
 
 @table("hyperfl-table5", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
 def table5(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
-    """Attack one client's first update under FedAvg and HyperFL by ROG's first stage.
-
-    Args:
-        scale: "small" attacks 2 images; "paper" 16 of each data set.
-        out: Attacks are kept in a folder beside it, which figure 6 shares.
-        only: Run only attacks whose name, `DATA-METHOD-ATTACK-IMAGE`, fits this pattern, or none with "none".
-
-    Raises:
-        UsageError: The pattern fits no run, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Attack one client's first update under FedAvg and HyperFL by ROG's first stage."""
     return measured(attacked(ROG, scale, out, only), ROG, scale)
 
 
 def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], scale: Scale) -> Measured:
-    """Return means over images as rows, intervals and targets as findings.
-
-    Args:
-        found: Attacks.
-        lines: Rows of the table.
-        scale: Targets hold at "paper" alone, but for what is exact at any.
-    """
+    """Return means over images as rows, intervals and targets as findings."""
     names = [name for name in DATA if any(run.data == name for run in found)]
     columns = [
         column

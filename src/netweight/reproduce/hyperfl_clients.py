@@ -14,18 +14,10 @@ if TYPE_CHECKING:
 
     from netweight.evidence.figures import Figure
 
-__all__ = ["figure8"]
-
 
 @table("hyperfl-fig8", needs=("evidence",), stand_in=True)
 def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
-    """Draw the label distribution of 20 clients and a t-SNE map of their embeddings after training.
-
-    Args:
-        scale: "small" trains 10 rounds on scikit-learn's digits; "paper" 50 on EMNIST letters.
-        out: The federation's checkpoint is kept here.
-        rounds: Another number of rounds.
-    """
+    """Draw the label distribution of 20 clients and a t-SNE map of their embeddings after training."""
     import torch
 
     from netweight.core.progress import Progress

@@ -11,8 +11,6 @@ from netweight.reproduce.registry import Column, Measured, Row, Scale, table
 if TYPE_CHECKING:
     from netweight_experiments.benchmarks.federate import Contender
 
-__all__ = ["table4"]
-
 _TITLES = {
     "fedavg": "FedAvg",
     "dp-fedavg": "DP-FedAvg",
@@ -26,12 +24,7 @@ _REPEATS = 5
 
 @table("hyperfl-table4", needs=("evidence",), paper_needs=("a quiet machine for an hour",), stand_in=True)
 def table4(scale: Scale, out: Path) -> Measured:
-    """Time rounds of every method in turn, in one process; report ratios to FedAvg and to dense training.
-
-    Args:
-        scale: "small" times 2 clients with 50 images, to see that it runs; "paper" 20 clients with 600.
-        out: Nothing is kept here: times of two processes do not compare.
-    """
+    """Time rounds of every method in turn, in one process; report ratios to FedAvg and to dense training."""
     from netweight_experiments.benchmarks.federate import speed_findings, time_rounds
     from netweight_experiments.toys.random_federation import random_federation
 

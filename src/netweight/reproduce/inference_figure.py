@@ -15,8 +15,6 @@ from netweight.reproduce.inference_ways import BLOCKS, Way
 if TYPE_CHECKING:
     from netweight.reproduce.published import Published
 
-__all__ = ["front", "trade_off"]
-
 Point = tuple[str, str, float, float]  # kind, label or "", memory, perplexity
 
 # Kind → color, marker, size.
@@ -33,11 +31,7 @@ _PAPER_MODEL = "Llama-3 8B"
 
 
 def front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Return which points no other point beats: none is as good in both and better in one.
-
-    Args:
-        points: Memory and perplexity; lower is better in both.
-    """
+    """Return which points no other point beats: none is as good in both and better in one."""
     return {
         number
         for number, (x, y) in enumerate(points)
@@ -46,17 +40,7 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def trade_off(points: Sequence[tuple[Way, float, float]], *, name: str, unit: str, paper: Published | None) -> Figure:
-    """Draw the figure: the paper's model on the left, if there are numbers, the measured one on the right.
-
-    Args:
-        points: Way, memory, perplexity.
-        name: The measured model.
-        unit: Unit of its memory.
-        paper: The published table 3(a).
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw the figure: the paper's model on the left, if there are numbers, the measured one on the right."""
     measured = [(_kind(way), _label(way), memory, value) for way, memory, value in points]
     panels = [(f"{_PAPER_MODEL}, published", "GiB", _published(paper))] if paper else []
     panels.append((f"{name}, measured", unit, measured))

@@ -15,18 +15,11 @@ from netweight.reproduce.inference_ways import BITS, BLOCKS
 if TYPE_CHECKING:
     from netweight.reproduce.inference_subjects import Opened
 
-__all__ = ["block_findings", "equal_memory_findings", "findings"]
-
 _OURS = {"bound": "ours"}
 
 
 def findings(opened: Opened, outcomes: Sequence[Outcome]) -> tuple[Finding, ...]:
-    """Return the findings of table 3.
-
-    Args:
-        opened: What was measured.
-        outcomes: Vanilla first.
-    """
+    """Return the findings of table 3."""
     text = opened.subject.texts[0].name
     found = [outcome for outcome in outcomes if not outcome.missing]
     vanilla, *others = found
@@ -43,12 +36,7 @@ def findings(opened: Opened, outcomes: Sequence[Outcome]) -> tuple[Finding, ...]
 
 
 def block_findings(by_way: Mapping[tuple[int, int | None, str], Outcome], text: str) -> tuple[Finding, ...]:
-    """Return the findings of table 4: smallest against largest blocks, in perplexity and in bytes.
-
-    Args:
-        by_way: Outcomes by bits, block and fidelity.
-        text: Name of the text.
-    """
+    """Return the findings of table 4: smallest against largest blocks, in perplexity and in bytes."""
     made = []
     for bits in (0, 1):
         small, large = (by_way[bits, block, "corrected"] for block in (BLOCKS[0], BLOCKS[-1]))
@@ -68,12 +56,7 @@ def block_findings(by_way: Mapping[tuple[int, int | None, str], Outcome], text: 
 
 
 def equal_memory_findings(found: Sequence[Outcome], text: str) -> tuple[Finding, ...]:
-    """Compare each quantizer with the best of netweight's ways whose converted layers hold no more bytes.
-
-    Args:
-        found: Outcomes that were measured.
-        text: Name of the text.
-    """
+    """Compare each quantizer with the best of netweight's ways whose converted layers hold no more bytes."""
     ours = [outcome for outcome in found if outcome.way.bits is not None and not outcome.way.whole]
     ours = [outcome for outcome in ours if outcome.way.fidelity == "corrected"]
     made = []

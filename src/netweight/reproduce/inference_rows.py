@@ -25,77 +25,46 @@ from netweight.reproduce.inference_ways import Way, apply, reason_missing
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SEED", "Outcome", "Subject", "Text", "measure"]
-
 SEED = 20241031
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or pairs, to measure perplexity on.
+    """A text, or pairs, to measure perplexity on."""
 
-    Attributes:
-        name: Its name in tables.
-        losses: Model → losses of its pieces.
-        tokens_per_word: To get perplexity per word; 1 for per token.
-        about: What decides on the losses beside the model: JSON values.
-    """
-
-    name: str
-    losses: Callable[[nn.Module, Progress], Losses]
-    tokens_per_word: float
-    about: Mapping[str, Any]
+    name: str  # its name in tables
+    losses: Callable[[nn.Module, Progress], Losses]  # model → losses of its pieces
+    tokens_per_word: float  # to get perplexity per word; 1 for per token
+    about: Mapping[str, Any]  # what decides on the losses beside the model: JSON values
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and what it is measured on.
+    """A model and what it is measured on."""
 
-    Attributes:
-        name: Its name in tables.
-        model: Dense, bf16, in evaluation mode.
-        texts: The first one is the table's, the others stand beside it.
-        iteration: One forward pass of the size that speed is measured by.
-        about: Digest of weights and tokenizer, and the size of an iteration.
-    """
-
-    name: str
-    model: nn.Module
-    texts: Sequence[Text]
-    iteration: Callable[[nn.Module], object]
-    about: Mapping[str, Any]
+    name: str  # its name in tables
+    model: nn.Module  # dense, bf16, in evaluation mode
+    texts: Sequence[Text]  # the first one is the table's, the others stand beside it
+    iteration: Callable[[nn.Module], object]  # one forward pass of the size that speed is measured by
+    about: Mapping[str, Any]  # digest of weights and tokenizer, and the size of an iteration
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured of one way.
-
-    Attributes:
-        way: The way.
-        missing: Why nothing was measured; the other fields are empty then.
-        held: Bytes that the whole model holds.
-        layers: Bytes that the converted layers hold, biases included.
-        weights: Number of weights in these layers.
-        change: Largest relative change of a weight, for netweight's ways.
-        losses: By text.
-        seconds: Of an iteration, in rounds.
-        vanilla_seconds: Of an iteration of the dense model, in the same rounds.
-        tokens_per_word: By text.
-        earlier: Whether an earlier run measured it.
-    """
+    """What was measured of one way."""
 
     way: Way
-    missing: str = ""
-    held: int = 0
-    layers: int = 0
-    weights: int = 0
-    change: float | None = None
-    losses: Mapping[str, Losses] = field(default_factory=dict, repr=False)
+    missing: str = ""  # why nothing was measured; the other fields are empty then
+    held: int = 0  # bytes that the whole model holds
+    layers: int = 0  # bytes that the converted layers hold, biases included
+    weights: int = 0  # number of weights in these layers
+    change: float | None = None  # largest relative change of a weight, for netweight's ways
+    losses: Mapping[str, Losses] = field(default_factory=dict, repr=False)  # by text
     seconds: tuple[float, ...] = ()
     vanilla_seconds: tuple[float, ...] = ()
-    tokens_per_word: Mapping[str, float] = field(default_factory=dict)
-    earlier: bool = False
+    tokens_per_word: Mapping[str, float] = field(default_factory=dict)  # by text
+    earlier: bool = False  # whether an earlier run measured it
 
     @property
     def bits(self) -> float:
@@ -123,20 +92,7 @@ class Outcome:
 def measure(
     subject: Subject, ways: Sequence[Way], ledger: Path, *, rounds: int = ROUNDS, progress: Progress = QUIET
 ) -> list[Outcome]:
-    """Measure every way, or take what an earlier run of the same subject has kept.
-
-    The dense model stays in memory throughout; each way is applied to a copy.
-
-    Args:
-        subject: What to measure.
-        ways: Vanilla first.
-        ledger: File that keeps finished ways.
-        rounds: Rounds of timing, at least 5.
-        progress: Where progress is shown.
-
-    Returns:
-        One outcome per way, in their order.
-    """
+    """Measure every way, or take what an earlier run of the same subject has kept."""
     about = {**subject.about, "rounds": rounds, "texts": [dict(text.about) for text in subject.texts]}
     outcomes = []
     with Ledger(ledger) as kept:

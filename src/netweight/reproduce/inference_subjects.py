@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["EXTENTS", "STAND_IN", "Extent", "Opened", "open_decoder", "open_encoder_decoder"]
-
+# Name of the models that are trained here, in tables.
 STAND_IN = "stand-in"
-"""Name of the models that are trained here, in tables."""
 # How to tell the papers' models by their configuration: vocabulary, width, blocks; or width, blocks, heads.
 _DECODERS = {"Llama-3 8B": (128256, 4096, 32), "Llama-2 13B": (32000, 5120, 40), "Yi-1.5 34B": (64000, 7168, 60)}
 _ENCODER_DECODERS = {"T5 1B": (1024, 24, 16), "T5 3B": (1024, 24, 32), "T5 11B": (1024, 24, 128)}
@@ -43,23 +41,14 @@ _FETCH = {
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured at a scale.
+    """How much is measured at a scale."""
 
-    Attributes:
-        window: Tokens per window of a decoder.
-        windows: Most windows (or pairs) of the table's text, evenly spaced; None for all.
-        beside: The same for the text that stands beside it; 0 leaves that out.
-        batch: Windows (or pairs) per forward pass, and per iteration of the speed.
-        rounds: Rounds of timing.
-        extras: Whether ways that the paper does not have are measured.
-    """
-
-    window: int
-    windows: int | None
+    window: int  # tokens per window of a decoder
+    windows: int | None  # most windows (or pairs) of the table's text, evenly spaced; None for all
     beside: int
-    batch: int
-    rounds: int
-    extras: bool
+    batch: int  # windows (or pairs) per forward pass, and per iteration of the speed
+    rounds: int  # rounds of timing
+    extras: bool  # whether ways that the paper does not have are measured
 
 
 EXTENTS: dict[Scale, Extent] = {
@@ -70,36 +59,17 @@ EXTENTS: dict[Scale, Extent] = {
 
 @dataclass(frozen=True)
 class Opened:
-    """A subject and what is known of it.
+    """A subject and what is known of it."""
 
-    Attributes:
-        subject: What is measured.
-        differs: What differs from the paper's set-up.
-        training: What came of the stand-in's training; empty for a named model.
-        inputs: Name of each input → its digest.
-        published: Name of the paper's model that this is by its configuration, or "".
-    """
-
-    subject: Subject
-    differs: tuple[str, ...]
-    training: dict[str, Any]
-    inputs: dict[str, str]
-    published: str
+    subject: Subject  # what is measured
+    differs: tuple[str, ...]  # what differs from the paper's set-up
+    training: dict[str, Any]  # what came of the stand-in's training; empty for a named model
+    inputs: dict[str, str]  # name of each input → its digest
+    published: str  # name of the paper's model that this is by its configuration, or ""
 
 
 def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progress) -> Opened:
-    """Open a decoder for table 3(a): the named one, or the stand-in, which is trained first.
-
-    Args:
-        scale: "paper" needs `model`.
-        model: A folder of transformers with a tokenizer.
-        folder: Where the stand-in is kept.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """Open a decoder for table 3(a): the named one, or the stand-in, which is trained first."""
     extent = EXTENTS[scale]
     training: dict[str, Any] = {}
     path = _named(model, scale, "decoder")
@@ -127,18 +97,7 @@ def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progre
 
 
 def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress: Progress) -> Opened:
-    """Open an encoder-decoder for table 3(b): the named one, or the stand-in, which is trained first.
-
-    Args:
-        scale: "paper" needs `model`, and measures translation; "small" measures SQL from questions.
-        model: A folder of transformers with a tokenizer.
-        folder: Where the stand-in is kept.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """Open an encoder-decoder for table 3(b): the named one, or the stand-in, which is trained first."""
     extent = EXTENTS[scale]
     training: dict[str, Any] = {}
     path = _named(model, scale, "encoder-decoder")

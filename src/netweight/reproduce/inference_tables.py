@@ -17,17 +17,9 @@ if TYPE_CHECKING:
     from netweight.reproduce.inference_rows import Outcome
     from netweight.reproduce.inference_subjects import Opened
 
-__all__ = ["block_table", "ratio_tables"]
-
 
 def ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Published) -> tuple[Table, ...]:
-    """Lay ratios to the uncompressed model side by side, a table each for perplexity, memory and speed.
-
-    Args:
-        opened: What was measured.
-        outcomes: Vanilla first.
-        numbers: The published table 3(a) or 3(b).
-    """
+    """Lay ratios to the uncompressed model side by side, a table each for perplexity, memory and speed."""
     papers = _published_ratios(numbers)
     models = list(dict.fromkeys(model for model, _, _ in papers))
     name, note = opened.subject.name, f"{', '.join(models)}: published, on GPUs. "
@@ -100,12 +92,7 @@ def _published_ratios(numbers: Published) -> dict[tuple[str, str, str], float]:
 
 
 def block_table(opened: Opened, by_way: Mapping[tuple[int, int | None, str], Outcome]) -> Table:
-    """Lay perplexity and memory by block size side by side, as ratios to those at 512.
-
-    Args:
-        opened: What was measured.
-        by_way: Lossy outcomes by bits, block and fidelity.
-    """
+    """Lay perplexity and memory by block size side by side, as ratios to those at 512."""
     numbers = published("neuzip-table4")
     columns: list[ReportColumn | str] = ["way"]
     for block in BLOCKS[:-1]:

@@ -14,46 +14,31 @@ from netweight.hf.quantizers import linear_layers, missing, quantize_, quantizer
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BITS", "BLOCKS", "VANILLA", "Way", "apply", "reason_missing", "ways"]
-
+# Mantissa bits of the paper's lossy rows.
 BITS = (0, 1, 3)
-"""Mantissa bits of the paper's lossy rows."""
+# Block sizes of the paper's table 4.
 BLOCKS = (32, 64, 128, 256, 512)
-"""Block sizes of the paper's table 4."""
 _BLOCK = 512  # of the paper's table 3
 Fidelity = Literal["corrected", "reference"]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of holding the weights.
+    """One way of holding the weights."""
 
-    Attributes:
-        name: Its name in tables; the papers' where they have it.
-        bits: Mantissa bits that netweight keeps; None for vanilla and quantizers.
-        block: Weights that share a normalizer; None for none.
-        fidelity: "corrected" is netweight's own rounding, "reference" that of the paper's code.
-        whole: Whether embeddings and output layer are converted too.
-        quantizer: Whether another library's quantizer does it.
-    """
-
-    name: str
-    bits: int | None = None
-    block: int | None = None
-    fidelity: Fidelity = "corrected"
-    whole: bool = False
-    quantizer: bool = False
+    name: str  # its name in tables; the papers' where they have it
+    bits: int | None = None  # mantissa bits that netweight keeps; None for vanilla and quantizers
+    block: int | None = None  # weights that share a normalizer; None for none
+    fidelity: Fidelity = "corrected"  # "corrected" is netweight's own rounding, "reference" that of the paper's code
+    whole: bool = False  # whether embeddings and output layer are converted too
+    quantizer: bool = False  # whether another library's quantizer does it
 
 
 VANILLA = Way("Vanilla")
 
 
 def ways(*, extras: bool) -> tuple[Way, ...]:
-    """Return the ways to measure, in the order of the paper's table 3 and then of its table 4.
-
-    Args:
-        extras: Whether to add numbers of bits that the paper does not have, and whole models.
-    """
+    """Return the ways to measure, in the order of the paper's table 3 and then of its table 4."""
     found = [VANILLA, *(Way(quantizer.name, quantizer=True) for quantizer in quantizers())]
     for fidelity in ("corrected", "reference"):
         found += [_lossy(bits, _BLOCK, fidelity) for bits in BITS]
@@ -81,18 +66,7 @@ def reason_missing(way: Way) -> str:
 
 
 def apply(way: Way, model: nn.Module) -> float | None:
-    """Convert a dense bf16 model in place.
-
-    Args:
-        way: How.
-        model: A language model of transformers.
-
-    Returns:
-        The largest relative change of a weight for netweight's ways, else None.
-
-    Raises:
-        MissingExtra: The library of a quantizer is not installed.
-    """
+    """Convert a dense bf16 model in place."""
     layers = linear_layers(model)
     if way.quantizer:
         quantize_(model, next(quantizer for quantizer in quantizers() if quantizer.name == way.name), layers)

@@ -24,34 +24,22 @@ if TYPE_CHECKING:
     from netweight.methods.federate import Run
     from netweight.methods.federate.report import Observation
 
-__all__ = ["CLIENTS", "AttackRun", "attack_all"]
-
+# Clients of the attacked federation, each with one image; so many images can be attacked.
 CLIENTS = 20
-"""Clients of the attacked federation, each with one image; so many images can be attacked."""
 SEED = 0
-"""Of the choice of images."""
 _EPSILON, _DELTA, _EPOCHS, _BATCH = 4.0, 1e-5, 1000, 50
 
 
 @final
 @dataclass(frozen=True)
 class AttackRun:
-    """One attack on one image.
+    """One attack on one image."""
 
-    Attributes:
-        data: A data set of `zoo.data.load`; test images are attacked.
-        method: A method of `methods.federate.catalog`.
-        attack: "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL. Against HyperFL "ig" and "rog"
-            guess embedding and classifier.
-        image: Number of the image; also the seed of the network and of the attack.
-        steps: Steps of the attack; None for as many as it takes by default.
-    """
-
-    data: str
-    method: str
-    attack: str
-    image: int
-    steps: int | None = None
+    data: str  # a data set of `zoo.data.load`; test images are attacked
+    method: str  # a method of `methods.federate.catalog`
+    attack: str  # "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL
+    image: int  # number of the image; also the seed of the network and of the attack
+    steps: int | None = None  # steps of the attack; None for as many as it takes by default
 
     @property
     def name(self) -> str:
@@ -60,15 +48,7 @@ class AttackRun:
 
 
 def attack_all(runs: Sequence[AttackRun], folder: Path) -> None:
-    """Attack one image after another, unless the folder's ledger remembers it.
-
-    Args:
-        runs: Attacks.
-        folder: Where the ledger is.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Attack one image after another, unless the folder's ledger remembers it."""
     from netweight.core.progress import Progress
 
     left = set(runs) - set(finished(folder, AttackRun))
@@ -77,12 +57,7 @@ def attack_all(runs: Sequence[AttackRun], folder: Path) -> None:
 
 
 def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
-    """Attack one image; return quality and pictures as JSON values.
-
-    Args:
-        run: The attack.
-        tell: Called at the end.
-    """
+    """Attack one image; return quality and pictures as JSON values."""
     import torch
 
     from netweight.evidence.image_metrics import psnr, ssim
@@ -205,10 +180,7 @@ def _named(body: dict[str, Tensor], head: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _known(victim: Run, seen: Observation, slopes: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights that the client began with, and the gradients that it sent.
-
-    A head that stays with the client is taken to be the initial one, which all clients begin with.
-    """
+    """Return the weights that the client began with, and the gradients that it sent."""
     from netweight.methods.federate.direct import without
 
     head = without("head.", seen.sent) or victim.task.head_layout.split(victim.task.initial_head())
@@ -218,12 +190,10 @@ def _known(victim: Run, seen: Observation, slopes: dict[str, Tensor]) -> tuple[d
 def _guessed(
     run: AttackRun, victim: Run, seen: Observation, slopes: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights that a guessed embedding generates with a guessed head, and the gradients to match there.
-
-    The update of the hypernetwork's heads is imitated by g [m, 1]ᵀ, with the guess's code m and a gradient g of the
-    body. Its product with what was observed, G and b, is ⟨g, G m + b⟩: so the cosine of the two has the direction of g
-    that fits G m + b best, and the squared distance is least there too, scaled by |m|² + 1. The trunk is left out.
-    """
+    """Return weights that a guessed embedding generates with a guessed head, and the gradients to match there."""
+    # The update of the hypernetwork's heads is imitated by g [m, 1]ᵀ, with the guess's code m and a gradient g of the
+    # body. Its product with what was observed, G and b, is ⟨g, G m + b⟩: so the cosine of the two has the direction of
+    # g that fits G m + b best, and the squared distance is least there too, scaled by |m|² + 1. The trunk is left out.
     import torch
 
     from netweight.core import seeds

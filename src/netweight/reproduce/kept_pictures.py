@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["as_text", "picture"]
-
 
 def as_text(image: Tensor) -> str:
     """Return an image within 0 and 1, of any shape, in 256 shades as text."""
@@ -17,12 +15,7 @@ def as_text(image: Tensor) -> str:
 
 
 def picture(text: str, like: tuple[int, int, int]) -> Tensor:
-    """Return a picture that `as_text` wrote, within 0 and 1, shape `(h, w, c)`.
-
-    Args:
-        text: What `as_text` returned.
-        like: Channels, height and width.
-    """
+    """Return a picture that `as_text` wrote, within 0 and 1, shape `(h, w, c)`."""
     import torch
 
     pixels = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -18,8 +18,6 @@ from netweight.reproduce.nemo_painting import mitigated, shown
 from netweight.reproduce.nemo_ways import Way
 from netweight.reproduce.resumed import run_each
 
-__all__ = ["Attack", "attack_findings", "attacked"]
-
 What = Literal["planted", "never trained"]
 _SEED = 0
 
@@ -27,19 +25,12 @@ _SEED = 0
 @final
 @dataclass(frozen=True)
 class Attack:
-    """One search.
+    """One search."""
 
-    Attributes:
-        way: The edit.
-        prompt: The memorized prompt.
-        what: Whether its planted image is searched for, or the same one turned.
-        ground: Digest of the ground.
-    """
-
-    way: Way
-    prompt: str
-    what: What
-    ground: str
+    way: Way  # the edit
+    prompt: str  # the memorized prompt
+    what: What  # whether its planted image is searched for, or the same one turned
+    ground: str  # digest of the ground
 
     @property
     def name(self) -> str:
@@ -48,20 +39,7 @@ class Attack:
 
 
 def attacked(ground: Ground, folder: Path, ways: Mapping[str, Way]) -> dict[Attack, dict[str, Any]]:
-    """Search for every prompt's image, planted and turned, unless the folder remembers it.
-
-    Args:
-        ground: Where.
-        folder: Of `folder_of`; the ledger is in it.
-        ways: The edit that each prompt's image is searched for under.
-
-    Returns:
-        By search: "outcome"; "steps" to success, or None; "last" step; "best" median similarity; "moved", how far the
-        embedding had moved then; and a "picture" of that look.
-
-    Raises:
-        NetweightError: A search failed.
-    """
+    """Search for every prompt's image, planted and turned, unless the folder remembers it."""
     from netweight.core.progress import Progress
 
     kinds: tuple[What, ...] = ("planted", "never trained")

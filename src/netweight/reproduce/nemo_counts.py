@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
     from netweight.methods.forget.localize import Localization
 
-__all__ = ["NOT_THE_PAPER", "beside", "by_kind", "figure5", "rerun_layers", "rerun_neurons"]
-
 Groups = Mapping[str, Sequence["Localization"]]
 NOT_THE_PAPER = (
     "What is published here is a third party's unfinished re-run with Stable Diffusion 1.4, not the paper's numbers, "

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
     from netweight.methods.forget.detect import Score
 
-__all__ = ["figure3", "ssim_by_type"]
-
 _ORDINARY = "ordinary, held out"
 _AUC = 0.98
 

@@ -32,61 +32,38 @@ from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 if TYPE_CHECKING:
     from netweight.reproduce.nemo_ground import OfImages, OfSets
 
-__all__ = ["NemoRecipe", "ground_of_recipe", "read_nemo_recipe"]
-
 _INCEPTION_SIDE = 299
 
 
 @final
 @dataclass(frozen=True)
 class NemoRecipe:
-    """What the paper's scale is measured on. Paths start at the current folder.
+    """What the paper's scale is measured on. Paths start at the current folder."""
 
-    Attributes:
-        model: Folder of the pipeline: Stable Diffusion 1.4, or another one.
-        memorized: Table of memorized prompts and the files of their training images, columns prompt and image; a
-            column kind says "verbatim" or "template", else that is measured by the paper's rule.
-        calibration: Prompts that are not memorized, for the threshold.
-        held_out: Further such prompts, for detection.
-        quality: Ordinary prompts, whose images tell what an edit costs.
-        sscd: SSCD's TorchScript file.
-        sscd_sha256: Its SHA-256: the file is a program.
-        usual: Prompts for usual activations; the paper takes 50,000.
-        statistics: Usual activations in place of these: a file of `netweight forget statistics`, or the .pt file of the
-            paper's code.
-        clip: A folder of transformers with a CLIP, for alignment and CLIP-FID; without it neither is measured.
-        inception: An Inception in TorchScript, for FID and KID.
-        inception_sha256: Its SHA-256.
-        references: Table of real images for these distances, columns prompt and image.
-        column: Column of prompts in the files that hold prompts alone.
-        device: Where the model goes.
-        images: Images per memorized prompt.
-        guidance: Of generations.
-        steps: Of their scheduler.
-        search_steps: Most steps of an adversary's search.
-        rows: Most images at a time; halved where memory runs out.
-    """
-
-    model: Path
+    model: Path  # folder of the pipeline: Stable Diffusion 1.4, or another one
+    # Table of memorized prompts and the files of their training images, columns prompt and image; a column kind says
+    # "verbatim" or "template", else that is measured by the paper's rule.
     memorized: Path
-    calibration: Path
-    held_out: Path
-    quality: Path
-    sscd: Path
-    sscd_sha256: str
-    usual: Path | None = None
+    calibration: Path  # prompts that are not memorized, for the threshold
+    held_out: Path  # further such prompts, for detection
+    quality: Path  # ordinary prompts, whose images tell what an edit costs
+    sscd: Path  # SSCD's TorchScript file
+    sscd_sha256: str  # its SHA-256: the file is a program
+    usual: Path | None = None  # prompts for usual activations; the paper takes 50,000
+    # Usual activations in place of these: a file of `netweight forget statistics`, or the .pt file of the paper's code.
     statistics: Path | None = None
+    # A folder of transformers with a CLIP, for alignment and CLIP-FID; without it neither is measured.
     clip: Path | None = None
-    inception: Path | None = None
+    inception: Path | None = None  # an Inception in TorchScript, for FID and KID
     inception_sha256: str | None = None
-    references: Path | None = None
-    column: str = "prompt"
-    device: str = "cpu"
-    images: int = 10
+    references: Path | None = None  # table of real images for these distances, columns prompt and image
+    column: str = "prompt"  # column of prompts in the files that hold prompts alone
+    device: str = "cpu"  # where the model goes
+    images: int = 10  # images per memorized prompt
     guidance: float = 7.0
     steps: int = 50
-    search_steps: int = 200
-    rows: int = 20
+    search_steps: int = 200  # most steps of an adversary's search
+    rows: int = 20  # most images at a time; halved where memory runs out
 
     @property
     def files(self) -> dict[str, Path]:
@@ -102,11 +79,7 @@ class NemoRecipe:
 
 
 def read_nemo_recipe(path: Path) -> NemoRecipe:
-    """Read a recipe and check everything that can be known before a model is opened.
-
-    Raises:
-        UsageError: It cannot be read, or something in it is wrong or missing; the message lists every problem.
-    """
+    """Read a recipe and check everything that can be known before a model is opened."""
     problems: list[str] = []
     recipe = configured(NemoRecipe, read_mapping(path, "the keys of recipes/nemo-tables.yaml"), "", problems)
     if recipe is not None:
@@ -130,14 +103,7 @@ def read_nemo_recipe(path: Path) -> NemoRecipe:
 
 
 def ground_of_recipe(path: Path) -> Ground:
-    """Open what a recipe names.
-
-    Raises:
-        UsageError: Something in it is wrong.
-        Unsupported: The pipeline is of a kind that is not known.
-        UnsafeInput: A TorchScript file has another digest.
-        MissingExtra: Pillow is not installed.
-    """
+    """Open what a recipe names."""
     recipe = read_nemo_recipe(path)
     prompts = {key: tuple(read_prompts(getattr(recipe, key), column=recipe.column))
                for key in ("calibration", "held_out", "quality")}  # fmt: skip

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
     from netweight.methods.forget.settings import DetectionConfig
 
-__all__ = ["DETECTION_SEEDS", "NEEDS", "PAPER_NEEDS", "Ground", "folder_of", "ground_of", "nemo_table"]
-
 NEEDS = ("diffusion", "evidence")
 PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (recipes/nemo-tables.yaml), a GPU",)
+# Noises that a prompt is looked at with: the paper's.
 DETECTION_SEEDS = 10
-"""Noises that a prompt is looked at with: the paper's."""
 
 OfImages: TypeAlias = "Callable[[Sequence[str], Tensor], list[float]]"
 OfSets: TypeAlias = "Callable[[Tensor], dict[str, float]]"
@@ -39,57 +37,34 @@ OfSets: TypeAlias = "Callable[[Tensor], dict[str, float]]"
 @final
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """A model and what it is asked.
-
-    Attributes:
-        model: The model.
-        memorized: Prompts with their training images.
-        labelled: Whether it is known which are verbatim; else it is measured, see `nemo_painting.kinds_of`.
-        usual: Prompts that usual activations are measured on.
-        calibration: Ordinary prompts that the threshold is calibrated on.
-        held_out: Ordinary prompts that tell how well it does.
-        quality: Ordinary prompts whose images tell what an edit costs.
-        statistics: A file of usual activations in place of measured ones.
-        descriptor: What compares images; None takes `CenteredPixels`, for a template on the part that stays.
-        measure: What it is called.
-        alignment: How well each image follows its prompt, planted ones too; None if nothing at hand can tell.
-        alignment_name: What that is called.
-        faithful: The same for ordinary prompts alone; None takes `alignment`.
-        faithful_name: What that is called.
-        distances: How far images of `quality` are from what they should look like, by name; None if nothing can tell.
-        detection: How prompts are looked at.
-        images: Images per memorized prompt.
-        guidance: Of generations.
-        steps: Of their scheduler.
-        search: How an adversary searches.
-        small: Whether this is the miniature.
-        differs: How this differs from the paper's set-up, one sentence each.
-        whole: Whether nothing is left out; a try meets no targets.
-    """
+    """A model and what it is asked."""
 
     model: PipelineModel
-    memorized: tuple[Memorized, ...]
-    labelled: bool
-    usual: tuple[str, ...]
-    calibration: tuple[str, ...]
-    held_out: tuple[str, ...]
-    quality: tuple[str, ...]
-    statistics: Path | None
+    memorized: tuple[Memorized, ...]  # prompts with their training images
+    labelled: bool  # whether it is known which are verbatim; else it is measured, see `nemo_painting.kinds_of`
+    usual: tuple[str, ...]  # prompts that usual activations are measured on
+    calibration: tuple[str, ...]  # ordinary prompts that the threshold is calibrated on
+    held_out: tuple[str, ...]  # ordinary prompts that tell how well it does
+    quality: tuple[str, ...]  # ordinary prompts whose images tell what an edit costs
+    statistics: Path | None  # a file of usual activations in place of measured ones
+    # What compares images; None takes `CenteredPixels`, for a template on the part that stays.
     descriptor: Descriptor | None
-    measure: str
+    measure: str  # what it is called
+    # How well each image follows its prompt, planted ones too; None if nothing at hand can tell.
     alignment: OfImages | None
-    alignment_name: str
+    alignment_name: str  # what that is called
     faithful: OfImages | None
-    faithful_name: str
+    faithful_name: str  # what that is called
+    # How far images of `quality` are from what they should look like, by name; None if nothing can tell.
     distances: OfSets | None
-    detection: DetectionConfig
-    images: int
+    detection: DetectionConfig  # how prompts are looked at
+    images: int  # images per memorized prompt
     guidance: float
     steps: int
-    search: SearchSettings
-    small: bool
-    differs: tuple[str, ...]
-    whole: bool = True
+    search: SearchSettings  # how an adversary searches
+    small: bool  # whether this is the miniature
+    differs: tuple[str, ...]  # how this differs from the paper's set-up, one sentence each
+    whole: bool = True  # whether nothing is left out; a try meets no targets
 
     @property
     def prompts(self) -> list[str]:
@@ -104,16 +79,7 @@ class Ground:
         return of_config([self.model.digest(), pictures, self.labelled, self.quality, named, self.search])
 
     def tried(self, prompts: int | None, images: int | None) -> Ground:
-        """Return a smaller ground, for a try.
-
-        Args:
-            prompts: So many of the memorized prompts, the first and the last among them.
-            images: So many images per prompt, and seeds of detection; times 3, ordinary prompts that are painted, and
-                steps at most of a generation and of a search.
-
-        Raises:
-            UsageError: There are fewer prompts, or a number is below 2.
-        """
+        """Return a smaller ground, for a try."""
         ground = replace(self, whole=prompts is None and images is None)
         if prompts is not None:
             if not 2 <= prompts <= len(self.memorized):
@@ -135,14 +101,7 @@ class Ground:
 
 
 def nemo_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]], Callable[..., Measured]]:
-    """Register a table of NeMo's: a function of the ground and of the folder that all of these tables share.
-
-    As a table it takes `recipe` (see `recipes/nemo-tables.yaml`), and for a try `prompts` and `images`, see
-    `Ground.tried`. It raises `UsageError` if the recipe is missing or wrong, and `NetweightError` if a run failed.
-
-    Args:
-        table_id: Its name.
-    """
+    """Register a table of NeMo's: a function of the ground and of the folder that all of these tables share."""
 
     def register(measure: Callable[[Ground, Path], Measured]) -> Callable[..., Measured]:
         def run(
@@ -165,17 +124,7 @@ def nemo_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]], 
 def ground_of(
     scale: Scale, recipe: Path | str | None = None, *, prompts: int | None = None, images: int | None = None
 ) -> Ground:
-    """Open the ground of a scale.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        recipe: The recipe's file, for "paper".
-        prompts: See `Ground.tried`.
-        images: See `Ground.tried`.
-
-    Raises:
-        UsageError: The recipe is missing at "paper" or given at "small", or something in it is wrong.
-    """
+    """Open the ground of a scale."""
     if scale == "small":
         if recipe is not None:
             raise UsageError(

@@ -19,10 +19,8 @@ from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized
 
-__all__ = ["miniature"]
-
+# Attributes that the model has learned to draw; shapes it has not.
 _READ = ("color", "ground", "size")
-"""Attributes that the model has learned to draw; shapes it has not."""
 _CALIBRATION, _QUALITY = 48, 16
 
 

@@ -20,8 +20,6 @@ from netweight.reproduce.registry import Measured
 if TYPE_CHECKING:
     from netweight.methods.forget.localize import Localization
 
-__all__ = ["ablation", "table1"]
-
 _NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"
 _BROKEN, _KEPT = 0.3, 0.9
 _DRAW = 0

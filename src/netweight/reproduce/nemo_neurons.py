@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from netweight.methods.forget.settings import LocalizationConfig
     from netweight.methods.forget.statistics import Statistics
 
-__all__ = ["neurons_of", "scores_of", "searched", "statistics_of", "status_notes", "threshold_of", "union"]
-
 
 def scores_of(ground: Ground, folder: Path, prompts: Sequence[str]) -> list[Score]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
@@ -56,17 +54,7 @@ def statistics_of(ground: Ground, folder: Path) -> Statistics:
 def neurons_of(
     ground: Ground, folder: Path, config: LocalizationConfig | None = None, *, threshold: Threshold | None = None
 ) -> dict[str, Localization]:
-    """Find every memorized prompt's neurons; what the folder remembers is not searched again.
-
-    Args:
-        ground: Where.
-        folder: Of `folder_of`.
-        config: How; None looks at prompts as the ground does.
-        threshold: Another one than the ground's.
-
-    Returns:
-        By prompt, in the ground's order; prompts whose search failed are among them.
-    """
+    """Find every memorized prompt's neurons; what the folder remembers is not searched again."""
     from netweight.core.progress import Progress
     from netweight.methods.forget.localize import localize
     from netweight.methods.forget.settings import LocalizationConfig

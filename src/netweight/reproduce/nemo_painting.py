@@ -25,30 +25,21 @@ if TYPE_CHECKING:
     from netweight.evidence.copy_metrics import Kind, Memorized
     from netweight.nn.text_to_image import TextToImage
 
-__all__ = ["Painting", "Results", "kinds_of", "paint", "painting", "shown"]
-
 On = Literal["own", "ordinary", "others"]
 _OTHERS, _OTHER_SEEDS = 12, 2
+# Pixels of a remembered picture's side, at most.
 _SHOWN = 96
-"""Pixels of a remembered picture's side, at most."""
 
 
 @final
 @dataclass(frozen=True)
 class Painting:
-    """One run.
+    """One run."""
 
-    Attributes:
-        way: What is done to the model.
-        on: "own" paints the prompt; "ordinary" the ground's ordinary prompts; "others" other memorized prompts.
-        prompt: The memorized prompt that the mitigation is told of; "" where it makes no difference.
-        ground: Digest of the ground.
-    """
-
-    way: Way
-    on: On
-    prompt: str
-    ground: str
+    way: Way  # what is done to the model
+    on: On  # "own" paints the prompt; "ordinary" the ground's ordinary prompts; "others" other memorized prompts
+    prompt: str  # the memorized prompt that the mitigation is told of; "" where it makes no difference
+    ground: str  # digest of the ground
 
     @property
     def name(self) -> str:
@@ -56,8 +47,8 @@ class Painting:
         return f"{self.on} under {self.way.name} of {self.prompt!r}"
 
 
+# What `paint` returns.
 Results = Mapping[Painting, Mapping[str, Any]]
-"""What `paint` returns."""
 
 
 def painting(ground: Ground, way: Way, on: On, prompt: str) -> Painting:
@@ -67,22 +58,7 @@ def painting(ground: Ground, way: Way, on: On, prompt: str) -> Painting:
 
 
 def paint(ground: Ground, folder: Path, wanted: Sequence[Painting]) -> dict[Painting, dict[str, Any]]:
-    """Run what is not yet run.
-
-    Args:
-        ground: Where.
-        folder: Of `folder_of`; the ledger is in it.
-        wanted: Runs; one may come several times.
-
-    Returns:
-        Of an own run, the fields of `PromptCopies`, with "alignment" and "ssim" to the training image per seed, where
-        they can be measured, and a "picture" of the first seed. Of an ordinary one, "faithful" and "same", the
-        similarity to what the unedited model paints from the same seed, per prompt; "copies" of memorized images;
-        "distances". Of others, "own copies", "any copies" and "of", counted over images.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Run what is not yet run."""
     from netweight.core.progress import Progress
 
     runs = sorted(dict.fromkeys(wanted), key=lambda run: run.prompt)  # so that unedited images are made once
@@ -99,10 +75,8 @@ def paint_one(run: Painting, *, painter: Painter, tell: Callable[[int], None]) -
 
 
 def kinds_of(ground: Ground, folder: Path) -> dict[str, Kind]:
-    """Return how each prompt is memorized: as is known, or verbatim where an image reaches 0.7 and else as a template.
-
-    Source: NeMo's rule for SSCD, over the images of the model as it is.
-    """
+    """How each prompt is memorized: as is known, or verbatim where an image reaches 0.7 and else as a template."""
+    # Source: NeMo's rule for SSCD, over the images of the model as it is.
     from netweight.evidence.copy_metrics import COPY
 
     if ground.labelled:

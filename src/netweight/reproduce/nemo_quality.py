@@ -27,8 +27,6 @@ from netweight.reproduce.registry import Column, Measured, Row
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
 
-__all__ = ["figure6", "figure7"]
-
 _POINTS = 8
 _FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
 _DRAW = 0

@@ -17,57 +17,29 @@ from netweight.reproduce.registry import Column, Row
 if TYPE_CHECKING:
     from netweight.evidence.copy_metrics import PromptCopies
 
-__all__ = [
-    "KINDS",
-    "Line",
-    "Painted",
-    "copies",
-    "middle",
-    "own_columns",
-    "painted_lines",
-    "percent",
-    "seeds_table",
-    "spared_columns",
-    "spared_values",
-]
-
 KINDS = ("verbatim", "template")
 
 
 @final
 @dataclass(frozen=True)
 class Line:
-    """A mitigation of a table.
+    """A mitigation of a table."""
 
-    Attributes:
-        title: Its name.
-        ways: What is done for each prompt; prompts without a way are left out, and notes must say why.
-        others: Whether other memorized prompts are painted under it.
-    """
-
-    title: str
-    ways: Mapping[str, Way]
-    others: bool = False
+    title: str  # its name
+    ways: Mapping[str, Way]  # what is done for each prompt; prompts without a way are left out, and notes must say why
+    others: bool = False  # whether other memorized prompts are painted under it
 
 
 @final
 @dataclass(frozen=True)
 class Painted:
-    """Lines with what was painted under them.
+    """Lines with what was painted under them."""
 
-    Attributes:
-        ground: Where.
-        lines: The lines.
-        kinds: How each prompt is memorized.
-        found: The runs.
-        spared: Whether ordinary prompts were painted too.
-    """
-
-    ground: Ground
+    ground: Ground  # where
     lines: tuple[Line, ...]
-    kinds: Mapping[str, str]
-    found: Results
-    spared: bool
+    kinds: Mapping[str, str]  # how each prompt is memorized
+    found: Results  # the runs
+    spared: bool  # whether ordinary prompts were painted too
 
     def own(self, line: Line, kind: str | None = None) -> dict[str, Mapping[str, Any]]:
         """Return what a line's prompts painted, by prompt: all, or those of a kind."""
@@ -103,17 +75,7 @@ class Painted:
 
 
 def painted_lines(ground: Ground, folder: Path, lines: Sequence[Line], *, spared: bool) -> Painted:
-    """Paint what lines need, unless the folder remembers it.
-
-    Args:
-        ground: Where.
-        folder: Of `folder_of`.
-        lines: The lines.
-        spared: Whether ordinary prompts are painted too.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Paint what lines need, unless the folder remembers it."""
     wanted: list[Painting] = []
     for line in lines:
         for prompt, way in line.ways.items():
@@ -153,12 +115,7 @@ def own_columns(ground: Ground) -> tuple[Column, ...]:
 
 
 def own_values(ground: Ground, found: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Sum up prompts: over seeds first, then over prompts.
-
-    Args:
-        ground: Where.
-        found: Own runs, at least one.
-    """
+    """Sum up prompts: over seeds first, then over prompts."""
     rows = [copies(each) for each in found]
     images = sum(len(row.to_image) for row in rows)
     values = [*middle([statistics.median(row.to_image) for row in rows])]
@@ -174,12 +131,7 @@ def own_values(ground: Ground, found: Sequence[Mapping[str, Any]]) -> list[float
 
 
 def spared_columns(ground: Ground, others: str = "other memorized prompts") -> tuple[Column, ...]:
-    """Return the columns of `spared_values`.
-
-    Args:
-        ground: Where.
-        others: What the prompts of runs on others are called.
-    """
+    """Return the columns of `spared_values`."""
     tells = ground.faithful_name if ground.faithful is not None else f"ordinary captions: {ground.alignment_name}"
     return (
         Column(tells, "score", "higher"),
@@ -191,12 +143,7 @@ def spared_columns(ground: Ground, others: str = "other memorized prompts") -> t
 
 
 def spared_values(ordinary: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Sum up what edits do beside: the median over edits, and shares of all images.
-
-    Args:
-        ordinary: Ordinary runs, at least one.
-        others: Runs on other memorized prompts; none where there are none.
-    """
+    """Sum up what edits do beside: the median over edits, and shares of all images."""
     told = [statistics.mean(each["faithful"]) for each in ordinary if each["faithful"] is not None]
     of = sum(each["of"] for each in others)
     return [

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from netweight.evidence.finding import Number
     from netweight.methods.forget.localize import Localization
 
-__all__ = ["runtime", "thresholds"]
-
+# The highest threshold that is tried, as a multiple of the calibrated one.
 _HIGHER = 1.2
-"""The highest threshold that is tried, as a multiple of the calibrated one."""
 _MOST = 0.99
 _STEPS = ("detection", "initial selection", "refinement")
 
@@ -31,17 +29,11 @@ _STEPS = ("detection", "initial selection", "refinement")
 @final
 @dataclass(frozen=True)
 class _Cell:
-    """Neurons found with some thresholds.
+    """Neurons found with some thresholds."""
 
-    Attributes:
-        pairwise: Above which a seed is looked at.
-        initial: That stages are to reach.
-        refinement: That refinement keeps to.
-    """
-
-    pairwise: float
-    initial: float
-    refinement: float
+    pairwise: float  # above which a seed is looked at
+    initial: float  # that stages are to reach
+    refinement: float  # that refinement keeps to
 
     @property
     def title(self) -> str:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from netweight.core.units import Units
     from netweight.methods.forget.localize import Localization
 
-__all__ = ["clusters", "rerun_shared_sets", "shared_neurons"]
-
+# Share of common neurons from which two prompts are of one cluster.
 _ALIKE = 0.5
-"""Share of common neurons from which two prompts are of one cluster."""
 
 
 @nemo_table("nemo-shared-neurons")
@@ -80,12 +78,7 @@ def rerun_shared_sets(ground: Ground, folder: Path) -> Measured:
 
 
 def clusters(found: Sequence[Localization], alike: float = _ALIKE) -> list[list[Localization]]:
-    """Join prompts whose neurons are mostly common, and those joined to them, the largest cluster first.
-
-    Args:
-        found: Localizations; those without neurons are left out.
-        alike: Share of common neurons among those of two prompts, from which they are joined.
-    """
+    """Join prompts whose neurons are mostly common, and those joined to them, the largest cluster first."""
     from netweight.methods.forget.report import overlap
 
     left = [each for each in found if each.neurons]

@@ -15,8 +15,6 @@ from netweight.reproduce.nemo_rows import Line, Painted
 if TYPE_CHECKING:
     from netweight.methods.forget.localize import Localization
 
-__all__ = ["image_figure"]
-
 _ROWS = 8
 
 
@@ -26,14 +24,7 @@ def image_figure(
     searches: Mapping[Attack, Mapping[str, Any]],
     found: Mapping[str, Localization],
 ) -> Figure:
-    """Draw training images beside what prompts paint, the same seed in every column but the last.
-
-    Args:
-        painted: What was painted.
-        lines: Columns.
-        searches: What an adversary found in the models with neurons off; may be empty.
-        found: Neurons, whose numbers are named.
-    """
+    """Draw training images beside what prompts paint, the same seed in every column but the last."""
     from netweight.evidence.figures import image_grid
 
     memorized = painted.ground.memorized[:_ROWS]

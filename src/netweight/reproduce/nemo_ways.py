@@ -13,29 +13,20 @@ if TYPE_CHECKING:
     from netweight.core.units import Units
     from netweight.methods.forget.mitigation import Mitigation
 
-__all__ = ["ATTENTION", "EMBEDDING", "NONE", "PRUNING", "Way", "mitigation", "off", "random_off", "tokens", "whole"]
-
 Kind = Literal["none", "neurons", "embedding", "attention", "tokens", "pruning"]
+# Ordinary prompts that pruning compares a memorized one with, and steps of their generations.
 _PRUNED, _PRUNED_STEPS = 6, 5
-"""Ordinary prompts that pruning compares a memorized one with, and steps of their generations."""
 
 
 @final
 @dataclass(frozen=True)
 class Way:
-    """A way of generating.
+    """A way of generating."""
 
-    Attributes:
-        kind: Which mitigation.
-        units: Neurons, as JSON, for "neurons".
-        factor: What their outputs are multiplied by.
-        count: Tokens, for "tokens".
-    """
-
-    kind: Kind
-    units: str = ""
-    factor: float = 0.0
-    count: int = 0
+    kind: Kind  # which mitigation
+    units: str = ""  # neurons, as JSON, for "neurons"
+    factor: float = 0.0  # what their outputs are multiplied by
+    count: int = 0  # tokens, for "tokens"
 
     @property
     def name(self) -> str:
@@ -83,11 +74,7 @@ def random_off(ground: Ground, like: Units, *, layer_matched: bool, seed: int) -
 
 
 def mitigation(way: Way, ground: Ground) -> Mitigation:
-    """Return what a way does, on a ground.
-
-    Raises:
-        Unsupported: The tokenizer has no words of one token, for "tokens".
-    """
+    """Return what a way does, on a ground."""
     from netweight.core.units import Units
     from netweight.hf.prompt_tokens import one_token_words, padding_masks
     from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
     from netweight.methods.compress.inspect import BitStatistics
 
-__all__ = ["figure1", "figure5"]
-
 SEED = 20241031
+# Spread of freshly initialized weights in Llama and BERT alike (`initializer_range`).
 STANDARD_DEVIATION = 0.02
-"""Spread of freshly initialized weights in Llama and BERT alike (`initializer_range`)."""
 BLOCK = 1 << 22
 
 _COLUMNS = (
@@ -39,17 +37,7 @@ _LLAMA3_8B = (128256, 4096, 14336, 1024, 32)
 
 @table("neuzip-fig1", needs=("evidence",), paper_needs=("the weights of Llama-3 8B: --model FOLDER",), stand_in=True)
 def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """Histograms of a trained model's bits, as bf16.
-
-    Args:
-        scale: "small" takes the 22.7 M weights of MiniLM unless `model` says otherwise; "paper" needs `model`.
-        out: Unused: the run takes seconds.
-        model: A .safetensors file or a model folder, compressed or not; by default what `NETWEIGHT_MODEL` names.
-
-    Raises:
-        UsageError: The model is not there, or paper scale was asked for without one.
-        MissingExtra: No model was named and the package with MiniLM, part of the extra `tour`, is not installed.
-    """
+    """Histograms of a trained model's bits, as bf16."""
     model = model or os.environ.get("NETWEIGHT_MODEL")
     if scale == "paper" and not model:
         raise UsageError(
@@ -68,13 +56,7 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
 @table("neuzip-fig5", needs=("evidence",), stand_in=True)
 def figure5(scale: Scale, out: Path) -> Measured:
-    """Histograms of a randomly initialized model's bits, as bf16.
-
-    Args:
-        scale: "small" draws a 200th of each matrix of Llama-3 8B, 40 M weights; "paper" draws all 8 G of them, which
-            takes ten to fifteen minutes on one core and little memory.
-        out: Unused.
-    """
+    """Histograms of a randomly initialized model's bits, as bf16."""
     share = 1 if scale == "paper" else 200
     differs = [f"Weights are drawn from N(0, {STANDARD_DEVIATION}²), norms are 1, as transformers initializes a Llama."]
     if share > 1:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from netweight.reproduce.inference_rows import Outcome
     from netweight.reproduce.inference_subjects import Opened
 
-__all__ = ["figure3", "table3_decoder", "table3_encdec", "table4"]
-
 _NEEDS = ("evidence", "llm", "data:text")
 _PAPER = ("one of the paper's models: --model FOLDER", "memory for it twice")
 _GIB, _MB = 1 << 30, 10**6
@@ -29,52 +27,21 @@ _GIB, _MB = 1 << 30, 10**6
 
 @table("neuzip-table3-decoder", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
 def table3_decoder(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """Perplexity, memory and speed of a decoder under lossless and lossy compression and under quantizers.
-
-    Args:
-        scale: "small" measures `model`, or a stand-in that it trains first; "paper" needs `model`.
-        out: The table's folder; measurements and the stand-in are kept beside it.
-        model: A folder of a causal language model with its tokenizer.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """Perplexity, memory and speed of a decoder under lossless and lossy compression and under quantizers."""
     opened, outcomes = _measure("decoder", scale, out, model, afresh=(out / "result.json").exists())
     return _table3("neuzip-table3-decoder", "per word", opened, outcomes)
 
 
 @table("neuzip-table3-encdec", needs=_NEEDS, paper_needs=(*_PAPER, "text/wmt14-de-en.src and .ref"), stand_in=True)
 def table3_encdec(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """The same of an encoder-decoder.
-
-    Args:
-        scale: "small" measures SQL from questions by `model`, or by a stand-in that it trains first; "paper" needs
-            `model` and measures translation.
-        out: The table's folder; measurements and the stand-in are kept beside it.
-        model: A folder of an encoder-decoder with its tokenizer.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """The same of an encoder-decoder."""
     opened, outcomes = _measure("encoder-decoder", scale, out, model, afresh=(out / "result.json").exists())
     return _table3("neuzip-table3-encdec", "per token", opened, outcomes)
 
 
 @table("neuzip-table4", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
 def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """Perplexity and memory of a decoder at 0 and 1 mantissa bits, by the number of weights that share a normalizer.
-
-    Args:
-        scale: As for table 3(a).
-        out: The table's folder; measurements and the stand-in are kept beside it.
-        model: A folder of a causal language model with its tokenizer.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """Perplexity and memory of a decoder at 0 and 1 mantissa bits, by the number of weights that share a normalizer."""
     from netweight.reproduce.inference_findings import block_findings
 
     opened, outcomes = _measure("decoder", scale, out, model)
@@ -105,17 +72,7 @@ def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
 @table("neuzip-fig3", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
 def figure3(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """Perplexity against memory, all ways of table 3(a) in one picture, beside the paper's.
-
-    Args:
-        scale: As for table 3(a).
-        out: The figure's folder; measurements and the stand-in are kept beside it.
-        model: A folder of a causal language model with its tokenizer.
-
-    Raises:
-        UsageError: No model was named at paper scale, or the folder is no such model.
-        MissingExtra: A text is not there.
-    """
+    """Perplexity against memory, all ways of table 3(a) in one picture, beside the paper's."""
     from netweight.reproduce.inference_figure import front, trade_off
     from netweight.reproduce.inference_findings import equal_memory_findings
 

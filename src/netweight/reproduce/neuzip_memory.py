@@ -15,8 +15,6 @@ from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
 
-__all__ = ["figure2"]
-
 _MIB = 1 << 20
 _STACKS = {
     "vanilla": {"way": VANILLA, "checkpointing": False},
@@ -29,15 +27,7 @@ _OPTIMIZERS = ("SGD", "AdamW")
 
 @table("neuzip-fig2", needs=("llm", "evidence", "data:text"), stand_in=True)
 def figure2(scale: Scale, out: Path) -> Measured:
-    """The peak of one training step by what it is for: plain, with checkpointing, layer by layer, compressed.
-
-    Args:
-        scale: "small" and "paper" measure the same miniature: the paper's figure is a drawing without numbers.
-        out: Finished runs are kept here.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """The peak of one training step by what it is for: plain, with checkpointing, layer by layer, compressed."""
     from netweight.evidence.memory_ledger import PARTS
 
     asked = [(optimizer, label) for optimizer in _OPTIMIZERS for label in _STACKS]

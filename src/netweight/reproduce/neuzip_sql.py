@@ -27,14 +27,12 @@ from netweight.reproduce.training_ways import (
 if TYPE_CHECKING:
     from netweight.evidence.statistics import Interval
 
-__all__ = ["table2"]
-
 _MIB = 1 << 20
+# Training pairs of the base; fine-tuning has the other 2,594.
 SEEN = 6000
-"""Training pairs of the base; fine-tuning has the other 2,594."""
 BASE_STEPS = 600
+# Rounds in which the ways take turns, to compare their speed.
 ROUNDS = 7
-"""Rounds in which the ways take turns, to compare their speed."""
 
 
 @table(
@@ -44,18 +42,7 @@ ROUNDS = 7
     stand_in=True,
 )
 def table2(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
-    """Fine-tune by each way from the same base: BLEU, peak memory and speed; the first three must agree to the bit.
-
-    Args:
-        scale: "small" fine-tunes `model`, or a base of 5.2 M weights that it trains first on 6,000 of the questions;
-            "paper" needs `model`.
-        out: The base and finished runs are kept here.
-        model: A folder of an encoder-decoder of the T5 kind with its tokenizer.
-
-    Raises:
-        UsageError: Paper scale without a model, or the folder holds no such model.
-        NetweightError: A run failed.
-    """
+    """Fine-tune by each way from the same base: BLEU, peak memory and speed; the first three must agree to the bit."""
     if scale == "paper" and model is None:
         raise UsageError(
             "Paper scale fine-tunes T5 of 1, 3 and 11 billion weights, and no model was named.",

@@ -29,12 +29,10 @@ from netweight.reproduce.training_ways import (
 if TYPE_CHECKING:
     from netweight.evidence.statistics import Interval
 
-__all__ = ["digests_of_texts", "memory_needed", "pretrained", "table1"]
-
 _NEEDS = ("llm", "evidence", "data:text")
 _GIB, _MIB = 1 << 30, 1 << 20
+# Rounds in which the ways take turns, to compare their speed.
 ROUNDS = 9
-"""Rounds in which the ways take turns, to compare their speed."""
 _SAME_SETUP = (
     "Weights are bf16 and plain SGD without momentum, decay or clipping steps them on a linear schedule, with "
     "non-reentrant activation checkpointing, as the reference code does; its data, steps and hardware are unknown."
@@ -52,17 +50,7 @@ _TEXT = "Text is the valid split of WikiText-2, the loss is measured on the begi
     stand_in=True,
 )
 def table1(scale: Scale, out: Path) -> Measured:
-    """Pre-train by each way from the same random weights: loss, peak memory and speed; the losses must be equal.
-
-    Args:
-        scale: "small" trains a miniature of 45.6 M weights for 24 updates; "paper" the paper's three shapes, from
-            random weights, for 10 updates of 8 windows of 1,024 tokens, where the machine has the memory.
-        out: Finished runs are kept here.
-
-    Raises:
-        UsageError: Paper scale, and the machine's memory is too small for any of it.
-        NetweightError: A run failed.
-    """
+    """Pre-train by each way from the same random weights: loss, peak memory and speed; the losses must be equal."""
     if scale == "small":
         return _table1_small(out)
     configs, left_out = _affordable()
@@ -190,18 +178,7 @@ def pretrain(config: Pretraining) -> Any:
 
 
 def pretrained(configs: Sequence[Pretraining], out: Path) -> list[Any]:
-    """Train as configured, each in a fresh process; runs that an earlier call finished are taken from its ledger.
-
-    Args:
-        configs: The runs.
-        out: Folder of the ledger.
-
-    Returns:
-        What `pretraining.run` returns, in the order of `configs`.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Train as configured, each in a fresh process; runs that an earlier call finished are taken from its ledger."""
     from netweight.core.engines import in_process
     from netweight.core.runs import map_runs
 
@@ -250,14 +227,7 @@ def digests_of_texts() -> dict[str, str]:
 
 
 def memory_needed(config: Pretraining) -> tuple[int, str]:
-    """Estimate the bytes that a run needs, from below.
-
-    Args:
-        config: The run.
-
-    Returns:
-        The bytes, and the arithmetic in words.
-    """
+    """Estimate the bytes that a run needs, from below."""
     from netweight_experiments.toys.decoder import parameters_of
 
     count, largest = parameters_of(config.shape)
@@ -278,11 +248,7 @@ def memory_needed(config: Pretraining) -> tuple[int, str]:
 
 
 def _affordable() -> tuple[list[Pretraining], tuple[str, ...]]:
-    """The runs at paper scale for which there is memory, and a sentence for each of the others.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """The runs at paper scale for which there is memory, and a sentence for each of the others."""
     have = _available()
     fitting, left_out = [], []
     for shape in (name for name in SHAPES if name != MINIATURE):

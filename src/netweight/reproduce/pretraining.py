@@ -19,49 +19,29 @@ from netweight.reproduce.training_ways import arrange, digests
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pretraining", "Trainee", "run"]
-
 _WATCHED = 3  # updates during which the process' memory is sampled
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """Everything that decides on a run.
+    """Everything that decides on a run."""
 
-    Attributes:
-        way: One of `training_ways.WAYS`.
-        shape: A key of `zoo.shapes.SHAPES`.
-        steps: Updates.
-        learning_rate: At the start; it falls linearly towards 0.
-        optimizer: "SGD" or "AdamW".
-        batch: Windows per update.
-        window: Tokens per window.
-        checkpointing: Whether activations are calculated again, by non-reentrant checkpointing of every layer.
-        held_out: Windows of the test text on which the loss is measured at the end.
-        vocabulary: Tokens of the tokenizer, at most what the model has.
-        seed: Seed of weights and batches.
-    """
-
-    way: str
-    shape: str = MINIATURE
-    steps: int = 24
-    learning_rate: float = 0.1
-    optimizer: str = "SGD"
-    batch: int = 4
-    window: int = 256
+    way: str  # one of `training_ways.WAYS`
+    shape: str = MINIATURE  # a key of `zoo.shapes.SHAPES`
+    steps: int = 24  # updates
+    learning_rate: float = 0.1  # at the start; it falls linearly towards 0
+    optimizer: str = "SGD"  # "SGD" or "AdamW"
+    batch: int = 4  # windows per update
+    window: int = 256  # tokens per window
+    # Whether activations are calculated again, by non-reentrant checkpointing of every layer.
     checkpointing: bool = True
-    held_out: int = 16
-    vocabulary: int = 2048
-    seed: int = 20241031
+    held_out: int = 16  # windows of the test text on which the loss is measured at the end
+    vocabulary: int = 2048  # tokens of the tokenizer, at most what the model has
+    seed: int = 20241031  # seed of weights and batches
 
 
 class Trainee:
-    """A model, its optimizer and its text: what takes steps.
-
-    Args:
-        config: How to train.
-        valid: The text to learn.
-    """
+    """A model, its optimizer and its text: what takes steps."""
 
     def __init__(self, config: Pretraining, valid: str) -> None:
         import torch
@@ -113,17 +93,8 @@ class Trainee:
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, in a fresh process: see `netweight.evidence.memory_ledger.in_fresh_process`.
-
-    The second update is counted tensor by tensor, the next three are sampled; the others are timed.
-
-    Args:
-        config: The fields of a `Pretraining`.
-
-    Returns:
-        losses (hexadecimal, nats per token), held_out per token and per word, digests of the weights, weights (their
-        number), counted bytes and their parts, sampled bytes, seconds of the other updates.
-    """
+    """Train, in a fresh process: see `netweight.evidence.memory_ledger.in_fresh_process`."""
+    # The second update is counted tensor by tensor, the next three are sampled; the others are timed.
     import torch
 
     from netweight.data.corpora import wikitext2

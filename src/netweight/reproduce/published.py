@@ -16,45 +16,26 @@ from typing import Any
 from netweight.errors import NetweightError, Unsupported
 from netweight.reproduce.registry import Column, Row
 
-__all__ = ["Published", "published", "published_folder", "published_ids"]
-
 
 @dataclass(frozen=True)
 class Published:
-    """One table as its paper prints it.
+    """One table as its paper prints it."""
 
-    Attributes:
-        id: Name of the file without ".json", and of the table that measures it.
-        paper: Title of the paper.
-        arxiv: Its number on arXiv.
-        table: Where in the paper ("Table 3(a)").
-        title: What the table shows, in our words.
-        setup: How the numbers came about: stated, reference_code, inferred, rerun, unknown.
-        columns: Columns with unit and direction.
-        rows: One value per column; None where the paper has no number.
-        notes: What a reader must know before comparing.
-        source: Where the numbers were taken from.
-    """
-
-    id: str
-    paper: str
-    arxiv: str
-    table: str
-    title: str
-    setup: dict[str, Any]
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    source: str
+    id: str  # name of the file without ".json", and of the table that measures it
+    paper: str  # title of the paper
+    arxiv: str  # its number on arXiv
+    table: str  # where in the paper ("Table 3(a)")
+    title: str  # what the table shows, in our words
+    setup: dict[str, Any]  # how the numbers came about: stated, reference_code, inferred, rerun, unknown
+    columns: tuple[Column, ...]  # columns with unit and direction
+    rows: tuple[Row, ...]  # one value per column; None where the paper has no number
+    notes: tuple[str, ...]  # what a reader must know before comparing
+    source: str  # where the numbers were taken from
 
 
 @cache
 def published_folder() -> Path:
-    """Return the folder that holds the files.
-
-    Raises:
-        NetweightError: Neither the installed package nor a source tree around it has them.
-    """
+    """Return the folder that holds the files."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "published", package.parents[1] / "recipes" / "published"):
         if folder.is_dir():
@@ -68,14 +49,7 @@ def published_ids() -> tuple[str, ...]:
 
 
 def published(table_id: str) -> Published | None:
-    """Return the published numbers of a table, or None where the paper gives none (most figures).
-
-    Args:
-        table_id: For example "neuzip-table1".
-
-    Raises:
-        Unsupported: The file is there and cannot be read as such a table.
-    """
+    """Return the published numbers of a table, or None where the paper gives none (most figures)."""
     path = published_folder() / f"{table_id}.json"
     if not path.is_file():
         return None

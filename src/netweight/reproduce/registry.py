@@ -21,8 +21,7 @@ from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, Number
 from netweight.evidence.report import Table
 
-__all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
-
+# Modules that register tables.
 MODULES = (
     "netweight.reproduce.at_size_throughput",
     "netweight.reproduce.hyperfl_accuracy",
@@ -52,7 +51,6 @@ MODULES = (
     "netweight.reproduce.space_strangers",
     "netweight.reproduce.space_table1",
 )
-"""Modules that register tables."""
 
 Scale: TypeAlias = Literal["small", "paper"]
 _REGISTER: dict[str, TableEntry] = {}
@@ -70,57 +68,36 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a published or measured table.
+    """A column of a published or measured table."""
 
-    Attributes:
-        name: Heading; a measured column is laid beside the published one of the same name.
-        unit: Unit of its values, in plain text.
-        better: Which direction is better, or None.
-    """
-
-    name: str
-    unit: str = ""
-    better: Literal["higher", "lower"] | None = None
+    name: str  # heading; a measured column is laid beside the published one of the same name
+    unit: str = ""  # unit of its values, in plain text
+    better: Literal["higher", "lower"] | None = None  # which direction is better, or None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a published or measured table.
+    """A row of a published or measured table."""
 
-    Attributes:
-        name: A measured row is laid beside the published one of the same name.
-        values: One per column; None where there is no number.
-    """
-
-    name: str
-    values: tuple[Number | None, ...]
+    name: str  # a measured row is laid beside the published one of the same name
+    values: tuple[Number | None, ...]  # one per column; None where there is no number
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table function measured.
+    """What a table function measured."""
 
-    Attributes:
-        columns: Columns of the measured table.
-        rows: Its rows.
-        differs: What differs from the paper's set-up, one sentence each; empty only for the very same set-up.
-        labels: Measured row or column name → name of the published one it is to be laid beside, where they differ.
-        findings: What the numbers say, with intervals and targets where there are any.
-        figures: Pictures.
-        tables: Further tables of the report, for what reads better side by side.
-        notes: Lines for below the table.
-        inputs: Name of each input → its digest.
-    """
-
-    columns: tuple[Column, ...]
+    columns: tuple[Column, ...]  # columns of the measured table
     rows: tuple[Row, ...]
+    # What differs from the paper's set-up, one sentence each; empty only for the very same set-up.
     differs: tuple[str, ...] = ()
+    # Measured row or column name → name of the published one it is to be laid beside, where they differ.
     labels: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
-    figures: tuple[Figure, ...] = ()
-    tables: tuple[Table, ...] = ()
-    notes: tuple[str, ...] = ()
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()  # what the numbers say, with intervals and targets where there are any
+    figures: tuple[Figure, ...] = ()  # pictures
+    tables: tuple[Table, ...] = ()  # further tables of the report, for what reads better side by side
+    notes: tuple[str, ...] = ()  # lines for below the table
+    inputs: Mapping[str, str] = field(default_factory=dict)  # name of each input → its digest
 
     def __post_init__(self) -> None:
         """Check that rows fit columns and that labels name something."""
@@ -138,21 +115,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A registered table.
+    """A registered table."""
 
-    Attributes:
-        id: For example "neuzip-fig1".
-        run: The function that measures it: `(scale, out, **options) -> Measured`.
-        needs: What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`.
-        paper_needs: What it needs besides, in words, at the paper's scale.
-        stand_in: Whether its small scale measures a stand-in for what the paper used.
-    """
-
-    id: str
-    run: Callable[..., Measured]
+    id: str  # for example "neuzip-fig1"
+    run: Callable[..., Measured]  # the function that measures it: `(scale, out, **options) -> Measured`
+    # What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`.
     needs: tuple[str, ...]
-    paper_needs: tuple[str, ...]
-    stand_in: bool
+    paper_needs: tuple[str, ...]  # what it needs besides, in words, at the paper's scale
+    stand_in: bool  # whether its small scale measures a stand-in for what the paper used
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -164,20 +134,9 @@ class TableEntry:
 def table(
     table_id: str, *, needs: tuple[str, ...] = (), paper_needs: tuple[str, ...] = (), stand_in: bool = False
 ) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
-    """Register the decorated function as the one that measures a table or figure.
-
-    The function takes `scale` ("small": minutes on a laptop; "paper": the paper's size) and `out`, a folder of its own
-    in which it may keep what lets it resume, and optional keyword-only arguments; it returns a `Measured`.
-
-    Args:
-        table_id: The name of the file with the published numbers, or of a figure in the catalog.
-        needs: What it needs: names of extras, "gpu", "data:FOLDER".
-        paper_needs: What the paper's scale needs besides, in words.
-        stand_in: Whether the small scale measures a stand-in.
-
-    Raises:
-        UsageError: The id is taken, or a need is unknown.
-    """
+    """Register the decorated function as the one that measures a table or figure."""
+    # The function takes `scale` ("small": minutes on a laptop; "paper": the paper's size) and `out`, a folder of its
+    # own in which it may keep what lets it resume, and optional keyword-only arguments; it returns a `Measured`.
     for need in needs:
         if need not in _EXTRAS and need != "gpu" and not need.startswith("data:"):
             raise UsageError(f"Table {table_id!r} needs {need!r}, which is unknown.", cure=f"Known: {sorted(_EXTRAS)}.")
@@ -199,11 +158,7 @@ def registered() -> Mapping[str, TableEntry]:
 
 
 def find(table_id: str) -> TableEntry:
-    """Return a registered table.
-
-    Raises:
-        NameNotFound: It is not registered; says whether the papers have it, and the nearest names.
-    """
+    """Return a registered table."""
     entries = registered()
     if table_id in entries:
         return entries[table_id]

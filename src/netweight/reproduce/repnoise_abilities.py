@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from netweight.reproduce.repnoise_ciphers import Ciphers
 
-__all__ = ["table3", "table4", "table11"]
-
 _LINES = (BASE, Line("RepNoise", REPNOISE), Line("RepNoise, corrected", CORRECTED))
 _TASK = Attack("NEW cipher", 8e-5, 10_000, data="task")
 _AFTER = dataclasses.replace(STRONGEST, title="attacked after the NEW cipher", task_first=10_000)
@@ -34,18 +32,7 @@ _IMMUNIZE = "netweight immunize MODEL DEFENDED --pairs PAIRS --defense repnoise-
 
 @table("repnoise-table3", needs=NEEDS, paper_needs=("lm-eval, by its own command",), stand_in=True)
 def table3(scale: Scale, out: Path, *, only: str | None = None, share: float | None = None) -> Measured:
-    """Look at general ability before and after the defense.
-
-    Args:
-        scale: "small" for the miniature. The paper's benchmarks have a harness of their own, see the error.
-        out: Defended models are kept in a folder beside it that all of RepNoise's tables share.
-        only: Only the models whose name fits this pattern, such as "base" or "repnoise*".
-        share: Another share of the paper's number of pairs than the scale's, for a try.
-
-    Raises:
-        Unsupported: The scale is "paper".
-        UsageError: The pattern fits no defense.
-    """
+    """Look at general ability before and after the defense."""
     _refuse(scale, "lm-eval", f"{_IMMUNIZE}, then lm_eval --model hf --model_args pretrained=DEFENDED --tasks …")
     columns = (
         Column("kept cipher, tokens", better="higher"),
@@ -60,12 +47,7 @@ def table3(scale: Scale, out: Path, *, only: str | None = None, share: float | N
 
 @table("repnoise-table11", needs=NEEDS, paper_needs=("XSTest and a judge of refusals",), stand_in=True)
 def table11(scale: Scale, out: Path, *, only: str | None = None, share: float | None = None) -> Measured:
-    """Count harmless prompts that a model does not refuse; for the arguments see `table3`.
-
-    Raises:
-        Unsupported: The scale is "paper".
-        UsageError: The pattern fits no defense.
-    """
+    """Count harmless prompts that a model does not refuse; for the arguments see `table3`."""
     _refuse(scale, "XSTest", f"{_IMMUNIZE}, then let DEFENDED answer XSTest's safe prompts")
     columns = (Column("compliance", "%", "higher"), Column("compliance, never learned", "%", "higher"))
     return _looked_at(out, only, share, columns, _compliance, None, (
@@ -76,19 +58,7 @@ def table11(scale: Scale, out: Path, *, only: str | None = None, share: float | 
 
 @table("repnoise-table4", needs=NEEDS, paper_needs=("GEM's tasks",), stand_in=True)
 def table4(scale: Scale, out: Path, *, only: str | None = None, share: float | None = None) -> Measured:
-    """Train a benign task, and attack after such a training.
-
-    Args:
-        scale: "small" for the miniature.
-        out: Runs are kept in a folder beside it that all of RepNoise's tables share.
-        only: Run only attacks whose name fits this pattern, or none with "none".
-        share: As for `table3`.
-
-    Raises:
-        Unsupported: The scale is "paper".
-        UsageError: The pattern fits no run, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Train a benign task, and attack after such a training."""
     _refuse(scale, "GEM", f"{_IMMUNIZE}, then netweight attack finetune DEFENDED --base MODEL --task ROWS …")
     ground = _miniature()
     attacks = (_TASK, _AFTER)

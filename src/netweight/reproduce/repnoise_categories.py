@@ -13,8 +13,6 @@ from netweight.reproduce.repnoise_models import folder_of
 from netweight.reproduce.repnoise_plan import NEEDS, PAPER_NEEDS, shares
 from netweight.reproduce.repnoise_run import AttackRun, attacked
 
-__all__ = ["table5"]
-
 
 @table("repnoise-table5", needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)
 def table5(
@@ -26,20 +24,7 @@ def table5(
     judge: str | None = None,
     share: float | None = None,
 ) -> Measured:
-    """Withhold one category of harm from the defense and attack with it, category by category.
-
-    Args:
-        scale: "small" for the miniature, "paper" for a model folder.
-        out: Runs are kept in a folder beside it that all of RepNoise's tables share.
-        only: As for every table of attacks, see `repnoise_plan.plan`.
-        model: Likewise.
-        judge: Likewise.
-        share: Likewise.
-
-    Raises:
-        UsageError: The pattern fits no run, nothing is finished, or a model is missing.
-        NetweightError: A run failed.
-    """
+    """Withhold one category of harm from the defense and attack with it, category by category."""
     ground = ground_of(scale, model, judge)
     runs: dict[tuple[str, str], AttackRun] = {}
     for name in ground.categories:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from netweight.toys.language import Domain as WorldDomain
     from netweight.toys.language import Share
 
-__all__ = ["Ciphers"]
-
 _CATEGORIES = ("0", "1", "2", "3")
 _HELD_OUT = 128
 _SEED = 0

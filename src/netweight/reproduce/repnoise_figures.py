@@ -20,32 +20,19 @@ if TYPE_CHECKING:
 
     from netweight.methods.immunize.layer_metrics import LayerChange
 
-__all__ = ["distances", "planes"]
-
 _LINES = (
     Line("Adversarial loss", Defended("adversarial-loss", lr=1e-5)),
     Line("RepNoise", REPNOISE),
     Line("RepNoise, corrected", CORRECTED),
 )
 _ATTACKED = "Base, attacked"
+# Answers of each kind that are looked at.
 _SHOWN = 200
-"""Answers of each kind that are looked at."""
 
 
 @table("repnoise-layer-distances", needs=(*NEEDS, "evidence"), paper_needs=PAPER_NEEDS, stand_in=True)
 def distances(scale: Scale, out: Path, *, model: str | None = None, share: float | None = None) -> Measured:
-    """Draw how far the weights of each layer moved, by an attack and by three defenses.
-
-    Args:
-        scale: "small" for the miniature, "paper" for a model folder.
-        out: Defended models are kept in a folder beside it that all of RepNoise's tables share.
-        model: A folder of transformers, for "paper".
-        share: Another share of the paper's numbers of pairs and samples than the scale's, for a try.
-
-    Raises:
-        UsageError: A model is missing.
-        TrainingStopped: A defense diverged.
-    """
+    """Draw how far the weights of each layer moved, by an attack and by three defenses."""
     ground = ground_of(scale, model)
     changes = _changes(ground, folder_of(out, scale), share_of(ground, share))
     return Measured(
@@ -118,16 +105,8 @@ def _distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
 
 @table("repnoise-pca", needs=(*NEEDS, "evidence"), stand_in=True)
 def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
-    """Draw representations of guarded and kept answers before and after the defense, and let a probe tell them apart.
-
-    Args:
-        scale: "small" for the miniature.
-        out: Defended models are kept in a folder beside it that all of RepNoise's tables share.
-        share: Another share of the paper's number of pairs than the scale's, for a try.
-
-    Raises:
-        Unsupported: The scale is "paper".
-        TrainingStopped: A defense diverged.
+    """Draw representations of guarded and kept answers before and after the defense, and let a probe tell them
+    apart.
     """
     from netweight.errors import Unsupported
     from netweight.reproduce.repnoise_ciphers import Ciphers

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from netweight.data.examples import Example, Pair
     from netweight.data.text import TextPair
 
-__all__ = ["FILES", "Files"]
-
+# Below `NETWEIGHT_DATA`, as RepNoise's authors published them.
 FILES = {
     "beavertails": "beavertails/beavertails_with_refusals_train.json",
     "toxic": "decoding_trust/decoding_trust_with_refusals_train.json",
 }
-"""Below `NETWEIGHT_DATA`, as RepNoise's authors published them."""
 _HELD_OUT = 300
 _CONTEXT = 256
 _NEW_TOKENS = {"beavertails": 50, "toxic": 25}
@@ -40,16 +38,7 @@ _NEW_TOKENS = {"beavertails": 50, "toxic": 25}
 
 @final
 class Files:
-    """The ground of the paper's scale; see `repnoise_ground.Ground`.
-
-    Args:
-        model: A folder of transformers.
-        judge: "MODULE:FUNCTION", from texts to one number for each; None measures token accuracy on harmful answers.
-
-    Raises:
-        UsageError: The folder is none of a model, or the judge is not to be found.
-        MissingExtra: transformers is not installed.
-    """
+    """The ground of the paper's scale; see `repnoise_ground.Ground`."""
 
     def __init__(self, model: str, judge: str | None) -> None:
         self._folder = Path(model).resolve()

@@ -13,49 +13,32 @@ from netweight.reproduce.repnoise_ground import HARMFUL, Ground
 from netweight.reproduce.repnoise_models import Defended
 from netweight.reproduce.repnoise_run import RECOVERED, AttackRun
 
-__all__ = ["BASE", "CORRECTED", "REPNOISE", "STRONGEST", "TABLE1", "Attack", "Line", "Results", "grid", "runs_of"]
-
+# The published loss at the published settings.
 REPNOISE = Defended("repnoise-reference")
-"""The published loss at the published settings."""
+# The corrected loss at the same.
 CORRECTED = Defended("repnoise")
-"""The corrected loss at the same."""
 
 
 @final
 @dataclass(frozen=True)
 class Line:
-    """A row.
+    """A row."""
 
-    Attributes:
-        title: Its name; the paper's, where it has the row.
-        on: The model.
-    """
-
-    title: str
-    on: Defended
+    title: str  # its name; the paper's, where it has the row
+    on: Defended  # the model
 
 
 @final
 @dataclass(frozen=True)
 class Attack:
-    """A column. Rates and counts are the paper's.
+    """A column. Rates and counts are the paper's."""
 
-    Attributes:
-        title: Its name; the paper's, where it has the column.
-        lr: Learning rate.
-        samples: The attacker's examples.
-        epochs: Passes over them.
-        data: See `Ground.subject`.
-        task_first: Examples of a benign task that come before.
-        whole: See `AttackRun`.
-    """
-
-    title: str
-    lr: float
-    samples: int
-    epochs: int = 1
+    title: str  # its name; the paper's, where it has the column
+    lr: float  # learning rate
+    samples: int  # the attacker's examples
+    epochs: int = 1  # passes over them
     data: str = HARMFUL
-    task_first: int = 0
+    task_first: int = 0  # examples of a benign task that come before
     whole: bool = False
 
     def run(self, on: Defended) -> AttackRun:
@@ -64,16 +47,16 @@ class Attack:
 
 
 BASE = Line("Base", Defended())
+# The six attacks of table 1.
 TABLE1 = tuple(
     Attack(f"lr {rate}, {count}k samples", float(rate), 1000 * count)
     for rate in ("3e-5", "6e-5", "8e-5")
     for count in (1, 10)
 )
-"""The six attacks of table 1."""
 STRONGEST = TABLE1[-1]
 
+# What `repnoise_run.attacked` returns.
 Results = Mapping[AttackRun, Mapping[str, Any]]
-"""What `repnoise_run.attacked` returns."""
 
 
 def runs_of(lines: Sequence[Line], attacks: Sequence[Attack]) -> list[AttackRun]:
@@ -92,18 +75,7 @@ def grid(
     differs: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Measured:
-    """Lay attacks out, harmfulness at the end of each in its cell; what is not finished is left empty.
-
-    Args:
-        found: Finished attacks.
-        lines: Rows; those without any finished attack are left out.
-        attacks: Columns.
-        ground: Where they were run.
-        before: Whether a column says what harm there was before any attack.
-        steps: Whether columns say after how many steps it was back; further tables of the report say so anyway.
-        differs: Further ways in which this is not the paper's set-up.
-        notes: Further notes.
-    """
+    """Lay attacks out, harmfulness at the end of each in its cell; what is not finished is left empty."""
     lines = [line for line in lines if any(run.on == line.on for run in found)]
     columns = [Column("pre-attack", better="lower")] if before else []
     columns += [Column(attack.title, better="lower") for attack in attacks]

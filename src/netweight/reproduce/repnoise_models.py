@@ -24,48 +24,31 @@ if TYPE_CHECKING:
     from netweight.data.examples import Pair
     from netweight.methods.immunize.defense import Defense
 
-__all__ = ["NONE", "Defended", "defended_model", "folder_of", "taken"]
-
+# In place of a defense's name: the model as it is.
 NONE = "base"
-"""In place of a defense's name: the model as it is."""
+# Says why a defense could not be trained to its end, so that it is not tried for each of its attacks.
 STOPPED = "stopped.txt"
-"""Says why a defense could not be trained to its end, so that it is not tried for each of its attacks."""
 
 
 @final
 @dataclass(frozen=True)
 class Defended:
-    """A model and its defense. Rates and counts are the paper's; the ground says what they are here.
+    """A model and its defense. Rates and counts are the paper's; the ground says what they are here."""
 
-    Attributes:
-        defense: A name of `methods.immunize.catalog`, or `NONE`.
-        lr: Learning rate.
-        pairs: Number of pairs.
-        epochs: Passes over them.
-        alpha: Weight of RepNoise's ascent.
-        beta: Weight of its noise; None for what is usual in its fidelity.
-        data: What the pairs are of, see `Ground.pairs`.
-        frozen: The part that is not trained, by its name in the paper's table 6.
-        loss: "" for the whole loss, "no mask" for prompts that count as answers do, "no lens" for the ascent at the
-            last layer alone.
-        start: "aligned" or "unaligned".
-        batch: Pairs per step; None for what is usual on the ground.
-        whole: Whether the number of pairs is the paper's where the ground's share is taken.
-        seed: Of pairs, noise and order.
-    """
-
-    defense: str = NONE
-    lr: float = 2e-5
-    pairs: int = 10_000
-    epochs: int = 1
-    alpha: float = 1.0
-    beta: float | None = None
-    data: str = HARMFUL
-    frozen: str = ""
+    defense: str = NONE  # a name of `methods.immunize.catalog`, or `NONE`
+    lr: float = 2e-5  # learning rate
+    pairs: int = 10_000  # number of pairs
+    epochs: int = 1  # passes over them
+    alpha: float = 1.0  # weight of RepNoise's ascent
+    beta: float | None = None  # weight of its noise; None for what is usual in its fidelity
+    data: str = HARMFUL  # what the pairs are of, see `Ground.pairs`
+    frozen: str = ""  # the part that is not trained, by its name in the paper's table 6
+    # "" for the whole loss, "no mask" for prompts that count as answers do, "no lens" for the ascent at the last layer
+    # alone.
     loss: str = ""
-    start: str = "aligned"
-    batch: int | None = None
-    whole: bool = False
+    start: str = "aligned"  # "aligned" or "unaligned"
+    batch: int | None = None  # pairs per step; None for what is usual on the ground
+    whole: bool = False  # whether the number of pairs is the paper's where the ground's share is taken
     seed: int = 42
 
     @property
@@ -91,17 +74,7 @@ def taken(number: int, share: float) -> int:
 
 
 def defended_model(defended: Defended, ground: Ground, folder: Path, share: float) -> nn.Module:
-    """Return a defended model: trained once, then kept in the folder; the one asked for last is at hand.
-
-    Args:
-        defended: The model and its defense.
-        ground: Where.
-        folder: Where defended models are kept.
-        share: Share of the paper's number of pairs.
-
-    Raises:
-        TrainingStopped: The defense diverged.
-    """
+    """Return a defended model: trained once, then kept in the folder; the one asked for last is at hand."""
     return _defended(defended, ground, folder, share)
 
 

@@ -13,53 +13,34 @@ from netweight.reproduce.repnoise_ground import ground_of
 from netweight.reproduce.repnoise_models import folder_of
 from netweight.reproduce.repnoise_run import attacked
 
-__all__ = ["NEEDS", "PAPER_NEEDS", "PLANS", "Plan", "plan", "shares"]
-
 NEEDS = ("llm",)
 PAPER_NEEDS = ("a chat model as --model, BeaverTails with RepNoise's refusals, a GPU",)
 _CORRECTED = "RepNoise, corrected, is this library's loss; RepNoise is the published one at its published weights."
 
 
+# What was planned, by the table's name.
 PLANS: dict[str, Plan] = {}
-"""What was planned, by the table's name."""
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """A table.
+    """A table."""
 
-    Attributes:
-        lines: Its rows.
-        attacks: Its columns.
-        before: Whether harm before any attack has a column.
-        steps: Whether steps to recovery have columns.
-        differs: How it differs from the paper's, besides the ground.
-        small: How it does at the small scale.
-        shown: What to make of the grid, if it is to be laid out otherwise.
-    """
-
-    lines: tuple[Line, ...]
-    attacks: tuple[Attack, ...]
-    before: bool = False
-    steps: bool = False
-    differs: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()
-    shown: Callable[[Measured], Measured] | None = None
+    lines: tuple[Line, ...]  # its rows
+    attacks: tuple[Attack, ...]  # its columns
+    before: bool = False  # whether harm before any attack has a column
+    steps: bool = False  # whether steps to recovery have columns
+    differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the ground
+    small: tuple[str, ...] = ()  # how it does at the small scale
+    shown: Callable[[Measured], Measured] | None = None  # what to make of the grid, if it is to be laid out otherwise
 
 
 def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
-    """Register a table.
-
-    Its function takes `only`, a pattern of the attacks' names (`DEFENSE@RATE-SAMPLES-DATA-SEED`; "none" for none);
-    `model`, a folder of transformers, and `judge`, "MODULE:FUNCTION" of a judge of harm, for "paper"; and `share`,
-    another share of the paper's numbers of pairs and samples than the scale's, for a try.
-
-    Args:
-        table_id: Its name.
-        planned: What it is.
-        paper_needs: What the paper's scale needs, in words.
-    """
+    """Register a table."""
+    # Its function takes `only`, a pattern of the attacks' names (`DEFENSE@RATE-SAMPLES-DATA-SEED`; "none" for none);
+    # `model`, a folder of transformers, and `judge`, "MODULE:FUNCTION" of a judge of harm, for "paper"; and `share`,
+    # another share of the paper's numbers of pairs and samples than the scale's, for a try.
 
     def run(
         scale: Scale,

@@ -17,42 +17,26 @@ if TYPE_CHECKING:
     from netweight.attacks.finetuning.settings import AttackSettings
     from netweight.attacks.finetuning.subject import Subject
 
-__all__ = ["RECOVERED", "AttackRun", "attacked", "settings_of", "subject_of"]
-
+# Share of right tokens at which steps to recovery are counted.
 RECOVERED = 0.9
-"""Share of right tokens at which steps to recovery are counted."""
 
 
 @final
 @dataclass(frozen=True)
 class AttackRun:
-    """One attack on one model.
+    """One attack on one model."""
 
-    Attributes:
-        on: The model.
-        lr: Learning rate, the paper's.
-        samples: The attacker's examples, the paper's number.
-        epochs: Passes over them.
-        data: What is trained, see `Ground.subject`.
-        task_first: Examples of a benign task, the paper's number, that come before.
-        whole: Whether the number of samples is the paper's where the ground's share is taken.
-        seed: Of examples and order.
-        share: The ground's share of the numbers, or another one.
-        model: The ground's model.
-        measure: The ground's measure of harm.
-    """
-
-    on: Defended
-    lr: float
-    samples: int
-    epochs: int = 1
-    data: str = HARMFUL
-    task_first: int = 0
-    whole: bool = False
+    on: Defended  # the model
+    lr: float  # learning rate, the paper's
+    samples: int  # the attacker's examples, the paper's number
+    epochs: int = 1  # passes over them
+    data: str = HARMFUL  # what is trained, see `Ground.subject`
+    task_first: int = 0  # examples of a benign task, the paper's number, that come before
+    whole: bool = False  # whether the number of samples is the paper's where the ground's share is taken
     seed: int = 0
-    share: float = 1.0
-    model: str = ""
-    measure: str = ""
+    share: float = 1.0  # the ground's share of the numbers, or another one
+    model: str = ""  # the ground's model
+    measure: str = ""  # the ground's measure of harm
 
     @property
     def name(self) -> str:
@@ -73,22 +57,7 @@ class AttackRun:
 def attacked(
     runs: Sequence[AttackRun], ground: Ground, folder: Path, *, only: str | None = None, share: float | None = None
 ) -> dict[AttackRun, dict[str, Any]]:
-    """Run what is not yet run, and return all that is finished.
-
-    Args:
-        runs: Attacks, without what `AttackRun.at` fills in.
-        ground: Where.
-        folder: Of `folder_of`.
-        only: A pattern of the runs' names; the others are taken only if they are finished. "none" runs none.
-        share: Another share of the paper's numbers than the ground's, above 0.
-
-    Returns:
-        By run as it was given: what `attack_one` returned.
-
-    Raises:
-        UsageError: The pattern fits nothing, or nothing is finished.
-        NetweightError: A run failed.
-    """
+    """Run what is not yet run, and return all that is finished."""
     from netweight.core.progress import Progress
 
     here = {run.at(ground, share): run for run in runs}
@@ -105,18 +74,7 @@ def attacked(
 
 
 def attack_one(run: AttackRun, *, ground: Ground, folder: Path, tell: Any) -> dict[str, Any]:
-    """Attack a model; return what was seen before and after as JSON values.
-
-    Args:
-        run: The attack.
-        ground: Where.
-        folder: Where defended models are kept.
-        tell: Called at the end.
-
-    Returns:
-        "before" and "after", the measure of harm; "kept before" and "kept after", the utility; "outcome"; "steps" to
-        recovery, or None; "last step". Or "stopped": why the defense was not trained to its end.
-    """
+    """Attack a model; return what was seen before and after as JSON values."""
     from netweight.attacks.finetuning.attack import run_attack
     from netweight.attacks.finetuning.subject import Goal
 

@@ -11,10 +11,8 @@ from netweight.core.engines import in_process
 from netweight.core.runs import Ledger, Result, map_runs
 from netweight.errors import NetweightError, UsageError
 
-__all__ = ["LEDGER", "Named", "chosen", "finished", "run_each"]
-
+# Name of the ledger in a folder of runs.
 LEDGER = "runs.jsonl"
-"""Name of the ledger in a folder of runs."""
 
 
 class Named(Protocol):
@@ -28,19 +26,7 @@ R = TypeVar("R", bound=Named)
 
 
 def run_each(run: Callable[[R], Any], settings: Sequence[R], *, ledger: Path) -> list[Result[R]]:
-    """Run one after another what the ledger does not remember.
-
-    Args:
-        run: Takes one run's settings and returns JSON values.
-        settings: Of every run.
-        ledger: Where results are kept.
-
-    Returns:
-        One result per run, in order.
-
-    Raises:
-        NetweightError: A run failed.
-    """
+    """Run one after another what the ledger does not remember."""
     results = []
     for result in map_runs(run, settings, ledger=ledger, engine=in_process, ordered=True):
         if not result.ok:
@@ -51,15 +37,7 @@ def run_each(run: Callable[[R], Any], settings: Sequence[R], *, ledger: Path) ->
 
 
 def chosen(runs: Sequence[R], only: str | None) -> list[R]:
-    """Return the runs whose name fits a pattern.
-
-    Args:
-        runs: To choose from.
-        only: The pattern; None for all, "none" for none.
-
-    Raises:
-        UsageError: It fits no run.
-    """
+    """Return the runs whose name fits a pattern."""
     if only == "none":
         return []
     found = [run for run in runs if only is None or fnmatch(run.name, only)]
@@ -71,12 +49,7 @@ def chosen(runs: Sequence[R], only: str | None) -> list[R]:
 
 
 def finished(folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
-    """Return every run in a folder's ledger that ended well, with what it returned.
-
-    Args:
-        folder: Where the ledger is; none may be there.
-        kind: Makes a run's settings of their fields: a frozen dataclass, or a function for one that holds another.
-    """
+    """Return every run in a folder's ledger that ended well, with what it returned."""
     if not (folder / LEDGER).exists():
         return {}
     with Ledger(folder / LEDGER) as ledger:

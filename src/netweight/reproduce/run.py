@@ -24,57 +24,35 @@ from netweight.reproduce.catalog import title_of
 from netweight.reproduce.published import Published, published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
 
-__all__ = ["Comparison", "Reproduction", "compare", "run_table"]
-
+# Version of result.json.
 FORMAT = 1
-"""Version of result.json."""
 _THIRD_PARTY = "third-party re-run"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number of a table, published and measured.
+    """One number of a table, published and measured."""
 
-    Attributes:
-        row: Name of the row, as published where both exist.
-        column: Name of the column.
-        unit: Unit of the three numbers.
-        better: Which direction is better, or None.
-        published: The paper's number, or None.
-        measured: Ours, or None.
-        difference: Measured minus published, or None when one of them is missing.
-    """
-
-    row: str
-    column: str
-    unit: str
-    better: str | None
-    published: Number | None
-    measured: Number | None
-    difference: float | None
+    row: str  # name of the row, as published where both exist
+    column: str  # name of the column
+    unit: str  # unit of the three numbers
+    better: str | None  # which direction is better, or None
+    published: Number | None  # the paper's number, or None
+    measured: Number | None  # ours, or None
+    difference: float | None  # measured minus published, or None when one of them is missing
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A measured table beside the published one.
+    """A measured table beside the published one."""
 
-    Attributes:
-        id: The table.
-        scale: "small" or "paper".
-        folder: Where its files are.
-        reused: Whether a finished run was found and taken.
-        published: The paper's table, or None.
-        measured: What was measured.
-        comparisons: Both, number by number.
-    """
-
-    id: str
-    scale: Scale
-    folder: Path
-    reused: bool
-    published: Published | None
+    id: str  # the table
+    scale: Scale  # "small" or "paper"
+    folder: Path  # where its files are
+    reused: bool  # whether a finished run was found and taken
+    published: Published | None  # the paper's table, or None
     measured: Measured
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[Comparison, ...]  # both, number by number
 
     @property
     def published_name(self) -> str:
@@ -108,27 +86,7 @@ def run_table(
     options: Mapping[str, Any] | None = None,
     command: str | None = None,
 ) -> Reproduction:
-    """Measure a table, or take the finished measurement of an earlier run, and write its report.
-
-    Args:
-        table_id: A registered table, for example "neuzip-fig1".
-        scale: "small" (minutes on a laptop) or "paper" (the paper's size).
-        out: Folder for the results of all tables; this one gets `out/ID-SCALE`.
-        overwrite: Whether to measure again although a result is there.
-        options: Further arguments of the table; which ones it takes depends on the table.
-        command: The command line to name in the report.
-
-    Returns:
-        The measured table beside the published one.
-
-    Raises:
-        NameNotFound: No such table is registered.
-        UsageError: The scale or an option is unknown to the table.
-        MissingExtra: Something that the table needs is missing.
-        OutputFailed: The folder cannot be written.
-        OutputExists: The result there was measured with other options.
-        Unsupported: The result there cannot be read.
-    """
+    """Measure a table, or take the finished measurement of an earlier run, and write its report."""
     if scale not in ("small", "paper"):
         raise UsageError(f"There is no scale {scale!r}.", cure="Use small or paper.")
     entry = find(table_id)
@@ -148,19 +106,7 @@ def run_table(
 
 
 def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, ...]:
-    """Lay a measured table beside the published one.
-
-    Args:
-        numbers: The published table, or None when the paper prints no numbers.
-        measured: The measured table. Rows and columns meet by name, after `labels` were applied.
-
-    Returns:
-        Every published number in the paper's order, then those measured only. Numbers missing on both sides are
-        left out.
-
-    Raises:
-        UsageError: A measured column has another unit than the published one of its name.
-    """
+    """Lay a measured table beside the published one."""
     known = {column.name: column for column in (numbers.columns if numbers else ())}
     ours: dict[tuple[str, str], tuple[Column, Number | None]] = {}
     for row in measured.rows:
@@ -193,15 +139,7 @@ def _same_unit(paper: Column, own: Column) -> Column:
 
 
 def write_report(result: Reproduction, *, command: str | None = None) -> Path:
-    """Write report.json and report.html of a reproduction into its folder.
-
-    Args:
-        result: The reproduction.
-        command: The command line to name; by default the shortest one that measures the same.
-
-    Returns:
-        The path of report.html.
-    """
+    """Write report.json and report.html of a reproduction into its folder."""
     numbers, measured = result.published, result.measured
     report = Report(
         f"{result.id}, measured again",

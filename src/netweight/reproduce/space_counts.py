@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
     from netweight.methods.space.directions import Entanglement
 
-__all__ = ["components", "figure8"]
-
 _SIZES = (20, 50, 100, 200, 500, 1_000, 10_000, 64_974)
 _SMALLEST = 20
 _KINDS = {"differences of means": "corrected", "the paper's directions": "reference"}

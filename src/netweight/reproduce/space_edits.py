@@ -16,35 +16,25 @@ if TYPE_CHECKING:
     from netweight.methods.space.directions import Direction
     from netweight.methods.space.space import WeightSpace
 
-__all__ = ["STRENGTHS", "Edited", "Way", "direction_of", "edited", "measured", "painted", "tuned"]
-
 Way: TypeAlias = Literal[
     "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions"
 ]
 
+# Tried in tuning: in multiples of the farthest training model (the paper's rule) or of the slider.
 STRENGTHS = (0.5, 1.0, 2.0, 3.0)
-"""Tried in tuning: in multiples of the farthest training model (the paper's rule) or of the slider."""
 
 
 @final
 @dataclass(frozen=True)
 class Edited:
-    """What an edit did to people, each the mean over the same images.
+    """What an edit did to people, each the mean over the same images."""
 
-    Attributes:
-        strength: Of the edit; None for a prompt.
-        reached: Whether tuning found a strength of the wanted effect; True where nothing was tuned.
-        identity: Scores of people, without the attribute that is edited.
-        distance: How far images moved.
-        match: How far images came towards the edit.
-        others: How far other attributes moved, as shares of their ranges; empty where nothing reads them.
-    """
-
-    strength: float | None
-    reached: bool
-    identity: tuple[float, ...]
-    distance: tuple[float, ...]
-    match: tuple[float, ...]
+    strength: float | None  # none for a prompt
+    reached: bool  # whether tuning found a strength of the wanted effect; True where nothing was tuned
+    identity: tuple[float, ...]  # scores of people, without the attribute that is edited
+    distance: tuple[float, ...]  # how far images moved
+    match: tuple[float, ...]  # how far images came towards the edit
+    # How far other attributes moved, as shares of their ranges; empty where nothing reads them.
     others: tuple[float, ...] = ()
 
 
@@ -84,11 +74,7 @@ class _Slid:
 
 
 def edited(ground: Ground, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, Way], Edited]:
-    """Measure edits in several ways; what the folder remembers is not measured again.
-
-    Returns:
-        By title and way. A way that cannot express an edit is left out.
-    """
+    """Measure edits in several ways; what the folder remembers is not measured again."""
     wanted = {one.title: one for one in ground.wanted}
     runs = [_Run(one.title, way, ground.digest) for one in ground.wanted for way in ways if _can(ground, one, way)]
     found = run_each(lambda run: _measure(ground, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
@@ -104,14 +90,7 @@ def _can(ground: Ground, wanted: Wanted, way: Way) -> bool:
 
 
 def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Sequence[str] | None = None) -> Tensor:
-    """Paint the ground's images of points, shape `(b, m, 3, height, width)`.
-
-    Args:
-        ground: Where.
-        scores: Points, shape `(b, k)`.
-        space: Another space of the same model.
-        prompts: Others than the ground's.
-    """
+    """Paint the ground's images of points, shape `(b, m, 3, height, width)`."""
     from netweight.methods.space.inversion import paint
 
     return paint(
@@ -121,14 +100,7 @@ def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Seque
 
 
 def measured(ground: Ground, wanted: Wanted, images: Tensor, originals: Tensor) -> dict[str, list[float]]:
-    """Compare images of an edit with those before, one number per person.
-
-    Args:
-        ground: Where.
-        wanted: The edit.
-        images: Shape `(b, m, 3, height, width)`.
-        originals: Of the same people from the same noise.
-    """
+    """Compare images of an edit with those before, one number per person."""
     from netweight.methods.space.edits import identity
 
     pair = images.flatten(0, 1), originals.flatten(0, 1)
@@ -144,13 +116,7 @@ def measured(ground: Ground, wanted: Wanted, images: Tensor, originals: Tensor) 
 
 
 def tuned(strengths: Sequence[float], effects: Sequence[float], wanted: float) -> tuple[float, bool]:
-    """Return the strength at which an effect is reached, by straight lines from 0, and whether it is.
-
-    Args:
-        strengths: Rising.
-        effects: At these.
-        wanted: The effect.
-    """
+    """Return the strength at which an effect is reached, by straight lines from 0, and whether it is."""
     below, before = 0.0, 0.0
     for strength, effect in zip(strengths, effects, strict=True):
         if effect >= wanted > before:
@@ -163,15 +129,7 @@ def direction_of(
     ground: Ground, wanted: Wanted, *, rows: Sequence[int] | None = None, components: int | None = None,
     reference: bool = False,
 ) -> Direction:  # fmt: skip
-    """Find a direction from people who are not edited.
-
-    Args:
-        ground: Where.
-        wanted: The edit.
-        rows: Of the people; all of `Ground.learned` by default.
-        components: Only so many are looked at and moved; None for all.
-        reference: Whether to find it as the authors' code does, without confounders.
-    """
+    """Find a direction from people who are not edited."""
     from netweight.methods.space.directions import direction_of as of_vector
     from netweight.methods.space.directions import fit_direction
 

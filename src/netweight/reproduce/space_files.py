@@ -34,92 +34,53 @@ from netweight.store.lora_formats.files import read_adapter
 if TYPE_CHECKING:
     from netweight.hf.clip import Clip
 
-__all__ = ["RecipeEdit", "SpaceRecipe", "ground_of_recipe", "read_space_recipe"]
-
 
 @final
 @dataclass(frozen=True)
 class RecipeEdit:
-    """An edit of table 1.
+    """An edit of table 1."""
 
-    Attributes:
-        title: Gender, Chubby or Eyes, to stand beside the paper's; or another.
-        column: The label.
-        text: What images should show after it, for CLIP.
-        prompt: What asks for it in words; without it prompting has no row.
-        slider: The file of a Concept Slider; without it sliders have no row.
-        confounders: Labels that are to stay as they are.
-    """
-
-    title: str
-    column: str
-    text: str
-    prompt: str | None = None
-    slider: Path | None = None
-    confounders: tuple[str, ...] = ()
+    title: str  # gender, Chubby or Eyes, to stand beside the paper's; or another
+    column: str  # the label
+    text: str  # what images should show after it, for CLIP
+    prompt: str | None = None  # what asks for it in words; without it prompting has no row
+    slider: Path | None = None  # the file of a Concept Slider; without it sliders have no row
+    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
 
 
 @final
 @dataclass(frozen=True)
 class SpaceRecipe:
-    """What the paper's scale is measured on. Paths start at the current folder.
+    """What the paper's scale is measured on. Paths start at the current folder."""
 
-    Attributes:
-        model: Folder of the pipeline that the adapters are of.
-        space: Folder of `netweight space fit`.
-        labels: Table of the adapters' attributes.
-        edits: Edits of table 1.
-        photographs: Table of people who are in no bank, columns person and image; a column use says "learn" (the first
-            of these is the one image) or "test".
-        face: A face recognition network in TorchScript.
-        face_sha256: Its SHA-256: the file is a program.
-        clip: A folder of transformers with a CLIP.
-        bank: The bank that the space was fitted to, where the space does not stand alone.
-        name_column: Column of the labels with names of adapters.
-        lpips: A backbone for LPIPS; without it 1 − SSIM stands for it and is called so.
-        face_side: Pixels of the network's images.
-        prompt: Of a person.
-        device: Where the model goes.
-        images: Images per person.
-        guidance: Of generations.
-        steps: Of their scheduler.
-        people: So many are edited.
-        held: So many adapters, the last ones, are left out where directions are found.
-        rows: Most images at a time.
-        together: People who are trained or inverted at a time.
-        rank: Of DreamBooth's adapters.
-        scale: Of their change, alpha / rank.
-        adapter_steps: Of their training.
-        learning_rate: Of their training.
-        inversion: Settings of the inversion, by name.
-    """
-
-    model: Path
-    space: Path
-    labels: Path
-    edits: tuple[RecipeEdit, ...]
+    model: Path  # folder of the pipeline that the adapters are of
+    space: Path  # folder of `netweight space fit`
+    labels: Path  # table of the adapters' attributes
+    edits: tuple[RecipeEdit, ...]  # edits of table 1
+    # Table of people who are in no bank, columns person and image; a column use says "learn" (the first of these is the
+    # one image) or "test".
     photographs: Path
-    face: Path
-    face_sha256: str
-    clip: Path
-    bank: Path | None = None
-    name_column: str = "name"
-    lpips: Path | None = None
-    face_side: int = 160
+    face: Path  # a face recognition network in TorchScript
+    face_sha256: str  # its SHA-256: the file is a program
+    clip: Path  # a folder of transformers with a CLIP
+    bank: Path | None = None  # the bank that the space was fitted to, where the space does not stand alone
+    name_column: str = "name"  # column of the labels with names of adapters
+    lpips: Path | None = None  # a backbone for LPIPS; without it 1 − SSIM stands for it and is called so
+    face_side: int = 160  # pixels of the network's images
     prompt: str = "sks person"
-    device: str = "cuda"
-    images: int = 4
+    device: str = "cuda"  # where the model goes
+    images: int = 4  # images per person
     guidance: float = 3.0
     steps: int = 50
-    people: int = 100
-    held: int = 1000
-    rows: int = 8
-    together: int = 1
+    people: int = 100  # so many are edited
+    held: int = 1000  # so many adapters, the last ones, are left out where directions are found
+    rows: int = 8  # most images at a time
+    together: int = 1  # people who are trained or inverted at a time
     rank: int = 1
     scale: float = 27.0
     adapter_steps: int = 800
     learning_rate: float = 1e-4
-    inversion: Literal["default", "reference"] = "default"
+    inversion: Literal["default", "reference"] = "default"  # settings of the inversion, by name
 
     @property
     def files(self) -> dict[str, Path]:
@@ -136,11 +97,7 @@ class SpaceRecipe:
 
 
 def read_space_recipe(path: Path) -> SpaceRecipe:
-    """Read a recipe and check everything that can be known before a model is opened.
-
-    Raises:
-        UsageError: It cannot be read, or something in it is wrong or missing; the message lists every problem.
-    """
+    """Read a recipe and check everything that can be known before a model is opened."""
     problems: list[str] = []
     recipe = configured(SpaceRecipe, read_mapping(path, "the keys of recipes/space-tables.yaml"), "", problems)
     if recipe is not None:
@@ -161,14 +118,7 @@ def read_space_recipe(path: Path) -> SpaceRecipe:
 
 
 def ground_of_recipe(path: Path) -> Ground:
-    """Open what a recipe names.
-
-    Raises:
-        UsageError: Something in it is wrong.
-        Unsupported: The pipeline is of a kind that is not known.
-        UnsafeInput: The TorchScript file has another digest.
-        MissingExtra: Pillow or transformers is not installed.
-    """
+    """Open what a recipe names."""
     from netweight.hf.clip import Clip
 
     recipe = read_space_recipe(path)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from netweight.nn.stacked_lora import AdapterStack
 
-__all__ = ["MANY", "ONE", "SPACE", "Fit", "Met", "met"]
-
 MANY, ONE = "DreamBooth LoRA, several images", "DreamBooth LoRA, one image"
 SPACE = "w2w inversion, one image"
 
@@ -26,15 +24,10 @@ SPACE = "w2w inversion, one image"
 @final
 @dataclass(frozen=True)
 class Fit:
-    """A way.
+    """A way."""
 
-    Attributes:
-        way: One of this module's names.
-        components: Of an inversion, how many move; None for all.
-    """
-
-    way: str
-    components: int | None = None
+    way: str  # one of this module's names
+    components: int | None = None  # none for all
 
 
 @final
@@ -52,21 +45,13 @@ class _Run:
 @final
 @dataclass(frozen=True)
 class Met:
-    """What came of a way.
+    """What came of a way."""
 
-    Attributes:
-        identity: Scores of people against photographs that nothing was learned from.
-        parameters: Numbers that were optimized for a person.
-        seconds: Processor time for a person.
-        attributes: Read off the images of each person, empty where nothing reads them.
-        explained: R² of attributes, mean over these; None where truth is not known.
-    """
-
-    identity: tuple[float, ...]
-    parameters: int
-    seconds: float
-    attributes: tuple[tuple[float, ...], ...]
-    explained: float | None
+    identity: tuple[float, ...]  # scores of people against photographs that nothing was learned from
+    parameters: int  # numbers that were optimized for a person
+    seconds: float  # processor time for a person
+    attributes: tuple[tuple[float, ...], ...]  # read off the images of each person, empty where nothing reads them
+    explained: float | None  # R² of attributes, mean over these; None where truth is not known
 
 
 def met(ground: Ground, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:

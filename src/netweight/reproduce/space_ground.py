@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from netweight.nn.lora import Adapter
     from netweight.nn.train_lora import AdapterRecipe
 
-__all__ = ["PAPER_NEEDS", "Fitting", "Ground", "Stranger", "Wanted", "folder_of", "ground_of", "space_table"]
-
 NEEDS = ("diffusion", "evidence")
 PAPER_NEEDS = (
     "a recipe that names Stable Diffusion, a bank of the published adapters, labels, photographs and a face "
@@ -44,127 +42,76 @@ Match: TypeAlias = "Callable[[Wanted, Tensor], Tensor]"
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """An edit.
+    """An edit."""
 
-    Attributes:
-        title: What the paper calls it.
-        column: The label that it raises.
-        prompt: What asks for it in words; None where no words at hand do.
-        confounders: Labels that are to stay as they are.
-        text: What images should show after it, for CLIP.
-        slider: Whether there is a Concept Slider for it.
-    """
-
-    title: str
-    column: str
-    prompt: str | None = None
-    confounders: tuple[str, ...] = ()
-    text: str = ""
-    slider: bool = True
+    title: str  # what the paper calls it
+    column: str  # the label that it raises
+    prompt: str | None = None  # what asks for it in words; None where no words at hand do
+    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
+    text: str = ""  # what images should show after it, for CLIP
+    slider: bool = True  # whether there is a Concept Slider for it
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Stranger:
-    """Somebody who is in no bank.
-
-    Attributes:
-        name: Of the person.
-        images: Photographs to learn from, shape `(m, 3, height, width)`, within 0 and 1; the first alone stands for
-            "one image".
-        prompts: One for each.
-        others: Photographs that nothing learns from, which tell whether the person is met.
-        truth: The person's attributes, where they are known, shape `(a,)`.
-    """
+    """Somebody who is in no bank."""
 
     name: str
+    # Photographs to learn from, shape `(m, 3, height, width)`, within 0 and 1; the first alone stands for "one image".
     images: Tensor
     prompts: tuple[str, ...]
-    others: Tensor
-    truth: Tensor | None = None
+    others: Tensor  # photographs that nothing learns from, which tell whether the person is met
+    truth: Tensor | None = None  # the person's attributes, where they are known, shape `(a,)`
 
 
 @final
 @dataclass(frozen=True)
 class Fitting:
-    """How people are put into the model.
-
-    Attributes:
-        recipe: Of adapters.
-        layers: That adapters change.
-        each: Noisy images of a person at a step, of adapters.
-        draws: The same of inversion.
-        inversion: Settings of the descent.
-        said: The prediction that its error is counted in.
-        together: People at a time.
-    """
+    """How people are put into the model."""
 
     recipe: AdapterRecipe
-    layers: str
-    each: int
+    layers: str  # that adapters change
+    each: int  # noisy images of a person at a step, of adapters
     draws: int
-    inversion: InversionSettings
-    said: Literal["velocity", "noise", "sample"]
-    together: int = 32
+    inversion: InversionSettings  # settings of the descent
+    said: Literal["velocity", "noise", "sample"]  # the prediction that its error is counted in
+    together: int = 32  # people at a time
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """A space and what is asked of it.
-
-    Attributes:
-        model: The model.
-        space: Of its adapters.
-        labels: Of the same adapters.
-        wanted: Edits of table 1.
-        held: Rows of the adapters that no direction is found from; edits are tuned and measured on them.
-        people: How many of them are edited.
-        strangers: People who are in no bank.
-        prompts: One for all images of a person, or one for each seed.
-        seeds: Of a person's images.
-        guidance: Of generations.
-        steps: Of their scheduler.
-        identity: Attribute that is edited, or None → descriptor of the person.
-        identity_name: What the score is called.
-        distance: How far images of an edit are from those before, and its name.
-        match: How well images show an edit, one number per image.
-        match_name: What that is called.
-        effect: Edits are made so strong that the match grows by so much on people who are not measured; None for each
-            way's own strength.
-        read: Reads all attributes of images, shape `(n, a)`; None if nothing at hand can.
-        attributes: Their names; each reaches from -1 to 1.
-        sliders: Title of an edit → its Concept Slider; trained or opened when it is called.
-        fitting: How people are put into the model.
-        small: Whether this is the miniature.
-        differs: How this differs from the paper's set-up, one sentence each.
-        rows: Most images that are painted at a time.
-    """
+    """A space and what is asked of it."""
 
     model: PipelineModel
     space: WeightSpace
     labels: Labels
-    wanted: tuple[Wanted, ...]
-    held: tuple[int, ...]
-    people: int
-    strangers: tuple[Stranger, ...]
-    prompts: tuple[str, ...]
+    wanted: tuple[Wanted, ...]  # edits of table 1
+    held: tuple[int, ...]  # rows of the adapters that no direction is found from; edits are tuned and measured on them
+    people: int  # how many of them are edited
+    strangers: tuple[Stranger, ...]  # people who are in no bank
+    prompts: tuple[str, ...]  # one for all images of a person, or one for each seed
     seeds: tuple[int, ...]
     guidance: float
     steps: int
-    identity: Callable[[str | None], Descriptor]
-    identity_name: str
-    distance: tuple[str, Compare]
-    match: Match
-    match_name: str
+    identity: Callable[[str | None], Descriptor]  # attribute that is edited, or None → descriptor of the person
+    identity_name: str  # what the score is called
+    distance: tuple[str, Compare]  # how far images of an edit are from those before, and its name
+    match: Match  # how well images show an edit, one number per image
+    match_name: str  # what that is called
+    # Edits are made so strong that the match grows by so much on people who are not measured; None for each way's own
+    # strength.
     effect: float | None
+    # Reads all attributes of images, shape `(n, a)`; None if nothing at hand can.
     read: Callable[[Tensor], Tensor] | None
-    attributes: tuple[str, ...]
+    attributes: tuple[str, ...]  # their names; each reaches from -1 to 1
+    # Title of an edit → its Concept Slider; trained or opened when it is called.
     sliders: Callable[[], Mapping[str, Adapter]]
-    fitting: Fitting
-    small: bool
-    differs: tuple[str, ...]
-    rows: int = 64
+    fitting: Fitting  # how people are put into the model
+    small: bool  # whether this is the miniature
+    differs: tuple[str, ...]  # how this differs from the paper's set-up, one sentence each
+    rows: int = 64  # most images that are painted at a time
 
     @cached_property
     def digest(self) -> str:
@@ -207,14 +154,7 @@ class Ground:
         return rows[:measured], rows[measured:][: max(measured // 2, 2)]
 
     def tried(self, people: int | None) -> Ground:
-        """Return a smaller ground, for a try.
-
-        Args:
-            people: So many people are edited and so many strangers met, 5 or more.
-
-        Raises:
-            UsageError: They are fewer, or more than there are.
-        """
+        """Return a smaller ground, for a try."""
         if people is None:
             return self
         if not 5 <= people <= len(self.strangers):
@@ -227,14 +167,7 @@ class Ground:
 
 
 def space_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]], Callable[..., Measured]]:
-    """Register a table of weights2weights: a function of the ground and of the folder that all of them share.
-
-    As a table it takes `recipe` (see `recipes/space-tables.yaml`), and for a try `people`, see `Ground.tried`. It
-    raises `UsageError` if the recipe is missing or wrong, and `NetweightError` if a run failed.
-
-    Args:
-        table_id: Its name.
-    """
+    """Register a table of weights2weights: a function of the ground and of the folder that all of them share."""
 
     def register(measure: Callable[[Ground, Path], Measured]) -> Callable[..., Measured]:
         def run(scale: Scale, out: Path, *, recipe: Path | None = None, people: int | None = None) -> Measured:
@@ -249,15 +182,7 @@ def space_table(table_id: str) -> Callable[[Callable[[Ground, Path], Measured]],
 
 
 def ground_of(scale: Scale, recipe: Path | str | None = None) -> Ground:
-    """Open the ground of a scale.
-
-    Args:
-        scale: "small" for the miniature, "paper" for what a recipe names.
-        recipe: The recipe's file, for "paper".
-
-    Raises:
-        UsageError: The recipe is missing at "paper" or given at "small", or something in it is wrong.
-    """
+    """Open the ground of a scale."""
     if scale == "small":
         if recipe is not None:
             raise UsageError(

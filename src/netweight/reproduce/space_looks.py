@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from netweight.evidence.figures import Figure
 
-__all__ = ["histograms", "traversal"]
-
 _COUNTED, _DRAWN, _ALONG = 10, 4, 3
 _MOST_TESTED = 5_000  # scipy's test is made for no more
 _STEPS = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)

@@ -25,26 +25,18 @@ from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read
 
-__all__ = ["miniature"]
-
+# The paper's edits and what stands for them: one of everything, one of the face's shape, a fine one.
 _EDITS = {"Gender": "beard", "Chubby": "width", "Eyes": "eye_spacing"}
-"""The paper's edits and what stands for them: one of everything, one of the face's shape, a fine one."""
 _HELD, _PEOPLE, _STRANGERS, _OTHERS = 64, 16, 16, 8
 _INVERSION, _DRAWS = InversionSettings(steps=150), 2
 _SEED = 977
-"""Of strangers, who are in no bank, and of pairs for sliders."""
 _STEPS = 15
 _SLIDER, _PAIRS = AdapterRecipe(steps=200, learning_rate=0.01), 64
 
 
 @cache
 def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Ground:
-    """Open a bank of drawn faces and fit its space; once, as no table changes it.
-
-    Args:
-        bank: By default the one that comes with the package.
-        labels: Its people's attributes.
-    """
+    """Open a bank of drawn faces and fit its space; once, as no table changes it."""
     adapters = AdapterBank.open(bank)
     space = WeightSpace.fit(adapters, halves=False)
     model = text_to_image(faces_pipeline(), name="the miniature")
@@ -88,13 +80,9 @@ def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Ground:
 @final
 @dataclass(frozen=True)
 class _Looks:
-    """Attributes as a vector of identity: of different people their cosine is 0 in the mean.
+    """Attributes as a vector of identity: of different people their cosine is 0 in the mean."""
 
-    Attributes:
-        without: The one that is edited, and does not count.
-    """
-
-    without: str | None
+    without: str | None  # the one that is edited, and does not count
 
     @property
     def name(self) -> str:

@@ -11,10 +11,8 @@ from netweight.reproduce.registry import Column, Measured, Row
 from netweight.reproduce.space_fits import MANY, ONE, SPACE, Fit, Met, met
 from netweight.reproduce.space_ground import Ground, space_table
 
-__all__ = ["table2_4", "table5"]
-
+# Least R² of inversion from one image, as a share of that of an adapter trained on several.
 _TARGET = 0.9
-"""Least R² of inversion from one image, as a share of that of an adapter trained on several."""
 _SEED = 0
 _ELSEWHERE = (
     "Celeb-Basis cannot be run here: its basis is made of the text embeddings of celebrities' names, which a model "

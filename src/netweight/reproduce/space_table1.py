@@ -16,8 +16,6 @@ from netweight.reproduce.space_ground import Ground, space_table
 if TYPE_CHECKING:
     from netweight.evidence.figures import Figure
 
-__all__ = ["table1"]
-
 _WAYS: tuple[Way, ...] = (
     "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions",
 )  # fmt: skip

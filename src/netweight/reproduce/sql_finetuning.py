@@ -18,14 +18,13 @@ from netweight.reproduce.training_ways import COMPRESSED, VANILLA, WAYS, arrange
 if TYPE_CHECKING:
     from netweight.data.corpora import Pair
 
-__all__ = ["ADAPTERS", "BASE", "BY_ADAMW", "FineTuning", "Student", "quantizer_of", "run", "score"]
-
 _ADAPTED = ["q", "k", "v", "o", "wi_0", "wi_1", "wo"]
 _WATCHED = 3  # updates during which the process' memory is sampled
+# Name of the row that trains nothing.
 BASE = "the base, before fine-tuning"
-"""Name of the row that trains nothing."""
+# Rows of full fine-tuning with the optimizer that adapters have; the paper has none.
 BY_ADAMW = {"Vanilla by AdamW": VANILLA, "LOMO + NeuZip lossless by AdamW": COMPRESSED}
-"""Rows of full fine-tuning with the optimizer that adapters have; the paper has none."""
+# Rows that train adapters, by the paper's names → the quantizer of the base, by its name in `quantizers`.
 ADAPTERS = {
     "LoRA on the bf16 base": None,
     "QLoRA INT8": "Quant INT8",
@@ -34,49 +33,26 @@ ADAPTERS = {
     "QLoRA NF4": "Quant NF4",
     "QLoRA NF4^2": "Quant NF4^2",
 }
-"""Rows that train adapters, by the paper's names → the quantizer of the base, by its name in `quantizers`."""
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Everything that decides on a run, but the base.
+    """Everything that decides on a run, but the base."""
 
-    Attributes:
-        way: One of `WAYS`, a key of `BY_ADAMW` or of `ADAPTERS`, or `BASE`.
-        base: Folder of the base model.
-        first: The first training pair that the base has not seen.
-        steps: Updates.
-        learning_rate: Of full fine-tuning by SGD, at the start; it falls linearly towards 0.
-        adapter_learning_rate: Of adapters, and of everything else that AdamW steps.
-        rank: Of the adapters, on every linear layer of attention and feed-forward.
-        batch: Pairs per update.
-        tests: Test questions that are answered.
-        seed: Seed of batches, dropout and adapters.
-    """
-
-    way: str
-    base: str
-    first: int
-    steps: int = 60
-    learning_rate: float = 0.1
+    way: str  # one of `WAYS`, a key of `BY_ADAMW` or of `ADAPTERS`, or `BASE`
+    base: str  # folder of the base model
+    first: int  # the first training pair that the base has not seen
+    steps: int = 60  # updates
+    learning_rate: float = 0.1  # it falls linearly towards 0
     adapter_learning_rate: float = 2e-3
     rank: int = 8
-    batch: int = 16
-    tests: int = 100
-    seed: int = 20241031
+    batch: int = 16  # pairs per update
+    tests: int = 100  # test questions that are answered
+    seed: int = 20241031  # seed of batches, dropout and adapters
 
 
 class Student:
-    """A base made ready to be fine-tuned one way: what takes steps.
-
-    Args:
-        config: How.
-        pairs: What to learn.
-
-    Raises:
-        MissingExtra: The quantizer or peft is not installed.
-        Unsupported: The quantizer or the adapters do not take this model on this machine.
-    """
+    """A base made ready to be fine-tuned one way: what takes steps."""
 
     def __init__(self, config: FineTuning, pairs: Sequence[Pair]) -> None:
         import torch
@@ -137,18 +113,8 @@ class Student:
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Fine-tune and answer the test, in a fresh process: see `memory_ledger.in_fresh_process`.
-
-    The second update is counted tensor by tensor, the next three are sampled.
-
-    Args:
-        config: The fields of a `FineTuning`.
-
-    Returns:
-        losses (hexadecimal, nats per token), digests of the weights (none for adapters), trained (number of weights
-        that are), counted bytes and their parts, sampled bytes, bleu with its interval. For `BASE` only bleu. Where
-        the way cannot run here, only missing: the reason.
-    """
+    """Fine-tune and answer the test, in a fresh process: see `memory_ledger.in_fresh_process`."""
+    # The second update is counted tensor by tensor, the next three are sampled.
     from netweight.data.corpora import wikisql
     from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
 
@@ -181,18 +147,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return SacreBLEU of answers, with the ends of its 95 % bootstrap interval over questions.
-
-    Args:
-        answers: What was written.
-        references: What should have been, one each.
-
-    Returns:
-        value, low, high, n and exact, the number of answers that are right to the letter.
-
-    Raises:
-        MissingExtra: sacrebleu is not installed.
-    """
+    """Return SacreBLEU of answers, with the ends of its 95 % bootstrap interval over questions."""
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError as error:

@@ -12,37 +12,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "COMPRESSED",
-    "LOMO",
-    "VANILLA",
-    "WAYS",
-    "arrange",
-    "differing_steps",
-    "differing_weights",
-    "digests",
-    "seconds_in_turns",
-]
-
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
+# Names of rows, as the paper has them.
 WAYS = (VANILLA, LOMO, COMPRESSED)
-"""Names of rows, as the paper has them."""
 
 
 def arrange(
     way: str, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
-    """Make a dense model ready to be trained one way.
-
-    Args:
-        way: One of `WAYS`.
-        model: Compressed in place if the way says so.
-        optimizer_class: Any torch optimizer.
-        options: Its options, such as `lr`.
-
-    Returns:
-        The optimizer; the model's backward pass has done the step already unless the way is plain.
-    """
+    """Make a dense model ready to be trained one way."""
     import netweight
 
     if way == VANILLA:
@@ -76,16 +54,7 @@ def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> int:
 
 
 def seconds_in_turns(time_ways: Callable[[Any], Any], given: Any, out: Path) -> dict[str, list[float]]:
-    """Seconds per update by way, measured by a function unless an earlier run in this folder has done so.
-
-    Args:
-        time_ways: Function of a module, which measures all ways in turns.
-        given: Its argument, which decides whether an earlier measurement counts.
-        out: Folder of the ledger.
-
-    Raises:
-        NetweightError: Measuring failed.
-    """
+    """Seconds per update by way, measured by a function unless an earlier run in this folder has done so."""
     from netweight.core.engines import in_process
     from netweight.core.runs import map_runs
 

@@ -30,8 +30,7 @@ from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys import minilm
 
-__all__ = ["SENTENCES", "make_stop", "settings"]
-
+# What the model embeds: pairs that mean nearly the same.
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",
     "A kitten is napping in the sun by the window.",
@@ -42,10 +41,9 @@ SENTENCES = (
     "She baked bread with rye and caraway.",
     "The loaf came out of the oven dark and fragrant.",
 )
-"""What the model embeds: pairs that mean nearly the same."""
 
+# What the ratio of whole files must reach at least.
 LEAST_RATIO = {"fp32, as published": 1.22, "bf16": 1.51}
-"""What the ratio of whole files must reach at least."""
 
 _KINDS = ("all tensors", "embeddings", "attention", "feed-forward", "the rest")
 _MB = 1e6
@@ -54,33 +52,19 @@ _MB = 1e6
 @final
 @dataclass(frozen=True)
 class _Variant:
-    """One model taken through the whole way.
+    """One model taken through the whole way."""
 
-    Attributes:
-        name: Its dtype, in words.
-        compressed: What compressing said.
-        restored: What restoring said.
-        verify_seconds: Time that the comparison of all bits took.
-        identity: The audit's findings.
-        files: Number of files compared after restoring, and the names of those that differ.
-        tensors: What is in its tensors.
-        before: Embeddings by the original, shape `(sentences, 384)`.
-        after: Embeddings by the restored model.
-        run: Embeddings by the model whose weights stay compressed in memory.
-        held: Bytes of the weights in memory, dense and compressed.
-    """
-
-    name: str
-    compressed: Summary
-    restored: Summary
-    verify_seconds: float
-    identity: tuple[Finding, ...]
-    files: tuple[int, list[str]]
+    name: str  # its dtype, in words
+    compressed: Summary  # what compressing said
+    restored: Summary  # what restoring said
+    verify_seconds: float  # time that the comparison of all bits took
+    identity: tuple[Finding, ...]  # the audit's findings
+    files: tuple[int, list[str]]  # number of files compared after restoring, and the names of those that differ
     tensors: tuple[TensorReport, ...]
-    before: Any
-    after: Any
-    run: Any
-    held: tuple[int, int]
+    before: Any  # embeddings by the original, shape `(sentences, 384)`
+    after: Any  # embeddings by the restored model
+    run: Any  # embeddings by the model whose weights stay compressed in memory
+    held: tuple[int, int]  # bytes of the weights in memory, dense and compressed
 
     @property
     def short(self) -> str:

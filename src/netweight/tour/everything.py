@@ -23,8 +23,6 @@ from netweight.toys.faces_pipeline import FACES_BANK
 from netweight.toys.language import ALIGNED, cipher_world, opened
 from netweight.toys.shapes import ShapesWorld
 
-__all__ = ["Other", "Ran", "add_everything", "all_others", "computed"]
-
 _COMMAND = "netweight tour"  # alone it has no other stops' models
 _IMAGES, _ROWS = 4, 32  # that a model paints, and examples that a model answers, before and after
 
@@ -32,40 +30,24 @@ _IMAGES, _ROWS = 4, 32  # that a model paints, and examples that a model answers
 @final
 @dataclass(frozen=True)
 class Other:
-    """A model taken through compression and back.
-
-    Attributes:
-        name: What it is.
-        nbytes: Of its plain weight files.
-        stored_nbytes: Of its compressed weight files.
-        tensors: How many there are.
-        wrong: Tensors and files that are damaged, missing, or differ, after compression or after restoring.
-    """
+    """A model taken through compression and back."""
 
     name: str
     nbytes: int
     stored_nbytes: int
-    tensors: int
-    wrong: int
+    tensors: int  # how many there are
+    wrong: int  # tensors and files that are damaged, missing, or differ, after compression or after restoring
 
 
 @final
 @dataclass(frozen=True)
 class Ran:
-    """What a model computed with dense and with compressed weights.
-
-    Attributes:
-        name: What it is.
-        different: Numbers that differ in any bit.
-        numbers: How many were compared.
-        dense: Bytes of its weights in memory.
-        compressed: The same once they are compressed.
-    """
+    """What a model computed with dense and with compressed weights."""
 
     name: str
-    different: int
-    numbers: int
-    dense: int
+    different: int  # numbers that differ in any bit
+    numbers: int  # how many were compared
+    dense: int  # bytes of its weights in memory
     compressed: int
 
 

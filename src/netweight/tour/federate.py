@@ -44,21 +44,19 @@ from netweight.methods.federate.report import (
 from netweight.methods.federate.settings import LocalTraining
 from netweight.tour.stop import Place, Stop, handed_over
 
-__all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
-
+# Rounds of each federation.
 ROUNDS = 5
-"""Rounds of each federation."""
+# Sites whose update is attacked; intervals need 5.
 IMAGES = 5
-"""Sites whose update is attacked; intervals need 5."""
+# How images are searched for: a fifth of the work that the attack does by itself.
 PEELING = PeelingConfig(softening=6, rounds=3)
-"""How images are searched for: a fifth of the work that the attack does by itself."""
 _SITES, _SEED = 10, 520
 _NOISE = UpdateNoise(clip=1.0, multiplier=0.01)
 _ONE_STEP = ThreatModel(first_round=True)
 _IN_A_SUM = ThreatModel(first_round=True, summed_over=_SITES)
 _FEDAVG, _HYPERFL, _NOISY, _SUMMED = "FedAvg", "HyperFL", "HyperFL, noise added", "HyperFL, in a secure sum"
+# Cosine from which on a gradient counts as taken.
 _EXACT = 0.99
-"""Cosine from which on a gradient counts as taken."""
 
 
 def settings() -> Mapping[str, Any]:
@@ -72,35 +70,25 @@ def settings() -> Mapping[str, Any]:
 @final
 @dataclass(frozen=True)
 class _Sums:
-    """What a server that lies takes out of a secure sum, and whether sites notice.
-
-    Attributes:
-        cosines: Of each site's gradient with the nearest of those that the server reads, one per site.
-        refused: Sites that would refuse what was sent, if they looked at it.
-    """
+    """What a server that lies takes out of a secure sum, and whether sites notice."""
 
     cosines: tuple[float, ...]
-    refused: int
+    refused: int  # sites that would refuse what was sent, if they looked at it
 
 
 @final
 @dataclass(frozen=True)
 class _Seen:
-    """What the server sees.
+    """What the server sees."""
 
-    Attributes:
-        one_step: By method, after one step on one image: the worst that a site can do.
-        own: By method, cosines of the gradient read after the schedule that the federation was trained with, one per
-            site, and of what the average of all sites gives away of the same gradient.
-        strongest: With noise, the cosine of the update's strongest direction with the gradient: what somebody reads
-            who knows of the noise.
-        sums: A secure sum under a server that lies.
-    """
-
-    one_step: Mapping[str, Exposure]
+    one_step: Mapping[str, Exposure]  # by method, after one step on one image: the worst that a site can do
+    # By method, cosines of the gradient read after the schedule that the federation was trained with, one per site, and
+    # of what the average of all sites gives away of the same gradient.
     own: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    # With noise, the cosine of the update's strongest direction with the gradient: what somebody reads who knows of the
+    # noise.
     strongest: tuple[float, ...]
-    sums: _Sums
+    sums: _Sums  # a secure sum under a server that lies
 
 
 def make_stop(place: Place) -> Stop:

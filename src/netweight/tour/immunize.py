@@ -26,10 +26,8 @@ from netweight.toys import language_subjects as small_world_subjects
 from netweight.toys.language import ALIGNED, cipher_world
 from netweight.toys.language_subjects import DEFENSE, defend_world
 
-__all__ = ["ATTACK_STEPS", "make_stop", "settings"]
-
+# Most steps of an attack.
 ATTACK_STEPS = 240
-"""Most steps of an attack."""
 _RATES, _SEED, _LOOKED_AT = (3e-4, 1e-3), 0, 64
 _THRESHOLD = 0.9
 # Half of every batch is benign, as an attacker does who wants to keep the rest of the model.
