@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
@@ -43,6 +42,7 @@ from netweight.methods.forget.settings import DetectionConfig, LocalizationConfi
 from netweight.methods.forget.statistics import measure_statistics
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
+from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 FIRST_SEED, FIRST_ORDINARY_SEED = 1000, 5000  # those from 0 on are localization's
 BLOCKS, DRAWN, LOOKED_AT = 4, 1000, 10  # seeds from one block to the next, of pictures and of first predictions

@@ -5,6 +5,12 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from netweight import codec
+from netweight.cli import netweight
+from netweight.errors import NetweightError, Unsupported
+from netweight.evidence.timing import Samples
 from netweight_experiments.benchmarks import codec as measure
 from netweight_experiments.benchmarks import codec_data as peers
 from netweight_experiments.benchmarks.codec import (
@@ -18,12 +24,6 @@ from netweight_experiments.benchmarks.codec import (
     write_result,
 )
 from netweight_experiments.benchmarks.codec_data import PEERS, Ready, missing, model_as, pack
-from safetensors.torch import save_file
-
-from netweight import codec
-from netweight.cli import netweight
-from netweight.errors import NetweightError, Unsupported
-from netweight.evidence.timing import Samples
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

@@ -11,13 +11,12 @@ from netweight.cli import netweight
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
-from netweight_experiments.toys import decoder as shapes
-
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
 from netweight.evidence import memory_ledger
-from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
-from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight_experiments.tables import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
+from netweight_experiments.tables.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight_experiments.toys import decoder as shapes
 
 TINY = {
     "hidden_size": 64,
@@ -155,10 +154,9 @@ def test_figure_2_is_a_ledger_that_adds_up(tmp_path, here):
 def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, monkeypatch):
     pytest.importorskip("peft", reason="peft is not installed")
     pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    from netweight.data.corpora import wikisql
     from netweight_experiments.toys.encoder_decoder import EncoderDecoderRecipe, trained
     from netweight_experiments.toys.fitting import Schedule
-
-    from netweight.data.corpora import wikisql
 
     recipe = EncoderDecoderRecipe(
         vocabulary=300, width=64, inner=64, layers=1, heads=2, batch=4, schedule=Schedule(steps=2, check_every=1)

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from netweight_experiments.toys.fitting import Schedule, fit
 
 from netweight.errors import UsageError
+from netweight_experiments.toys.fitting import Schedule, fit
 
 INPUTS = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS @ torch.arange(5.0) + 1

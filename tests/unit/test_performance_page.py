@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from netweight_experiments.benchmarks.codec import read_result
 
 ROOT = Path(__file__).parents[2]

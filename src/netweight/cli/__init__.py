@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, final
 import click
 
 from netweight.core.environment import netweight_version
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import MissingExtra, NetweightError, UsageError
 
 __all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
@@ -36,9 +37,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "space": ("netweight.cli.space:space", "See many customized models as one space."),
     "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
-    "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),
+    "reproduce": (
+        "netweight_experiments.cli:reproduce",
+        "Measure a table of a paper again, beside what was published.",
+    ),
     "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
-    "benchmark": ("netweight.cli.benchmark:benchmark", "Measure speed and size against peers on this machine."),
+    "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
 """Each command's home, `"module:attribute"`, and its line in `netweight --help`."""
@@ -65,6 +69,12 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name][0].split(":")
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(
+                f"`netweight {cmd_name}` is in the package {package.replace('_', '-')}, which is not installed.",
+                cure="In a clone of netweight's source, run: pip install ./experiments",
+            )
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
