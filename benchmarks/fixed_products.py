@@ -44,10 +44,7 @@ def cases(rows, columns, batch, nbytes, device):
     return count, {
         "dense": (lambda: [F.linear(x, weight) for weight in dense], 2 * rows * columns * count),
         "fixed": (lambda: [fixed_products.linear(x, payload, rows, columns) for payload in payloads], size),
-        "decoded": (
-            lambda: [F.linear(x, fixed_products.decode(payload, rows, columns)) for payload in payloads],
-            size,
-        ),
+        "decoded": (lambda: [F.linear(x, fixed_products.decode(payload, rows, columns)) for payload in payloads], size),
     }
 
 

@@ -42,13 +42,7 @@ Who: TypeAlias = tuple[str, str | None, str | None]  # contender, path, level
 
 
 def run_benchmark(
-    sets: Sequence[DataSet],
-    *,
-    repeats: int,
-    seed: int,
-    command: str,
-    quick: bool = False,
-    progress: Progress = QUIET,
+    sets: Sequence[DataSet], *, repeats: int, seed: int, command: str, quick: bool = False, progress: Progress = QUIET
 ) -> Result:
     """Measure the codec and its peers."""
     # First, with the C library's memory management as it is, decoding into new outputs. Then, with freed memory kept,

@@ -181,7 +181,7 @@ def _differs(lines: Sequence[Line], names: Sequence[str], scale: Scale) -> tuple
 def _notes(lines: Sequence[Line], found: Mapping[AttackRun, Mapping[str, Any]]) -> tuple[str, ...]:
     notes = [
         f"Means over {len({run.image for run in found})} images of each data set, each with an untrained network of its"
-        " own. LPIPS is not measured: its backbone is not part of this library.",
+        " own. LPIPS is not measured: its backbone is not part of this library."
     ]
     attacks = {line.attack for line in lines}
     if attacks & {"ig", "rog"}:

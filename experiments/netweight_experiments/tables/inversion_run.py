@@ -208,10 +208,7 @@ def _guessed(
     body = sent["heads.weight"] @ code + sent["heads.bias"]
     product = slopes[f"{HYPERNETWORK}heads.weight"] @ code + slopes[f"{HYPERNETWORK}heads.bias"]
     fresh: nn.Module = small_cnn(classes=len(_weights(head)["bias"]), seed=seeds.derive(SEED, "guess", run.image))[1]
-    return (
-        _named(layout.split(body), _weights(fresh)),
-        _named(layout.split(product / (code.square().sum() + 1)), {}),
-    )
+    return (_named(layout.split(body), _weights(fresh)), _named(layout.split(product / (code.square().sum() + 1)), {}))
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -95,9 +95,7 @@ def read_nemo_recipe(path: Path) -> NemoRecipe:
         problems += [f"{key}: must be at least 2." for key in counts if getattr(recipe, key) < 2]
     if problems or recipe is None:
         raise refusal(
-            path,
-            problems,
-            cure="recipes/nemo-tables.yaml says what each key is for and where the files come from.",
+            path, problems, cure="recipes/nemo-tables.yaml says what each key is for and where the files come from."
         )
     return recipe
 

@@ -49,11 +49,7 @@ def table1(ground: Ground, folder: Path) -> Measured:
         columns=painted.columns,
         rows=painted.rows(),
         differs=(*ground.differs, *_differs()),
-        findings=(
-            *_outcomes(painted),
-            *attack_findings(searches, ground),
-            *_copied(painted),
-        ),
+        findings=(*_outcomes(painted), *attack_findings(searches, ground), *_copied(painted)),
         figures=(image_figure(painted, shown, searches, found),),
         tables=(seeds_table(painted),),
         notes=(_NOT_READ, *_reading(ground), *notes, *status_notes(found)),

@@ -118,12 +118,7 @@ class Painter:
         images = before if way == NONE else self._painted(way, prompt, [prompt] * len(seeds), seeds)
         found = copies_of_prompt(own, images, ground.memorized, descriptor=ground.descriptor, unedited=before)
         follows = None if ground.alignment is None else ground.alignment([prompt] * len(images), images)
-        return {
-            **found.to_json(),
-            "alignment": follows,
-            "ssim": _ssim(own, images),
-            "picture": shown(images[0]),
-        }
+        return {**found.to_json(), "alignment": follows, "ssim": _ssim(own, images), "picture": shown(images[0])}
 
     def ordinary(self, way: Way, prompt: str) -> dict[str, Any]:
         """Paint ordinary prompts, one image each."""

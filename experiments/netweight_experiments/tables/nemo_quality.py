@@ -120,11 +120,7 @@ def _quality_columns(ground: Ground, runs: Results) -> tuple[Column, ...]:
 
 
 def _drawn_quality(
-    ground: Ground,
-    runs: Results,
-    unions: Mapping[int, Any],
-    edits: Mapping[int, Way],
-    drawn: Mapping[int, Way | None],
+    ground: Ground, runs: Results, unions: Mapping[int, Any], edits: Mapping[int, Way], drawn: Mapping[int, Way | None]
 ) -> tuple[Figure, ...]:
     from netweight.evidence.figures import lines
 

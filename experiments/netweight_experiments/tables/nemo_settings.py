@@ -151,10 +151,7 @@ def _row(
 
 
 def _heat(
-    ground: Ground,
-    usual: float,
-    levels: Sequence[float],
-    rows: Mapping[tuple[_Cell, str], tuple[Number | None, ...]],
+    ground: Ground, usual: float, levels: Sequence[float], rows: Mapping[tuple[_Cell, str], tuple[Number | None, ...]]
 ) -> tuple[Figure, ...]:
     """One figure for what is counted in neurons, one for what is painted without them."""
     from netweight.evidence.matrix_figures import heat_maps

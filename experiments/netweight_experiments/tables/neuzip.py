@@ -66,11 +66,7 @@ def figure5(scale: Scale, out: Path) -> Measured:
 
 
 def _measured(
-    label: str,
-    statistics: BitStatistics,
-    differs: tuple[str, ...],
-    inputs: dict[str, str],
-    seeds: tuple[int, ...] = (),
+    label: str, statistics: BitStatistics, differs: tuple[str, ...], inputs: dict[str, str], seeds: tuple[int, ...] = ()
 ) -> Measured:
     from netweight.methods.compress.inspect import bits_figure
 

@@ -79,11 +79,7 @@ plan(
 
 plan(
     "repnoise-table16",
-    Plan(
-        _lines(("defence lr 2e-5", REPNOISE), ("defence lr 4e-5", _with(lr=4e-5))),
-        (STRONGEST,),
-        steps=True,
-    ),
+    Plan(_lines(("defence lr 2e-5", REPNOISE), ("defence lr 4e-5", _with(lr=4e-5))), (STRONGEST,), steps=True),
 )
 
 plan(

@@ -85,10 +85,7 @@ plan(
     Plan(
         (
             BASE,
-            Line(
-                "defended on BeaverTails, attacked with DecodingTrust",
-                dataclasses.replace(REPNOISE, data="other"),
-            ),
+            Line("defended on BeaverTails, attacked with DecodingTrust", dataclasses.replace(REPNOISE, data="other")),
             Line(
                 "defended with 230 pairs of the domain attacked with",
                 dataclasses.replace(_toxic(REPNOISE.defense), pairs=230),

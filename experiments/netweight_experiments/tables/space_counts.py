@@ -111,11 +111,7 @@ def _sizes(count: int) -> list[int]:
 
 
 def _edits(
-    ground: Ground,
-    folder: Path,
-    *,
-    models: Sequence[int | None] = (None,),
-    components: Sequence[int | None] = (None,),
+    ground: Ground, folder: Path, *, models: Sequence[int | None] = (None,), components: Sequence[int | None] = (None,)
 ) -> list[list[Mapping[str, list[float]]]]:
     """Edits of all titles, for each number of models or components."""
     wanted = {one.title: one for one in ground.wanted}

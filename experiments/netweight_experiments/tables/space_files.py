@@ -110,9 +110,7 @@ def read_space_recipe(path: Path) -> SpaceRecipe:
         problems += [f"{key}: must be at least 10." for key in ("people", "held") if getattr(recipe, key) < 10]
     if problems or recipe is None:
         raise refusal(
-            path,
-            problems,
-            cure="recipes/space-tables.yaml says what each key is for and where the files come from.",
+            path, problems, cure="recipes/space-tables.yaml says what each key is for and where the files come from."
         )
     return recipe
 

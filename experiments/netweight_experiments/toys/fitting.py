@@ -113,11 +113,7 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, torch.Tensor],
-    step: int,
-    schedule: Schedule,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor], step: int, schedule: Schedule
 ) -> float:
     import torch
 

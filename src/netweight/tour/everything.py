@@ -99,10 +99,7 @@ def computed(place: Place) -> tuple[Ran, ...]:
         logits: Tensor = reader(tokens).logits
         return logits
 
-    return (
-        _ran("the painting model", painter.denoiser, painted),
-        _ran("the language model", reader, read),
-    )
+    return (_ran("the painting model", painter.denoiser, painted), _ran("the language model", reader, read))
 
 
 @torch.no_grad()

@@ -56,8 +56,7 @@ def make_stop(place: Place) -> Stop:
     place.say(f"Immunized by {DEFENSE}: {len(record.steps)} steps.")
     pairs = world.pairs(_LOOKED_AT, seed=_SEED + 1)
     insight = Insight(
-        weight_changes(before, after),
-        *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after)),
+        weight_changes(before, after), *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after))
     )
     found, stability = _attacked(file, place.folder / "attacks.jsonl", place.progress)
     place.say(f"Attacked: {_words(found)}")
