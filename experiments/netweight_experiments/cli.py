@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from netweight_experiments.benchmarks.codec import Result
     from netweight_experiments.benchmarks.codec_data import DataSet
     from netweight_experiments.tables.catalog import Item
-    from netweight_experiments.tables.run import Reproduction
+    from netweight_experiments.tables.compare import Reproduction
 
 RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
@@ -76,7 +76,7 @@ def reproduce(
 
     A finished result in the output folder is reused. Ends with exit code 1 when a finding failed.
     """
-    from netweight_experiments.tables.run import run_table
+    from netweight_experiments.tables.compare import run_table
 
     if list_all or table is None:
         if table is not None or not list_all:
@@ -328,7 +328,7 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
     from netweight.core.progress import Progress
     from netweight.evidence.page import format_number
     from netweight.evidence.report import write_text
-    from netweight_experiments.tables.at_size_run import measure_at_size
+    from netweight_experiments.tables.neuzip.paper_scale import measure_at_size
 
     command = shlex.join(["netweight", *sys.argv[1:]])
     done = measure_at_size(

@@ -12,9 +12,11 @@ from click.testing import CliRunner
 from netweight.cli import netweight
 from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra
-from netweight_experiments.tables import inference_subjects, neuzip_inference, run_table
-from netweight_experiments.tables.inference_figure import front
-from netweight_experiments.tables.inference_ways import BITS, BLOCKS, ways
+from netweight_experiments.tables import run_table
+from netweight_experiments.tables.neuzip import inference as neuzip_inference
+from netweight_experiments.tables.neuzip import inference_models as inference_subjects
+from netweight_experiments.tables.neuzip.inference import front
+from netweight_experiments.tables.neuzip.inference_models import BITS, BLOCKS, ways
 from netweight_experiments.toys import decoder, encoder_decoder
 from netweight_experiments.toys.fitting import Schedule
 
@@ -142,7 +144,7 @@ def test_the_stand_in_is_trained_once_and_named_as_such(tmp_path, own_texts):
 
 
 def test_a_run_that_was_killed_goes_on_with_the_next_way(tmp_path, own_texts, only_some_ways, monkeypatch):
-    from netweight_experiments.tables import inference_rows
+    from netweight_experiments.tables.neuzip import inference_runs as inference_rows
 
     applied = []
     true_apply = inference_rows.apply

@@ -16,8 +16,10 @@ pytest.importorskip("transformers", reason="pipelines come with the diffusion ex
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from netweight_experiments.tables import space_edits, space_fits, space_miniature
-from netweight_experiments.tables.space_ground import ground_of
+from netweight_experiments.tables.w2w import edits as space_edits
+from netweight_experiments.tables.w2w import openers as space_miniature
+from netweight_experiments.tables.w2w import people as space_fits
+from netweight_experiments.tables.w2w.setup import ground_of
 
 TABLES = [f"w2w-{name}" for name in ("table1", "table2-4", "table5", "fig8", "components", "histograms", "traversal")]
 
@@ -89,7 +91,7 @@ def test_strangers_are_met_in_every_way_and_tables_share_them(out):
 
 
 def test_fewer_models_and_components(out, monkeypatch):
-    from netweight_experiments.tables import space_counts
+    from netweight_experiments.tables.w2w import components as space_counts
 
     monkeypatch.setattr(space_counts, "_SIZES", (40,))
     result = tried("w2w-fig8", out)

@@ -14,8 +14,12 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
 from netweight.evidence import memory_ledger
-from netweight_experiments.tables import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
-from netweight_experiments.tables.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight_experiments.tables.neuzip import finetuning as neuzip_sql
+from netweight_experiments.tables.neuzip import finetuning as sql_finetuning
+from netweight_experiments.tables.neuzip import pretraining
+from netweight_experiments.tables.neuzip import pretraining as neuzip_memory
+from netweight_experiments.tables.neuzip import pretraining as neuzip_training
+from netweight_experiments.tables.neuzip.pretraining import COMPRESSED, LOMO, VANILLA, WAYS
 from netweight_experiments.toys import decoder as shapes
 
 TINY = {

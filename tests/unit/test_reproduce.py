@@ -9,8 +9,8 @@ from netweight.evidence.figures import Figure
 from netweight.evidence.report import Column as ReportColumn
 from netweight.evidence.report import Table
 from netweight_experiments.tables import Column, Measured, Row, catalog, registry, run_table, table
+from netweight_experiments.tables.compare import compare
 from netweight_experiments.tables.published import Published, published_ids
-from netweight_experiments.tables.run import compare
 
 FIGURE = Figure("svg", "<svg></svg>", "nothing")
 WIDE = Table(

@@ -6,7 +6,7 @@ papers show, `run.py` lays measured beside published. The other modules define t
 
 from __future__ import annotations
 
+from netweight_experiments.tables.compare import Reproduction, run_table
 from netweight_experiments.tables.registry import Column, Measured, Row, table
-from netweight_experiments.tables.run import Reproduction, run_table
 
 __all__ = ["Column", "Measured", "Reproduction", "Row", "run_table", "table"]

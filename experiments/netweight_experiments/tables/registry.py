@@ -23,33 +23,22 @@ from netweight.evidence.report import Table
 
 # Modules that register tables.
 MODULES = (
-    "netweight_experiments.tables.at_size_throughput",
-    "netweight_experiments.tables.hyperfl_accuracy",
-    "netweight_experiments.tables.hyperfl_adapters",
-    "netweight_experiments.tables.hyperfl_attack_figures",
-    "netweight_experiments.tables.hyperfl_attacks",
-    "netweight_experiments.tables.hyperfl_clients",
-    "netweight_experiments.tables.hyperfl_speed",
-    "netweight_experiments.tables.nemo_counts",
-    "netweight_experiments.tables.nemo_detection",
-    "netweight_experiments.tables.nemo_mitigations",
-    "netweight_experiments.tables.nemo_quality",
-    "netweight_experiments.tables.nemo_settings",
-    "netweight_experiments.tables.nemo_shared",
-    "netweight_experiments.tables.neuzip",
-    "netweight_experiments.tables.neuzip_inference",
-    "netweight_experiments.tables.neuzip_memory",
-    "netweight_experiments.tables.neuzip_sql",
-    "netweight_experiments.tables.neuzip_training",
-    "netweight_experiments.tables.repnoise_abilities",
-    "netweight_experiments.tables.repnoise_ablations",
-    "netweight_experiments.tables.repnoise_attacks",
-    "netweight_experiments.tables.repnoise_categories",
-    "netweight_experiments.tables.repnoise_figures",
-    "netweight_experiments.tables.space_counts",
-    "netweight_experiments.tables.space_looks",
-    "netweight_experiments.tables.space_strangers",
-    "netweight_experiments.tables.space_table1",
+    "neuzip.bits",
+    "neuzip.pretraining",
+    "neuzip.finetuning",
+    "neuzip.inference",
+    "neuzip.throughput",
+    "hyperfl.federations",
+    "hyperfl.adapters",
+    "hyperfl.attacks",
+    "repnoise.attacks",
+    "repnoise.models",
+    "nemo.mitigations",
+    "nemo.neurons",
+    "nemo.detection",
+    "w2w.edits",
+    "w2w.people",
+    "w2w.components",
 )
 
 Scale: TypeAlias = Literal["small", "paper"]
@@ -153,7 +142,7 @@ def table(
 def registered() -> Mapping[str, TableEntry]:
     """Return all registered tables by id; imports the modules that define them."""
     for module in MODULES:
-        importlib.import_module(module)
+        importlib.import_module(f"netweight_experiments.tables.{module}")
     return dict(_REGISTER)
 
 

@@ -1,0 +1,378 @@
+"""NeMo's tables of mitigations: table 1, the ablation, and what edits cost by their number and by their factor."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from netweight.core.units import Units
+from netweight.evidence.copy_metrics import copy_findings
+from netweight.evidence.figures import Figure, lines
+from netweight.evidence.finding import Finding
+from netweight.methods.forget.layers import value_layers
+from netweight.methods.forget.localize import Localization
+from netweight.methods.forget.settings import LocalizationConfig
+from netweight_experiments.tables.nemo.images import (
+    KINDS,
+    Line,
+    Painted,
+    Painting,
+    Results,
+    attack_findings,
+    attacked,
+    copies,
+    image_figure,
+    middle,
+    paint,
+    painted_lines,
+    painting,
+    percent,
+    seeds_table,
+    spared_columns,
+    spared_values,
+)
+from netweight_experiments.tables.nemo.setup import (
+    ATTENTION,
+    EMBEDDING,
+    NONE,
+    PRUNING,
+    Setup,
+    Way,
+    nemo_table,
+    neurons_of,
+    off,
+    random_off,
+    searched,
+    status_notes,
+    threshold_of,
+    tokens,
+    union,
+    whole,
+)
+from netweight_experiments.tables.registry import Column, Measured, Row
+
+_NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"
+_BROKEN, _KEPT = 0.3, 0.9
+_DRAW = 0
+_NOT_READ = "The numbers of the paper's table are not at hand, so nothing is laid beside these."
+
+
+@nemo_table("nemo-table1")
+def table1(ground: Setup, folder: Path) -> Measured:
+    """Paint memorized and ordinary prompts under every mitigation, and search the edited model."""
+    found = neurons_of(ground, folder)
+    lines, notes = _lines(ground, found)
+    painted = painted_lines(ground, folder, lines, spared=True)
+    edits = {prompt: off(each.neurons) for prompt, each in searched(found).items()}
+    searches = attacked(ground, folder, edits)
+    shown = [line for line in painted.lines if line.title in (_BEFORE, _NEMO, _MATCHED)]
+    return Measured(
+        columns=painted.columns,
+        rows=painted.rows(),
+        differs=(*ground.differs, *_differs()),
+        findings=(*_outcomes(painted), *attack_findings(searches, ground), *_copied(painted)),
+        figures=(image_figure(painted, shown, searches, found),),
+        tables=(seeds_table(painted),),
+        notes=(_NOT_READ, *_reading(ground), *notes, *status_notes(found)),
+    )
+
+
+@nemo_table("nemo-ablation")
+def ablation(ground: Setup, folder: Path) -> Measured:
+    """Paint with parts of the method left out or exchanged, and with whole layers switched off."""
+    found = neurons_of(ground, folder)
+    lines = [
+        Line(_BEFORE, dict.fromkeys(ground.prompts, NONE)),
+        _own_neurons(_NEMO, found),
+        Line("initial selection off, not refined", _initial(found)),
+        *(_own_neurons(title, again) for title, again in _variants(ground, folder).items()),
+        Line("all neurons off", dict.fromkeys(ground.prompts, whole(ground))),
+        *(
+            Line(f"all neurons of layer {number} off", dict.fromkeys(ground.prompts, whole(ground, layer)))
+            for number, layer in enumerate(_layers(ground))
+        ),
+    ]
+    painted = painted_lines(ground, folder, lines, spared=True)
+    return Measured(
+        columns=painted.columns,
+        rows=painted.rows(),
+        differs=ground.differs,
+        tables=(seeds_table(painted),),
+        notes=(
+            _NOT_READ,
+            *_reading(ground),
+            "Layers are numbered from the entrance: those of the down blocks, then of the middle block. With fewer "
+            "seeds, or at the second timestep, the threshold is calibrated anew.",
+            *status_notes(found),
+        ),
+    )
+
+
+def _lines(ground: Setup, found: Mapping[str, Localization]) -> tuple[list[Line], list[str]]:
+    """The rows of table 1, and notes on prompts that a row could not be measured for."""
+    every = ground.prompts
+    lines = [
+        Line(_BEFORE, dict.fromkeys(every, NONE)),
+        Line("all neurons off", dict.fromkeys(every, whole(ground))),
+        dataclasses.replace(_own_neurons(_NEMO, found), others=True),
+    ]
+    notes = []
+    for title, matched in (("random neurons off, equal count", False), (_MATCHED, True)):
+        drawn = {
+            prompt: random_off(ground, each.neurons, layer_matched=matched, seed=_DRAW)
+            for prompt, each in searched(found).items()
+        }
+        lines.append(Line(title, {prompt: way for prompt, way in drawn.items() if way is not None}, others=True))
+        few = [prompt for prompt, way in drawn.items() if way is None]
+        if few:
+            notes.append(f"{title}: not for {'; '.join(few)}, as there are not so many other neurons.")
+    lines += [
+        Line("embedding adjustment", dict.fromkeys(every, EMBEDDING)),
+        Line("attention scaling", dict.fromkeys(every, ATTENTION)),
+        *(
+            Line(f"{count} random token{'s' * (count > 1)}", dict.fromkeys(every, tokens(count)))
+            for count in (1, 4, 10)
+        ),
+        Line("weight pruning", dict.fromkeys(every, PRUNING), others=True),
+    ]
+    return [line for line in lines if line.ways], notes
+
+
+def _own_neurons(title: str, found: Mapping[str, Localization]) -> Line:
+    """Each prompt with its own neurons off; one that was not taken for memorized keeps all of them."""
+    return Line(title, {prompt: off(each.neurons) for prompt, each in found.items() if each.status != "failed"})
+
+
+def _initial(found: Mapping[str, Localization]) -> dict[str, Way]:
+    return {prompt: off(Units(each.initial)) for prompt, each in searched(found).items()}
+
+
+def _variants(ground: Setup, folder: Path) -> dict[str, dict[str, Localization]]:
+    """Neurons found otherwise, by what is different."""
+    fewer = ground.detection.seeds[: max(2, len(ground.detection.seeds) // 2)]
+    late = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, timing="code"))
+    few = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, seeds=fewer))
+    reference = LocalizationConfig(ground.detection, fidelity="reference")
+    return {
+        "found as the released code does": neurons_of(
+            ground, folder, reference, threshold=threshold_of(ground, folder)
+        ),
+        "found at the second timestep": neurons_of(late, folder),
+        f"found with {len(fewer)} seeds": neurons_of(few, folder),
+    }
+
+
+def _layers(ground: Setup) -> list[str]:
+    return list(value_layers(ground.model.denoiser))
+
+
+def _outcomes(painted: Painted) -> list[Finding]:
+    """How many verbatim images neurons break and random ones leave; targets hold for the whole miniature."""
+    findings = []
+    lines = {line.title: line for line in painted.lines}
+    wanted = painted.ground.small and painted.ground.whole
+    for title, limit, words in ((_NEMO, _BROKEN, "broken"), (_MATCHED, _KEPT, "left as they are")):
+        own = painted.own(lines[title], "verbatim") if title in lines else {}
+        each = {prompt: median(copies(found).to_image) for prompt, found in own.items()}
+        if each:
+            count = sum(value <= limit if title == _NEMO else value >= limit for value in each.values())
+            findings.append(
+                Finding(
+                    f"{title}: verbatim images {words}, by a median similarity of {limit:g}",
+                    count,
+                    n=len(each),
+                    better="higher",
+                    target=len(each) - 1 if wanted else None,
+                    seeds=tuple(range(painted.ground.images)),
+                    detail={"median similarity": each},
+                )
+            )
+    return findings
+
+
+def _copied(painted: Painted) -> list[Finding]:
+    """Medians and shares with intervals, without a mitigation and with NeMo's neurons off."""
+    found = []
+    for line in painted.lines:
+        if line.title in (_BEFORE, _NEMO):
+            rows = [copies(each) for each in painted.own(line).values()]
+            found += copy_findings(rows, measure=f"{line.title}: {painted.ground.measure}")
+    return found
+
+
+def _reading(ground: Setup) -> Sequence[str]:
+    return (
+        f"Medians over prompts of medians over {ground.images} seeds, with the median absolute deviation over prompts; "
+        "between seeds lower is more diverse. A copy is an image with a similarity of 0.7 or more; an image may copy "
+        "another memorized picture than its own.",
+    )
+
+
+def _differs() -> Sequence[str]:
+    return (
+        "Embedding adjustment takes all of its 10 iterations, as a target norm would have to be calibrated; attention "
+        "scaling and pruning have their published settings, and none was searched for. One draw of random neurons and "
+        "of tokens for each prompt.",
+    )
+
+
+_POINTS = 8
+_FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@nemo_table("nemo-fig6")
+def figure6(ground: Setup, folder: Path) -> Measured:
+    """Add up the edits of more and more prompts, and as many random neurons, and paint ordinary prompts."""
+    found = neurons_of(ground, folder)
+    looked = list(searched(found).values())
+    counts = sorted({round(point * len(looked) / _POINTS) for point in range(_POINTS + 1)})
+    unions = {count: union(looked[:count]) for count in counts}
+    edits = {count: off(units) if count else NONE for count, units in unions.items()}
+    drawn = {
+        count: random_off(ground, units, layer_matched=False, seed=_DRAW) if count else NONE
+        for count, units in unions.items()
+    }
+    ways = [way for way in (*edits.values(), *drawn.values()) if way is not None]
+    runs = paint(ground, folder, [_ordinary(ground, way) for way in ways] + [_others(ground, way) for way in ways])
+    rows = []
+    for title, each in (("NeMo's neurons", edits), ("random neurons, equal count", drawn)):
+        for count, way in each.items():
+            if way is not None:
+                values = (len(unions[count]), *_values(ground, runs, way))
+                rows.append(Row(f"{title}, {count} prompts edited", values))
+    left = [str(count) for count, way in drawn.items() if way is None]
+    few = [f"No random neurons for {', '.join(left)} edited prompts: there are not so many others."] if left else []
+    return Measured(
+        columns=(Column("neurons off", "neurons"), *_quality_columns(ground, runs)),
+        rows=tuple(rows),
+        differs=ground.differs,
+        figures=_drawn_quality(ground, runs, unions, edits, drawn),
+        notes=(
+            "Edits add up in the prompts' order. The numbers of the paper's figure are not at hand.",
+            "Memorized prompts are up to 12 of them, edited or not, two images each.",
+            *few,
+            *status_notes(found),
+        ),
+    )
+
+
+@nemo_table("nemo-fig7")
+def figure7(ground: Setup, folder: Path) -> Measured:
+    """Multiply each prompt's neurons by a factor instead of switching them off."""
+    found = neurons_of(ground, folder)
+    looked = searched(found)
+    lines = [
+        Line(
+            f"factor {factor:g}",
+            {prompt: NONE if factor == 1 else off(each.neurons, factor) for prompt, each in looked.items()},
+        )
+        for factor in _FACTORS
+    ]
+    painted = painted_lines(ground, folder, lines, spared=False)
+    return Measured(
+        columns=painted.columns,
+        rows=painted.rows(),
+        differs=ground.differs,
+        figures=(_drawn_factors(painted),),
+        notes=(
+            "A factor of 0 switches neurons off, 1 leaves them; below 0 their sign is turned. The numbers of the "
+            "paper's figure are not at hand.",
+            *status_notes(found),
+        ),
+    )
+
+
+def _ordinary(ground: Setup, way: Way) -> Painting:
+    return painting(ground, way, "ordinary", "")
+
+
+def _others(ground: Setup, way: Way) -> Painting:
+    return painting(ground, way, "others", "")
+
+
+def _values(ground: Setup, runs: Results, way: Way) -> list[float | None]:
+    ordinary = runs[_ordinary(ground, way)]
+    return [
+        *spared_values([ordinary], [runs[_others(ground, way)]]),
+        *(ordinary["distances"].get(name) for name in _distances(runs)),
+    ]
+
+
+def _distances(runs: Results) -> list[str]:
+    return sorted({name for run, value in runs.items() if run.on == "ordinary" for name in value["distances"]})
+
+
+def _quality_columns(ground: Setup, runs: Results) -> tuple[Column, ...]:
+    distances = (Column(name, "", "lower") for name in _distances(runs))
+    return (*spared_columns(ground, "memorized prompts"), *distances)
+
+
+def _drawn_quality(
+    ground: Setup, runs: Results, unions: Mapping[int, Any], edits: Mapping[int, Way], drawn: Mapping[int, Way | None]
+) -> tuple[Figure, ...]:
+    figures = []
+    for place, column in enumerate(_quality_columns(ground, runs)):
+        series = {}
+        for title, each in (("NeMo's neurons", edits), ("random neurons", drawn)):
+            points = [
+                (len(unions[count]), value)
+                for count, way in each.items()
+                if way is not None and (value := _values(ground, runs, way)[place]) is not None
+            ]
+            if points:
+                series[title] = ([point[0] for point in points], [point[1] for point in points])
+        if series:
+            unit = f", {column.unit}" if column.unit == "%" else ""
+            figures.append(
+                lines(
+                    series,
+                    alt=f"{column.name} against the number of neurons off, NeMo's and random ones.",
+                    caption=f"{column.name}, by the number of neurons off as edits add up.",
+                    xlabel="neurons off",
+                    ylabel=_short(column.name) + unit,
+                )
+            )
+    return tuple(figures)
+
+
+def _short(name: str) -> str:
+    return name.rpartition(": ")[2]
+
+
+def _drawn_factors(painted: Painted) -> Figure:
+    series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    bands: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    shares: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    for kind in KINDS:
+        groups = [[copies(value) for value in painted.own(line, kind).values()] for line in painted.lines]
+        if not groups[0]:
+            continue
+        found = [middle([statistics.median(row.to_image) for row in rows]) for rows in groups]
+        centers = [float(center or 0.0) for center, _ in found]
+        spreads = [float(spread or 0.0) for _, spread in found]
+        series[kind] = (_FACTORS, centers)
+        bands[kind] = (
+            [center - spread for center, spread in zip(centers, spreads, strict=True)],
+            [center + spread for center, spread in zip(centers, spreads, strict=True)],
+        )
+        shares[kind] = (
+            _FACTORS,
+            [percent(sum(r.copies() for r in rows), sum(len(r.to_image) for r in rows)) for rows in groups],
+        )
+    words = "; ".join(
+        f"{kind}: {' '.join(f'{share:.0f}' for share in values[1])} % of images copy" for kind, values in shares.items()
+    )
+    measure = painted.ground.measure
+    return lines(
+        series,
+        alt=f"{measure} to the training image against the factor that neurons are scaled by. {words}.",
+        caption=f"{measure} to the training image by the factor, median and median absolute deviation over prompts. "
+        f"By rising factor, {words}.",
+        xlabel="factor of the neurons",
+        ylabel=f"{measure} to the training image",
+        bands=bands,
+    )
