@@ -1,4 +1,4 @@
-"""HyperFL's tables 3 and 5 and figures 5 to 7: IG, ROG and the tailored attack; the analytic one is not in the paper."""
+"""HyperFL's tables 3 and 5, figures 5 to 7: IG, ROG and the tailored attack; the analytic one is not in the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many neurons NeMo finds, by prompt, layer and threshold, which prompts share them, and what finding them takes."""
+"""How many neurons NeMo finds, by prompt, layer and threshold, which prompts share them, what finding them takes."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def setup_of(
             "NeMo's tables at the paper's scale are measured on a model and prompts that you have.",
             cure="Copy recipes/nemo-tables.yaml, fill it in, and give it with --recipe FILE.",
         )
-    from netweight_experiments.tables.nemo.openers import ground_of_recipe
+    from netweight_experiments.tables.nemo.openers import setup_of_recipe
 
-    return ground_of_recipe(Path(recipe)).tried(prompts, images)
+    return setup_of_recipe(Path(recipe)).tried(prompts, images)
 
 
 def folder_of(out: Path, scale: Scale) -> Path:

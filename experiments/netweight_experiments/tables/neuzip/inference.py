@@ -17,14 +17,16 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import Column as ReportColumn
 from netweight.evidence.report import Table
 from netweight_experiments.tables.neuzip import inference_models as subjects
-from netweight_experiments.tables.neuzip.inference_models import (
+from netweight_experiments.tables.neuzip.inference_runs import (
     BITS,
     BLOCKS,
+    SEED,
     Opened,
+    Outcome,
     WeightFormat,
+    measure,
     weight_formats,
 )
-from netweight_experiments.tables.neuzip.inference_runs import SEED, Outcome, measure
 from netweight_experiments.tables.published import Published, published
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 

@@ -194,9 +194,9 @@ def setup_of(scale: Scale, recipe: Path | str | None = None) -> Setup:
             "These tables at the paper's scale are measured on a pipeline and adapters that you have.",
             cure="Copy recipes/space-tables.yaml, fill it in, and give it with --recipe FILE.",
         )
-    from netweight_experiments.tables.w2w.openers import ground_of_recipe
+    from netweight_experiments.tables.w2w.openers import setup_of_recipe
 
-    return ground_of_recipe(Path(recipe))
+    return setup_of_recipe(Path(recipe))
 
 
 def folder_of(out: Path, scale: Scale) -> Path:
