@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,7 +19,7 @@ from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from netweight.evidence.finding import Finding
     from netweight_experiments.benchmarks.codec import Result
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from netweight_experiments.tables.catalog import Item
     from netweight_experiments.tables.compare import Reproduction
 
+F = TypeVar("F", bound="Callable[..., Any]")
 RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
 QUICK_REPEATS = 5
@@ -64,6 +65,7 @@ QUICK_REPEATS = 5
 @click.pass_context
 def reproduce(
     context: click.Context,
+    /,
     table: str | None,
     list_all: bool,
     scale: Any,
@@ -146,7 +148,7 @@ def benchmark() -> None:
     """Measure speed and size against peers on this machine."""
 
 
-def _out_option(name: str, unless: str) -> Any:
+def _out_option(name: str, unless: str) -> Callable[[F], F]:
     return click.option(
         "--out",
         type=click.Path(path_type=Path, dir_okay=False),

@@ -15,8 +15,8 @@ from netweight.errors import MissingExtra
 from netweight_experiments.tables import run_table
 from netweight_experiments.tables.neuzip import inference as neuzip_inference
 from netweight_experiments.tables.neuzip import inference_models as inference_subjects
-from netweight_experiments.tables.neuzip.inference import front
-from netweight_experiments.tables.neuzip.inference_models import BITS, BLOCKS, ways
+from netweight_experiments.tables.neuzip.inference_runs import BITS, BLOCKS, weight_formats
+from netweight_experiments.tables.neuzip.trade_off import front
 from netweight_experiments.toys import decoder, encoder_decoder
 from netweight_experiments.toys.fitting import Schedule
 
@@ -37,8 +37,8 @@ def few(monkeypatch):
 
 @pytest.fixture
 def only_some_ways(monkeypatch):
-    kept = [way for way in ways(extras=False) if way.block in (None, 512) and "no blocks" not in way.name]
-    monkeypatch.setattr(neuzip_inference, "ways", lambda *, extras: kept)
+    kept = [way for way in weight_formats(extras=False) if way.block in (None, 512) and "no blocks" not in way.name]
+    monkeypatch.setattr(neuzip_inference, "weight_formats", lambda *, extras: kept)
 
 
 @pytest.fixture

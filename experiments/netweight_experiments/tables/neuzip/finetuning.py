@@ -1,13 +1,12 @@
 """NeuZip's table 2: a model learns to write SQL by full fine-tuning, compressed or not, or by adapters.
 
-Each run happens in a process of its own. Adapters are LoRA by peft, on a base quantized by bitsandbytes or torchao.
+Adapters are LoRA by peft, on a base that bitsandbytes or torchao has quantized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,37 +14,45 @@ from typing import Any
 import torch
 
 import netweight
-from netweight.core.digest import of_file
-from netweight.core.engines import in_process
-from netweight.core.runs import map_runs
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.corpora import Pair, text_file, wikisql
-from netweight.errors import MissingExtra, NetweightError, Unsupported, UsageError
+from netweight.data.corpora import Pair, wikisql
+from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.evidence.finding import Finding
-from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, in_fresh_process, private_bytes
-from netweight.evidence.statistics import Interval, paired_ratio
-from netweight.evidence.timing import Case, interleave
+from netweight.evidence.memory_ledger import private_bytes
+from netweight.evidence.statistics import Interval
+from netweight.hf import quantizers
 from netweight.hf.load_language_model import language_model
-from netweight.hf.peft import with_lora
-from netweight.hf.quantizers import linear_layers, missing, quantize_, quantizers
-from netweight_experiments.tables.neuzip.pretraining import (
+from netweight_experiments.tables.grid import grid, interval_finding
+from netweight_experiments.tables.neuzip.training import (
     COMPRESSED,
     LOMO,
+    MIB,
+    SEED,
     VANILLA,
     WAYS,
+    against_paper,
     arrange,
-    differing_steps,
-    differing_weights,
+    cpu_seconds,
     digests,
+    digests_of_texts,
+    first_steps,
+    published_number,
+    run_in_processes,
+    same_training,
+    sampled_note,
     seconds_in_turns,
+    speed_ratio,
 )
-from netweight_experiments.tables.published import published
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.toys.encoder_decoder import LONGEST, EncoderDecoderRecipe, batches, trained
 from netweight_experiments.toys.fitting import Schedule
 
+# Training pairs of the base; fine-tuning has the other 2,594.
+SEEN = 6000
+BASE_STEPS = 600
+# Rounds in which the ways take turns, to compare their speed.
+ROUNDS = 7
 _ADAPTED = ["q", "k", "v", "o", "wi_0", "wi_1", "wo"]
-_WATCHED = 3  # updates during which the process' memory is sampled
 # Name of the row that trains nothing.
 BASE = "the base, before fine-tuning"
 # Rows of full fine-tuning with the optimizer that adapters have; the paper has none.
@@ -74,7 +81,12 @@ class FineTuning:
     rank: int = 8
     batch: int = 16  # pairs per update
     tests: int = 100  # test questions that are answered
-    seed: int = 20241031  # seed of batches, dropout and adapters
+    seed: int = SEED  # seed of batches, dropout and adapters
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"Fine-tuning, {self.way},"
 
 
 class Student:
@@ -84,18 +96,19 @@ class Student:
         self.config, self._pairs, self.done = config, pairs, 0
         model, self.tokenizer = language_model(Path(config.base), "encoder-decoder")
         self.model: Any = model
-        self._rate = config.learning_rate
+        self._rate = config.learning_rate if config.way in WAYS else config.adapter_learning_rate
         if config.way in WAYS:
             self.optimizer = arrange(config.way, model, torch.optim.SGD, lr=1.0)
         elif config.way in BY_ADAMW:
-            self._rate = config.adapter_learning_rate
             self.optimizer = arrange(BY_ADAMW[config.way], model, torch.optim.AdamW, lr=1.0, weight_decay=0.0)
         elif config.way in ADAPTERS:
-            self._rate = config.adapter_learning_rate
             self.model = _with_adapters(model, config)
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.optimizer = torch.optim.AdamW(trained, lr=1.0, weight_decay=0.0)
+            self.optimizer = torch.optim.AdamW(self.trained(), lr=1.0, weight_decay=0.0)
         self.model.train()
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Return what is trained."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def step(self) -> float:
         """Make one update; return the loss before it, in nats per token."""
@@ -127,33 +140,26 @@ class Student:
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Fine-tune and answer the test, in a fresh process: see `memory_ledger.in_fresh_process`."""
-    # The second update is counted tensor by tensor, the next three are sampled.
+    """Fine-tune and answer the test, in a fresh process."""
     given = FineTuning(**config)
     training, asked = wikisql("train")[given.first :], wikisql("test")[: given.tests]
+    references = [pair.target for pair in asked]
     if given.way == BASE:
-        return {"bleu": score(Student(given, training).answers(asked), [pair.target for pair in asked])}
+        return {"bleu": score(Student(given, training).answers(asked), references)}
     _warm_up(given, training)
     before = private_bytes()
     try:
         student = Student(given, training)
-        losses = [student.step()]
-        with TensorLedger(student.model, student.optimizer) as ledger:
-            losses.append(student.step())
+        losses, memory = first_steps(student, before)
     except (MissingExtra, Unsupported, ImportError, NotImplementedError) as error:
         return {"missing": f"{type(error).__name__}: {error}"}
-    with PrivateMemory() as memory:
-        losses += [student.step() for _ in range(_WATCHED)]
     losses += [student.step() for _ in range(given.steps - len(losses))]
-    trained = [parameter for parameter in student.model.parameters() if parameter.requires_grad]
     return {
         "losses": [loss.hex() for loss in losses],
         "digests": {} if given.way in ADAPTERS else digests(student.model),
-        "trained": sum(parameter.numel() for parameter in trained),
-        "counted": ledger.peak.nbytes,
-        "parts": dict(ledger.peak.parts),
-        "sampled": memory.highest - before,
-        "bleu": score(student.answers(asked), [pair.target for pair in asked]),
+        "trained": sum(parameter.numel() for parameter in student.trained()),
+        **memory,
+        "bleu": score(student.answers(asked), references),
     }
 
 
@@ -176,36 +182,40 @@ def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]
     }
 
 
-def quantizer_of(way: str) -> Any:
+def _quantizer_of(way: str) -> Any:
     """The quantizer of a way's base, or None."""
-    return next((quantizer for quantizer in quantizers() if quantizer.name == ADAPTERS.get(way)), None)
+    return next((each for each in quantizers.quantizers() if each.name == ADAPTERS.get(way)), None)
 
 
 def _with_adapters(model: Any, config: FineTuning) -> Any:
     """Put LoRA adapters on a base, which is quantized first if the way says so."""
-    quantizer = quantizer_of(config.way)
+    from netweight.hf.peft import with_lora
+
+    quantizer = _quantizer_of(config.way)
     if quantizer is not None:
         # transformers casts what enters `wo` to the dtype of its weight, so it is left in bf16, as it is when T5 is
         # loaded quantized.
-        quantize_(model, quantizer, linear_layers(model, keep=("lm_head", "wo")))
+        quantizers.quantize_(model, quantizer, quantizers.linear_layers(model, keep=("lm_head", "wo")))
     return with_lora(model, rank=config.rank, targets=_ADAPTED, seed=derive(config.seed, "adapters"))
 
 
 def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:
     """Let libraries take once what they need, by an update of a model that is then forgotten."""
-    quantizer = quantizer_of(config.way)
+    quantizer = _quantizer_of(config.way)
     if quantizer is not None:
-        missing(quantizer)  # imports its library
+        quantizers.missing(quantizer)  # imports its library
     for way in (VANILLA, "LoRA on the bf16 base") if config.way in ADAPTERS else (VANILLA,):
         Student(replace(config, way=way, batch=2), pairs).step()
 
 
-_MIB = 1 << 20
-# Training pairs of the base; fine-tuning has the other 2,594.
-SEEN = 6000
-BASE_STEPS = 600
-# Rounds in which the ways take turns, to compare their speed.
-ROUNDS = 7
+def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
+    """CPU seconds per update of each way, in this process."""
+    configs = [FineTuning(**fields) for fields in given["configs"]]
+    students = {config.way: Student(config, wikisql("train")[config.first :]) for config in configs}
+    return cpu_seconds(students, given["rounds"])
+
+
+# ---- table 2 ---------------------------------------------------------------------------------------------------------
 
 
 @table(
@@ -225,31 +235,39 @@ def table2(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
     # A base that is not ours has seen none of the questions.
     common: dict[str, Any] = {"base": str(base), "first": 0 if model else SEEN}
     configs = [FineTuning(way, **common) for way in (BASE, *WAYS, *BY_ADAMW, *ADAPTERS)]
-    found = dict(zip((config.way for config in configs), _runs(configs, out), strict=True))
+    found = dict(zip((config.way for config in configs), run_in_processes(run, configs, out), strict=True))
     missing = {way: result["missing"] for way, result in found.items() if "missing" in result}
-    trained = [config for config in configs if config.way != BASE and config.way not in missing]
-    given = {"configs": [asdict(config) for config in trained], "rounds": ROUNDS}
-    seconds = seconds_in_turns(time_ways, given, out)
-    ratios = {way: _ratio(seconds[VANILLA], spent) for way, spent in seconds.items()}
+    timed = [config for config in configs if config.way != BASE and config.way not in missing]
+    given = {"configs": [asdict(config) for config in timed], "rounds": ROUNDS}
+    seconds = seconds_in_turns(take_turns, given, out)
     name = base.name if model else "stand-in"
-    return Measured(
-        columns=(
-            Column(f"{name} BLEU", "BLEU", "higher"),
-            Column(f"{name} memory", "MiB", "lower"),
-            Column(f"{name} speed", "iterations/s", "higher"),
-            Column("speed", "× vanilla", "higher"),
-        ),
-        rows=tuple(Row(way, _values(way, found[way], seconds, ratios)) for way in found),
+    return grid(
+        {way: way for way in found},
+        [
+            (Column(f"{name} BLEU", "BLEU", "higher"), lambda way: found[way].get("bleu", {}).get("value")),
+            (
+                Column(f"{name} memory", "MiB", "lower"),
+                lambda way: found[way]["counted"] / MIB if "counted" in found[way] else None,
+            ),
+            (
+                Column(f"{name} speed", "iterations/s", "higher"),
+                lambda way: 1 / median(seconds[way]) if way in seconds else None,
+            ),
+            (
+                Column("speed", "× vanilla", "higher"),
+                lambda way: speed_ratio(seconds[VANILLA], seconds[way]).estimate if way in seconds else None,
+            ),
+        ],
         differs=_differences(configs[0], about),
-        findings=(*_same(found, configs[0]), *_quality(found, configs[0]), *_costs(found, _lomo_ratio(seconds))),
+        findings=(*_same(found), *_quality(found), *_costs(found, speed_ratio(seconds[LOMO], seconds[COMPRESSED]))),
         notes=(
             *(f"{way} was not measured: {reason}" for way, reason in missing.items()),
-            _sampled(found),
+            sampled_note(found),
             "Speed is by CPU seconds of one thread, the ways taking turns in one process.",
             "Full fine-tuning has the best of three learning rates (0.1, 0.5, 2; 24 updates, dev questions); that "
             "of AdamW was not tuned.",
         ),
-        inputs=_inputs(),
+        inputs=digests_of_texts("wikisql_12k.parquet"),
     )
 
 
@@ -258,17 +276,6 @@ def _base(out: Path) -> tuple[Path, dict[str, Any]]:
     recipe = EncoderDecoderRecipe(schedule=Schedule(steps=BASE_STEPS, learning_rate=2e-3, check_every=150))
     folder = out / "base"
     return folder, trained(wikisql("train")[:SEEN], wikisql("dev")[:200], folder, recipe)
-
-
-def _values(
-    way: str, found: Mapping[str, Any], seconds: Mapping[str, Sequence[float]], ratios: Mapping[str, Interval]
-) -> tuple[float | None, ...]:
-    if "missing" in found:
-        return (None, None, None, None)
-    if way == BASE:
-        return (found["bleu"]["value"], None, None, None)
-    speed = 1 / median(seconds[way])
-    return (found["bleu"]["value"], found["counted"] / _MIB, speed, ratios[way].estimate)
 
 
 def _differences(config: FineTuning, about: Mapping[str, Any]) -> tuple[str, ...]:
@@ -291,124 +298,58 @@ def _differences(config: FineTuning, about: Mapping[str, Any]) -> tuple[str, ...
     )
 
 
-def _same(found: Mapping[str, Any], config: FineTuning) -> tuple[Finding, ...]:
+def _bleu(found: Mapping[str, Any], way: str) -> float:
+    return float(found[way]["bleu"]["value"])
+
+
+def _same(found: Mapping[str, Any]) -> list[Finding]:
     """That layer by layer training, dense and compressed, is the same training."""
     findings = []
     plain, compressed = BY_ADAMW
     for way, base in ((COMPRESSED, LOMO), (COMPRESSED, VANILLA), (compressed, plain)):
-        one, other, what = found[way], found[base], f"{way} against {base}"
-        counted: dict[str, Any] = {"target": 0, "seeds": (config.seed,)}
-        steps, weights = (
-            differing_steps(one["losses"], other["losses"]),
-            differing_weights(one["digests"], other["digests"]),
-        )
-        findings += [
-            Finding(f"{what}: updates whose loss differs", steps, n=len(other["losses"]), **counted),
-            Finding(f"{what}: parameters that differ", weights, n=len(other["digests"]), **counted),
-            Finding(
-                f"{what}: difference in BLEU", one["bleu"]["value"] - other["bleu"]["value"], unit="BLEU", **counted
-            ),
-        ]
-    return tuple(findings)
+        what, difference = f"{way} against {base}", _bleu(found, way) - _bleu(found, base)
+        findings += same_training(what, found[way], found[base])
+        findings.append(Finding(f"{what}: difference in BLEU", difference, unit="BLEU", target=0, seeds=(SEED,)))
+    return findings
 
 
-def _quality(found: Mapping[str, Any], config: FineTuning) -> tuple[Finding, ...]:
+def _quality(found: Mapping[str, Any]) -> list[Finding]:
     """BLEU of every way with its interval, and how far full fine-tuning is ahead of adapters, beside the paper."""
-    findings = []
-    for way, result in found.items():
-        if "bleu" in result:
-            bleu = result["bleu"]
-            findings.append(
-                Finding(
-                    f"BLEU, {way}", bleu["value"], ci95=(bleu["low"], bleu["high"]), n=bleu["n"], unit="BLEU",
-                    better="higher", seeds=(config.seed,),
-                    detail={"interval": "bootstrap over test questions", "right to the letter": bleu["exact"]},
-                )
-            )  # fmt: skip
-    before, (plain, _) = found[BASE]["bleu"]["value"], BY_ADAMW
-    for whole in (VANILLA, plain):
-        value = found[whole]["bleu"]["value"]
-        findings.append(Finding(f"BLEU gained by {whole}", value - before, unit="BLEU", better="higher", target=0.0))
-        findings += [
-            Finding(
-                f"BLEU by which {whole} is ahead of {way}", value - found[way]["bleu"]["value"], unit="BLEU",
-                better="higher", target=0.0, baseline=_paper("BLEU", VANILLA) - _paper("BLEU", way),
-                detail={"baseline": "the paper's T5 1B", "bound": "the paper: full fine-tuning is better"},
-            )
-            for way in ADAPTERS
-            if "bleu" in found[way] and way.startswith("QLoRA")
-        ]  # fmt: skip
-    return tuple(findings)
+    findings = [
+        Finding(
+            f"BLEU, {way}", bleu["value"], ci95=(bleu["low"], bleu["high"]), n=bleu["n"], unit="BLEU", better="higher",
+            seeds=(SEED,), detail={"interval": "bootstrap over test questions", "right to the letter": bleu["exact"]},
+        )
+        for way, result in found.items()
+        if (bleu := result.get("bleu"))
+    ]  # fmt: skip
+    ahead: dict[str, Any] = {"unit": "BLEU", "better": "higher", "target": 0.0}
+    bound = {"baseline": "the paper's T5 1B", "bound": "the paper: full fine-tuning is better"}
+    for whole in (VANILLA, next(iter(BY_ADAMW))):
+        findings.append(Finding(f"BLEU gained by {whole}", _bleu(found, whole) - _bleu(found, BASE), **ahead))
+        for way in ADAPTERS:
+            if "bleu" in found[way] and way.startswith("QLoRA"):
+                name, gap = f"BLEU by which {whole} is ahead of {way}", _bleu(found, whole) - _bleu(found, way)
+                baseline = _paper("BLEU", VANILLA) - _paper("BLEU", way)
+                findings.append(Finding(name, gap, baseline=baseline, detail=bound, **ahead))
+    return findings
 
 
-def _costs(found: Mapping[str, Any], speed: Interval) -> tuple[Finding, ...]:
+def _costs(found: Mapping[str, Any], speed: Interval) -> list[Finding]:
     """Memory and speed of compression, beside the paper's ratios."""
-    said = {"baseline": "the same ratio in the paper, for T5 1B on a GPU", "bound": "the paper's own ratio"}
     findings = []
     for base in (VANILLA, LOMO):
         ratio = found[COMPRESSED]["counted"] / found[base]["counted"]
-        paper = round(_paper("memory", COMPRESSED) / _paper("memory", base), 3)
-        name = f"{COMPRESSED} against {base}: peak of tensors"
-        findings.append(Finding(name, ratio, better="lower", target=paper, baseline=paper, detail=said))
-    paper = round(_paper("speed", COMPRESSED) / _paper("speed", LOMO), 3)
-    name = f"{COMPRESSED} against {LOMO}: iterations per second"
-    told: dict[str, Any] = {"better": "higher", "target": paper, "baseline": paper, "detail": said}
-    return (*findings, Finding(name, speed.estimate, ci95=speed.ci95, n=speed.n, **told))
+        told = against_paper(_paper_ratio("memory", base), "lower", "T5 1B")
+        findings.append(Finding(f"{COMPRESSED} against {base}: peak of tensors", ratio, **told))
+    told = against_paper(_paper_ratio("speed", LOMO), "higher", "T5 1B")
+    return [*findings, interval_finding(f"{COMPRESSED} against {LOMO}: iterations per second", speed, **told)]
 
 
 def _paper(what: str, way: str) -> float:
     """A number of the published table, for T5 1B."""
-    numbers = published("neuzip-table2")
-    assert numbers is not None
-    index = [column.name for column in numbers.columns].index(f"T5 1B {what}")
-    return float(next(row.values[index] for row in numbers.rows if row.name == way) or 0)
+    return published_number("neuzip-table2", f"T5 1B {what}", way)
 
 
-def _sampled(found: Mapping[str, Any]) -> str:
-    sizes = ", ".join(
-        f"{way} {result['sampled'] / _MIB:.0f} MiB" for way, result in found.items() if "sampled" in result
-    )
-    return f"Peak of what the process held for itself, sampled during three updates: {sizes}."
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-def fine_tune(config: FineTuning) -> Any:
-    """One run in a fresh process."""
-    return in_fresh_process(run, asdict(config))
-
-
-def _runs(configs: Sequence[FineTuning], out: Path) -> list[Any]:
-    results = list(map_runs(fine_tune, list(configs), ledger=out / "runs.jsonl", engine=in_process, ordered=True))
-    for result in results:
-        if not result.ok:
-            last = (result.error or "").strip().splitlines()[-1]
-            raise NetweightError(f"Fine-tuning, {result.config.way}, failed: {last}", cure="Run it again to continue.")
-    return [result.value for result in results]
-
-
-def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
-    """CPU seconds per update of each way, all in this process, round by round."""
-    configs = [FineTuning(**fields) for fields in given["configs"]]
-    students = {config.way: Student(config, wikisql("train")[config.first :]) for config in configs}
-    cases = [Case(way, Student.step, partial(students.__getitem__, way)) for way in students]
-    samples = interleave(cases, repeats=given["rounds"], seed=configs[0].seed, again_below=0, steady=0)
-    return {way: list(samples[way].cpu) for way in students}
-
-
-def time_ways(given: Mapping[str, Any]) -> Any:
-    """`take_turns` in a fresh process with one thread."""
-    return in_fresh_process(take_turns, given)
-
-
-def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
-    return paired_ratio(base, contender, seed=FineTuning.seed)
-
-
-def _lomo_ratio(seconds: Mapping[str, Sequence[float]]) -> Interval:
-    return _ratio(seconds[LOMO], seconds[COMPRESSED])
-
-
-def _inputs() -> dict[str, str]:
-    return {"wikisql_12k.parquet": of_file(text_file("wikisql_12k.parquet"))}
+def _paper_ratio(what: str, base: str) -> float:
+    return round(_paper(what, COMPRESSED) / _paper(what, base), 3)

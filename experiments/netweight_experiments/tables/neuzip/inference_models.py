@@ -7,7 +7,7 @@ layers: the linear ones but the output layer, as the paper does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from netweight.core.digest import of_file
 from netweight.core.progress import Progress
-from netweight.data.corpora import Pair, count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
+from netweight.data.corpora import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import UsageError
 from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight.hf.load_language_model import language_model
@@ -66,17 +66,29 @@ class Opened:
     inputs: dict[str, str]  # name of each input → its digest
     published: str  # name of the paper's model that this is by its configuration, or ""
 
+    @property
+    def text(self) -> str:
+        """Name of the table's text."""
+        return self.subject.texts[0].name
+
+    @property
+    def unit(self) -> str:
+        """Unit of memory."""
+        return "GiB" if self.published else "MB"
+
+    def memory(self, count: int) -> float:
+        """Return bytes in the unit of memory."""
+        return count / ((1 << 30) if self.published else 10**6)
+
 
 def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progress) -> Opened:
     """Open a decoder for table 3(a): the named one, or the stand-in, which is trained first."""
-    extent = EXTENTS[scale]
-    training: dict[str, Any] = {}
-    path = _named(model, scale, "decoder")
+    extent, path, training = EXTENTS[scale], _named(model, scale, "decoder"), dict[str, Any]()
     if path is None:
         path = folder / "decoder"
         training = decoder.trained(wikitext2("valid"), path, decoder.SMALL, progress=progress)
-    opened, tokenizer = language_model(path, "decoder")
-    size = min(extent.window, int(getattr(opened.config, "max_position_embeddings", extent.window)))
+    network, tokenizer = language_model(path, "decoder")
+    size = min(extent.window, int(getattr(network.config, "max_position_embeddings", extent.window)))
     texts = [_windows("WikiText-2", wikitext2("test"), tokenizer, size, extent.windows, extent.batch)]
     if extent.beside:
         texts.append(_windows("Shakespeare", tiny_shakespeare(), tokenizer, size, extent.beside, extent.batch))
@@ -85,28 +97,22 @@ def open_decoder(scale: Scale, model: str | None, folder: Path, progress: Progre
     def iterate(current: nn.Module) -> None:
         causal_losses(current, first, batch=extent.batch)
 
-    inputs = _digests(path) if model else {}
     about = {"weights": _weights_digest(path), "iteration": [extent.batch, size]}
-    name = path.name if model else STAND_IN
-    config = opened.config
-    shape = tuple(getattr(config, key, None) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    subject = Subject(path.name if model else STAND_IN, network, [text for text, _ in texts], iterate, about)
     differs = _decoder_differs(scale, training, size, [len(windows) for _, windows in texts])
-    subject = Subject(name, opened, [text for text, _ in texts], iterate, about)
-    return Opened(subject, differs, training, inputs, _same(_DECODERS, shape))
+    same = _same(_DECODERS, network.config, "vocab_size", "hidden_size", "num_hidden_layers")
+    return Opened(subject, differs, training, _digests(path) if model else {}, same)
 
 
 def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress: Progress) -> Opened:
     """Open an encoder-decoder for table 3(b): the named one, or the stand-in, which is trained first."""
-    extent = EXTENTS[scale]
-    training: dict[str, Any] = {}
-    path = _named(model, scale, "encoder-decoder")
+    extent, path, training = EXTENTS[scale], _named(model, scale, "encoder-decoder"), dict[str, Any]()
     pairs = wmt14_german_english() if scale == "paper" else wikisql("test")
     if path is None:
-        path = folder / "encoder-decoder"
-        recipe = encoder_decoder.SMALL
+        path, recipe = folder / "encoder-decoder", encoder_decoder.SMALL
         training = encoder_decoder.trained(wikisql("train"), wikisql("dev"), path, recipe, progress=progress)
-    opened, tokenizer = language_model(path, "encoder-decoder")
-    chosen = _spaced(pairs, extent.windows)
+    network, tokenizer = language_model(path, "encoder-decoder")
+    chosen = [pairs[place] for place in _places(len(pairs), extent.windows)]
     longest = (1024, 1024) if scale == "paper" else LONGEST
     given = list(batches(chosen, tokenizer, extent.batch, longest=longest))
 
@@ -119,12 +125,10 @@ def open_encoder_decoder(scale: Scale, model: str | None, folder: Path, progress
     task = "WMT14 de-en" if scale == "paper" else "WikiSQL"
     text = Text(task, losses, 1.0, {"text": task, "pairs": len(chosen)})
     about = {"weights": _weights_digest(path), "iteration": [extent.batch]}
-    name = path.name if model else STAND_IN
-    config = opened.config
-    shape = tuple(getattr(config, key, None) for key in ("d_model", "num_layers", "num_heads"))
-    subject = Subject(name, opened, [text], iterate, about)
+    subject = Subject(path.name if model else STAND_IN, network, [text], iterate, about)
     differs = _encoder_decoder_differs(scale, training, len(chosen), len(pairs))
-    return Opened(subject, differs, training, _digests(path) if model else {}, _same(_ENCODER_DECODERS, shape))
+    same = _same(_ENCODER_DECODERS, network.config, "d_model", "num_layers", "num_heads")
+    return Opened(subject, differs, training, _digests(path) if model else {}, same)
 
 
 def _named(model: str | None, scale: Scale, kind: str) -> Path | None:
@@ -158,10 +162,6 @@ def _places(count: int, most: int | None) -> list[int]:
     return [place * count // most for place in range(most)]
 
 
-def _spaced(pairs: Sequence[Pair], most: int | None) -> list[Pair]:
-    return [pairs[place] for place in _places(len(pairs), most)]
-
-
 def _weights_digest(path: Path) -> list[str]:
     return sorted(_digests(path).values())
 
@@ -170,7 +170,9 @@ def _digests(path: Path) -> dict[str, str]:
     return {file.name: of_file(file) for file in sorted(path.glob("*.safetensors"))}
 
 
-def _same(known: Mapping[str, tuple[int, ...]], shape: tuple[Any, ...]) -> str:
+def _same(known: Mapping[str, tuple[int, ...]], config: Any, *keys: str) -> str:
+    """Name of the paper's model with this shape, or ""."""
+    shape = tuple(getattr(config, key, None) for key in keys)
     return next((name for name, own in known.items() if own == shape), "")
 
 

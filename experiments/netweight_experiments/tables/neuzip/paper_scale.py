@@ -32,8 +32,8 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     runs_of,
 )
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
-from netweight_experiments.tables.neuzip.pretraining import COMPRESSED, LOMO, VANILLA
 from netweight_experiments.tables.neuzip.throughput import measured_throughput, throughput
+from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA
 from netweight_experiments.tables.published import published
 from netweight_experiments.tables.registry import Measured
 

@@ -23,7 +23,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
     random_model,
     synchronize,
 )
-from netweight_experiments.tables.neuzip.pretraining import COMPRESSED, LOMO, WAYS, arrange, differing_steps
+from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, WAYS, arrange, differing_steps
 from netweight_experiments.tables.registry import Column, Measured, Row
 
 _GIB = 1 << 30
