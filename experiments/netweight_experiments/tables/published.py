@@ -57,6 +57,13 @@ def published(table_id: str) -> Published | None:
         raise Unsupported(what, cure="Restore the file.") from error
 
 
+def required(table_id: str) -> Published:
+    """Return the published numbers of a table that has some."""
+    numbers = published(table_id)
+    assert numbers is not None
+    return numbers
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort key in which table2 comes before table11."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

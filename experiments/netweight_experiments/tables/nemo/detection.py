@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from netweight.core.progress import QUIET
 from netweight.evidence.figures import Figure
@@ -14,49 +16,85 @@ from netweight.methods.forget.detect import Score, roc
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.report import DetectionSubject, detection_findings
 from netweight.methods.forget.statistics import text_activations
-from netweight_experiments.tables.nemo.images import KINDS, kinds_of, middle, paint, painting, percent
+from netweight_experiments.tables.grid import Cell, grid
+from netweight_experiments.tables.nemo.images import (
+    KINDS,
+    generate_images,
+    images_run,
+    kinds_of,
+    middle_cells,
+    percent,
+)
 from netweight_experiments.tables.nemo.setup import NONE, Setup, nemo_table, scores_of, statistics_of, threshold_of
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.registry import Column, Measured
 
 _ORDINARY = "ordinary, held out"
 _AUC = 0.98
 
 
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Prompts of a kind and what was seen of each."""
+
+    scores: tuple[Score, ...]
+    ssim: tuple[float, ...] = ()  # the greatest to the training image
+    copied: tuple[float, ...] = ()  # the greatest similarity to the training image
+
+    def similar(self) -> list[float]:
+        """Similarities of noise differences."""
+        return [each.similarity for each in self.scores]
+
+    def norms(self) -> list[float]:
+        """Wen's norms."""
+        return [each.wen for each in self.scores]
+
+
+_PROMPTS: Cell[_Group] = (Column("prompts", "count"), lambda group: len(group.scores))
+_SIMILARITY = "similarity of noise differences"
+
+
 @nemo_table("nemo-fig3")
 def figure3(ground: Setup, folder: Path) -> Measured:
     """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
-    limit = threshold_of(ground, folder)
-    scores = _by_kind(ground, folder)
-    others = scores[_ORDINARY]
-    deviations = {name: _outliers(ground, folder, [each.prompt for each in group]) for name, group in scores.items()}
-    rows = []
-    for name, group in scores.items():
-        similar, norms = [each.similarity for each in group], [each.wen for each in group]
-        told: list[float | None] = [None, None]
-        if name != _ORDINARY:
-            told = [
-                roc(similar, [each.similarity for each in others]).auc,
-                roc(norms, [each.wen for each in others]).auc,
-            ]
-        above = percent(sum(value > limit.value for value in similar), len(similar))
-        highest = [max(values) for values in deviations[name]]
-        values = [len(group), *middle(similar), min(similar), max(similar), above, told[0], median(norms), told[1]]
-        rows.append(Row(name, (*values, median(highest))))
-    memorized = [score for name, group in scores.items() if name != _ORDINARY for score in group]
-    findings = detection_findings(DetectionSubject(memorized, others, limit), None, seed=0, progress=QUIET)
-    wanted = _AUC if ground.small and ground.whole else None
-    return Measured(
-        columns=_columns(),
-        rows=tuple(rows),
+    limit, groups = threshold_of(ground, folder), _by_kind(ground, folder)
+    others = groups[_ORDINARY]
+    farthest = {name: _outliers(ground, folder, group) for name, group in groups.items()}
+    far = dict(zip(groups.values(), farthest.values(), strict=True))
+
+    def auc(values: Callable[[_Group], list[float]]) -> Callable[[_Group], float | None]:
+        return lambda group: None if group is others else roc(values(group), values(others)).auc
+
+    memorized = [score for group in groups.values() if group is not others for score in group.scores]
+    found = detection_findings(DetectionSubject(memorized, list(others.scores), limit), None, seed=0, progress=QUIET)
+    first = replace(found[0], target=_AUC if ground.small and ground.whole else None)
+    return grid(
+        groups,
+        [
+            _PROMPTS,
+            *middle_cells(_SIMILARITY, _Group.similar),
+            (Column(f"{_SIMILARITY}, least", "score"), lambda group: min(group.similar())),
+            (Column(f"{_SIMILARITY}, most", "score"), lambda group: max(group.similar())),
+            (
+                Column("above the threshold", "%"),
+                lambda group: percent(sum(value > limit.value for value in group.similar()), len(group.scores)),
+            ),
+            (Column("AUC against ordinary prompts", "", "higher"), auc(_Group.similar)),
+            (Column("Wen's norm, median"), lambda group: median(group.norms())),
+            (Column("AUC of Wen's norm", "", "higher"), auc(_Group.norms)),
+            (
+                Column("greatest deviation in the first value layer, median", "standard deviations"),
+                lambda group: median(far[group]),
+            ),
+        ],
         differs=ground.differs,
-        findings=(dataclasses.replace(findings[0], target=wanted), *findings[1:]),
+        findings=(first, *found[1:]),
         figures=(
             _similarities(
-                {name: [each.similarity for each in group] for name, group in scores.items()},
+                {name: group.similar() for name, group in groups.items()},
                 f"(a) Similarity of noise differences, the mean over {len(ground.detection.seeds)} seeds of each "
                 f"prompt; the threshold is {limit.value:.3f} ({limit.rule}).",
             ),
-            _activations(deviations),
+            _activations(farthest),
         ),
         notes=(
             f"Threshold {limit.value:.4f} ({limit.rule}), calibrated on {limit.prompts} other ordinary prompts. The "
@@ -68,43 +106,33 @@ def figure3(ground: Setup, folder: Path) -> Measured:
 @nemo_table("nemo-ssim-by-type")
 def ssim_by_type(ground: Setup, folder: Path) -> Measured:
     """Draw the greatest similarity of images to their training image, and that of noise differences, by kind."""
-    scores = _by_kind(ground, folder)
-    runs = {prompt: painting(ground, NONE, "own", prompt) for prompt in ground.prompts}
-    found = paint(ground, folder, list(runs.values()))
-    largest: dict[str, list[float]] = {}
-    copied: dict[str, list[float]] = {}
-    for name, group in scores.items():
-        own = [found[runs[each.prompt]] for each in group if each.prompt in runs]
-        largest[name] = [max(each["ssim"]) for each in own if each["ssim"] is not None]
-        copied[name] = [max(each["to_image"]) for each in own]
-    rows = tuple(
-        Row(name, (
-            len(group), *middle(largest[name]), *_ends(largest[name]), *middle(copied[name]),
-            *middle([each.similarity for each in group]),
-        )) for name, group in scores.items()
-    )  # fmt: skip
-    figures = [
-        _similarities(
-            {name: [each.similarity for each in group] for name, group in scores.items()},
-            "Similarity of noise differences by kind of prompt.",
-        )
-    ]
-    if any(largest.values()):
+    runs = {prompt: images_run(ground, NONE, "own", prompt) for prompt in ground.prompts}
+    found = generate_images(ground, folder, list(runs.values()))
+    groups = {}
+    for name, group in _by_kind(ground, folder).items():
+        own = [found[runs[each.prompt]] for each in group.scores if each.prompt in runs]
+        ssim = tuple(max(each["ssim"]) for each in own if each["ssim"] is not None)
+        groups[name] = replace(group, ssim=ssim, copied=tuple(max(each["to_image"]) for each in own))
+    figures = [_similarities({name: group.similar() for name, group in groups.items()},
+                             "Similarity of noise differences by kind of prompt.")]  # fmt: skip
+    if any(group.ssim for group in groups.values()):
         caption = f"Greatest structural similarity of {ground.images} images to their training image, by kind."
-        figures.insert(0, _similarities(largest, caption))
-    return Measured(
-        columns=(
-            Column("prompts", "count"),
-            Column("greatest SSIM to the training image, median", "score"),
-            Column("greatest SSIM to the training image, MAD", "score"),
-            Column("greatest SSIM to the training image, least", "score"),
-            Column("greatest SSIM to the training image, most", "score"),
-            Column(f"greatest {ground.measure} to the training image, median", "score"),
-            Column(f"greatest {ground.measure} to the training image, MAD", "score"),
-            Column("similarity of noise differences, median", "score"),
-            Column("similarity of noise differences, MAD", "score"),
-        ),
-        rows=rows,
+        figures.insert(0, _similarities({name: group.ssim for name, group in groups.items()}, caption))
+    greatest = "greatest SSIM to the training image"
+
+    def end(of: Any) -> Callable[[_Group], float | None]:
+        return lambda group: of(group.ssim, default=None)
+
+    return grid(
+        groups,
+        [
+            _PROMPTS,
+            *middle_cells(greatest, attrgetter("ssim")),
+            (Column(f"{greatest}, least", "score"), end(min)),
+            (Column(f"{greatest}, most", "score"), end(max)),
+            *middle_cells(f"greatest {ground.measure} to the training image", attrgetter("copied")),
+            *middle_cells(_SIMILARITY, _Group.similar),
+        ],
         differs=ground.differs,
         figures=tuple(figures),
         notes=(
@@ -115,42 +143,22 @@ def ssim_by_type(ground: Setup, folder: Path) -> Measured:
     )  # fmt: skip
 
 
-def _by_kind(ground: Setup, folder: Path) -> dict[str, list[Score]]:
-    kinds = kinds_of(ground, folder)
-    scores = scores_of(ground, folder, ground.prompts)
-    groups = {kind: [each for each in scores if kinds[each.prompt] == kind] for kind in KINDS}
-    groups[_ORDINARY] = scores_of(ground, folder, ground.held_out)
-    return {name: group for name, group in groups.items() if group}
+def _by_kind(ground: Setup, folder: Path) -> dict[str, _Group]:
+    kinds, scores = kinds_of(ground, folder), scores_of(ground, folder, ground.prompts)
+    groups = {kind: tuple(each for each in scores if kinds[each.prompt] == kind) for kind in KINDS}
+    groups[_ORDINARY] = tuple(scores_of(ground, folder, ground.held_out))
+    return {name: _Group(group) for name, group in groups.items() if group}
 
 
-def _outliers(ground: Setup, folder: Path, prompts: Sequence[str]) -> list[list[float]]:
-    """For each prompt, how many deviations each neuron of the first layer lies from its mean."""
+def _outliers(ground: Setup, folder: Path, group: _Group) -> list[float]:
+    """How many deviations the neuron of the first layer that lies farthest out is from its mean, prompt by prompt."""
     layers = value_layers(ground.model.denoiser)
     usual, first = statistics_of(ground, folder), next(iter(layers))
     found = []
-    for prompt in prompts:
-        z = usual.z(text_activations(ground.model, layers, ground.model.embed([prompt])))
-        found.append([float(value) for value in z[first][0].cpu()])
+    for score in group.scores:
+        z = usual.z(text_activations(ground.model, layers, ground.model.embed([score.prompt])))
+        found.append(float(z[first][0].max()))
     return found
-
-
-def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    return (min(values), max(values)) if values else (None, None)
-
-
-def _columns() -> tuple[Column, ...]:
-    return (
-        Column("prompts", "count"),
-        Column("similarity of noise differences, median", "score"),
-        Column("similarity of noise differences, MAD", "score"),
-        Column("similarity of noise differences, least", "score"),
-        Column("similarity of noise differences, most", "score"),
-        Column("above the threshold", "%"),
-        Column("AUC against ordinary prompts", "", "higher"),
-        Column("Wen's norm, median"),
-        Column("AUC of Wen's norm", "", "higher"),
-        Column("greatest deviation in the first value layer, median", "standard deviations"),
-    )
 
 
 def _similarities(groups: Mapping[str, Sequence[float]], caption: str) -> Figure:
@@ -159,12 +167,11 @@ def _similarities(groups: Mapping[str, Sequence[float]], caption: str) -> Figure
                      ylabel="prompts")  # fmt: skip
 
 
-def _activations(deviations: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
-    """Of each prompt the neuron that lies farthest out; all neurons would hide it among hundreds."""
-    highest = {name: [max(values) for values in prompts] for name, prompts in deviations.items()}
-    words = "; ".join(f"{name}: median {median(values):.1f}" for name, values in highest.items())
+def _activations(farthest: Mapping[str, Sequence[float]]) -> Figure:
+    """One neuron of each prompt; all neurons would hide it among hundreds."""
+    words = "; ".join(f"{name}: median {median(values):.1f}" for name, values in farthest.items())
     return histogram(
-        highest,
+        farthest,
         alt=f"Histogram of the greatest deviation of an activation in the first value layer. {words}.",
         caption="(b) Neurons of the first value layer: how many standard deviations the farthest one of each prompt "
         "lies from its usual activation.",

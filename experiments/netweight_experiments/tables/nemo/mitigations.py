@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from netweight.core.units import Units
 from netweight.evidence.copy_metrics import copy_findings
@@ -16,24 +15,23 @@ from netweight.evidence.finding import Finding
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.settings import LocalizationConfig
+from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.nemo.images import (
     KINDS,
     Line,
-    Painted,
-    Painting,
-    Results,
+    Lines,
+    Part,
     attack_findings,
     attacked,
     copies,
+    generate_images,
     image_figure,
+    images_of_lines,
+    images_run,
     middle,
-    paint,
-    painted_lines,
-    painting,
     percent,
     seeds_table,
-    spared_columns,
-    spared_values,
+    spared_cells,
 )
 from netweight_experiments.tables.nemo.setup import (
     ATTENTION,
@@ -53,7 +51,7 @@ from netweight_experiments.tables.nemo.setup import (
     union,
     whole,
 )
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.registry import Column, Measured
 
 _NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"
 _BROKEN, _KEPT = 0.3, 0.9
@@ -63,27 +61,25 @@ _NOT_READ = "The numbers of the paper's table are not at hand, so nothing is lai
 
 @nemo_table("nemo-table1")
 def table1(ground: Setup, folder: Path) -> Measured:
-    """Paint memorized and ordinary prompts under every mitigation, and search the edited model."""
+    """Generate memorized and ordinary prompts under every mitigation, and search the edited model."""
     found = neurons_of(ground, folder)
     lines, notes = _lines(ground, found)
-    painted = painted_lines(ground, folder, lines, spared=True)
+    images = images_of_lines(ground, folder, lines, spared=True)
     edits = {prompt: off(each.neurons) for prompt, each in searched(found).items()}
     searches = attacked(ground, folder, edits)
-    shown = [line for line in painted.lines if line.title in (_BEFORE, _NEMO, _MATCHED)]
-    return Measured(
-        columns=painted.columns,
-        rows=painted.rows(),
+    shown = [line for line in images.lines if line.title in (_BEFORE, _NEMO, _MATCHED)]
+    return images.grid(
         differs=(*ground.differs, *_differs()),
-        findings=(*_outcomes(painted), *attack_findings(searches, ground), *_copied(painted)),
-        figures=(image_figure(painted, shown, searches, found),),
-        tables=(seeds_table(painted),),
+        findings=(*_outcomes(images), *attack_findings(searches, ground), *_copied(images)),
+        figures=(image_figure(images, shown, searches, found),),
+        tables=(seeds_table(images),),
         notes=(_NOT_READ, *_reading(ground), *notes, *status_notes(found)),
     )
 
 
 @nemo_table("nemo-ablation")
 def ablation(ground: Setup, folder: Path) -> Measured:
-    """Paint with parts of the method left out or exchanged, and with whole layers switched off."""
+    """Generate with parts of the method left out or exchanged, and with whole layers switched off."""
     found = neurons_of(ground, folder)
     lines = [
         Line(_BEFORE, dict.fromkeys(ground.prompts, NONE)),
@@ -96,12 +92,10 @@ def ablation(ground: Setup, folder: Path) -> Measured:
             for number, layer in enumerate(_layers(ground))
         ),
     ]
-    painted = painted_lines(ground, folder, lines, spared=True)
-    return Measured(
-        columns=painted.columns,
-        rows=painted.rows(),
+    images = images_of_lines(ground, folder, lines, spared=True)
+    return images.grid(
         differs=ground.differs,
-        tables=(seeds_table(painted),),
+        tables=(seeds_table(images),),
         notes=(
             _NOT_READ,
             *_reading(ground),
@@ -170,13 +164,13 @@ def _layers(ground: Setup) -> list[str]:
     return list(value_layers(ground.model.denoiser))
 
 
-def _outcomes(painted: Painted) -> list[Finding]:
+def _outcomes(images: Lines) -> list[Finding]:
     """How many verbatim images neurons break and random ones leave; targets hold for the whole miniature."""
     findings = []
-    lines = {line.title: line for line in painted.lines}
-    wanted = painted.ground.small and painted.ground.whole
+    lines = {line.title: line for line in images.lines}
+    wanted = images.ground.small and images.ground.whole
     for title, limit, words in ((_NEMO, _BROKEN, "broken"), (_MATCHED, _KEPT, "left as they are")):
-        own = painted.own(lines[title], "verbatim") if title in lines else {}
+        own = images.own(lines[title], "verbatim") if title in lines else {}
         each = {prompt: median(copies(found).to_image) for prompt, found in own.items()}
         if each:
             count = sum(value <= limit if title == _NEMO else value >= limit for value in each.values())
@@ -187,20 +181,20 @@ def _outcomes(painted: Painted) -> list[Finding]:
                     n=len(each),
                     better="higher",
                     target=len(each) - 1 if wanted else None,
-                    seeds=tuple(range(painted.ground.images)),
+                    seeds=tuple(range(images.ground.images)),
                     detail={"median similarity": each},
                 )
             )
     return findings
 
 
-def _copied(painted: Painted) -> list[Finding]:
+def _copied(images: Lines) -> list[Finding]:
     """Medians and shares with intervals, without a mitigation and with NeMo's neurons off."""
     found = []
-    for line in painted.lines:
+    for line in images.lines:
         if line.title in (_BEFORE, _NEMO):
-            rows = [copies(each) for each in painted.own(line).values()]
-            found += copy_findings(rows, measure=f"{line.title}: {painted.ground.measure}")
+            rows = [copies(each) for each in images.own(line).values()]
+            found += copy_findings(rows, measure=f"{line.title}: {images.ground.measure}")
     return found
 
 
@@ -221,12 +215,14 @@ def _differs() -> Sequence[str]:
 
 
 _POINTS = 8
+_OWN = "NeMo's neurons"
+_BESIDE: tuple[Literal["ordinary"], Literal["others"]] = ("ordinary", "others")
 _FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @nemo_table("nemo-fig6")
 def figure6(ground: Setup, folder: Path) -> Measured:
-    """Add up the edits of more and more prompts, and as many random neurons, and paint ordinary prompts."""
+    """Add up the edits of more and more prompts, and as many random neurons, and generate ordinary prompts."""
     found = neurons_of(ground, folder)
     looked = list(searched(found).values())
     counts = sorted({round(point * len(looked) / _POINTS) for point in range(_POINTS + 1)})
@@ -237,20 +233,36 @@ def figure6(ground: Setup, folder: Path) -> Measured:
         for count, units in unions.items()
     }
     ways = [way for way in (*edits.values(), *drawn.values()) if way is not None]
-    runs = paint(ground, folder, [_ordinary(ground, way) for way in ways] + [_others(ground, way) for way in ways])
-    rows = []
-    for title, each in (("NeMo's neurons", edits), ("random neurons, equal count", drawn)):
-        for count, way in each.items():
-            if way is not None:
-                values = (len(unions[count]), *_values(ground, runs, way))
-                rows.append(Row(f"{title}, {count} prompts edited", values))
+    runs = generate_images(ground, folder, [images_run(ground, way, on) for on in _BESIDE for way in ways])
+
+    def part(way: Way) -> Part:
+        ordinary, others = (runs[images_run(ground, way, on)] for on in _BESIDE)
+        return Part((way,), (), (ordinary,), (others,))
+
+    def distance(name: str) -> Cell[Part]:
+        return Column(name, "", "lower"), lambda part: part.ordinary[0]["distances"].get(name)
+
+    distances = sorted({name for run, value in runs.items() if run.on == "ordinary" for name in value["distances"]})
+    cells = [*spared_cells(ground, "memorized prompts"), *(distance(name) for name in distances)]
+    sets: dict[str, Mapping[int, Way | None]] = {_OWN: edits, "random neurons": drawn}
+    found_parts = {
+        title: {count: part(way) for count, way in each.items() if way is not None} for title, each in sets.items()
+    }
+    rows = {
+        f"{title}{', equal count' * (title != _OWN)}, {count} prompts edited": (len(unions[count]), each)
+        for title, parts in found_parts.items()
+        for count, each in parts.items()
+    }
     left = [str(count) for count, way in drawn.items() if way is None]
     few = [f"No random neurons for {', '.join(left)} edited prompts: there are not so many others."] if left else []
-    return Measured(
-        columns=(Column("neurons off", "neurons"), *_quality_columns(ground, runs)),
-        rows=tuple(rows),
+    return grid(
+        rows,
+        [
+            (Column("neurons off", "neurons"), lambda row: row[0]),
+            *((column, _second(value)) for column, value in cells),
+        ],
         differs=ground.differs,
-        figures=_drawn_quality(ground, runs, unions, edits, drawn),
+        figures=_drawn_quality(cells, {count: len(units) for count, units in unions.items()}, found_parts),
         notes=(
             "Edits add up in the prompts' order. The numbers of the paper's figure are not at hand.",
             "Memorized prompts are up to 12 of them, edited or not, two images each.",
@@ -258,6 +270,33 @@ def figure6(ground: Setup, folder: Path) -> Measured:
             *status_notes(found),
         ),
     )
+
+
+def _second(value: Callable[[Part], Any]) -> Callable[[tuple[int, Part]], Any]:
+    return lambda row: value(row[1])
+
+
+def _drawn_quality(
+    cells: Sequence[Cell[Part]], counts: Mapping[int, int], parts: Mapping[str, Mapping[int, Part]]
+) -> tuple[Figure, ...]:
+    figures = []
+    for column, value in cells:
+        series = {}
+        for title, each in parts.items():
+            points = {counts[count]: found for count, part in each.items() if (found := value(part)) is not None}
+            if points:
+                series[title] = (list(points), list(points.values()))
+        if series:
+            figures.append(
+                lines(
+                    series,
+                    alt=f"{column.name} against the number of neurons off, NeMo's and random ones.",
+                    caption=f"{column.name}, by the number of neurons off as edits add up.",
+                    xlabel="neurons off",
+                    ylabel=column.name.rpartition(": ")[2] + (f", {column.unit}" if column.unit == "%" else ""),
+                )
+            )
+    return tuple(figures)
 
 
 @nemo_table("nemo-fig7")
@@ -272,12 +311,10 @@ def figure7(ground: Setup, folder: Path) -> Measured:
         )
         for factor in _FACTORS
     ]
-    painted = painted_lines(ground, folder, lines, spared=False)
-    return Measured(
-        columns=painted.columns,
-        rows=painted.rows(),
+    images = images_of_lines(ground, folder, lines, spared=False)
+    return images.grid(
         differs=ground.differs,
-        figures=(_drawn_factors(painted),),
+        figures=(_drawn_factors(images),),
         notes=(
             "A factor of 0 switches neurons off, 1 leaves them; below 0 their sign is turned. The numbers of the "
             "paper's figure are not at hand.",
@@ -286,93 +323,27 @@ def figure7(ground: Setup, folder: Path) -> Measured:
     )
 
 
-def _ordinary(ground: Setup, way: Way) -> Painting:
-    return painting(ground, way, "ordinary", "")
-
-
-def _others(ground: Setup, way: Way) -> Painting:
-    return painting(ground, way, "others", "")
-
-
-def _values(ground: Setup, runs: Results, way: Way) -> list[float | None]:
-    ordinary = runs[_ordinary(ground, way)]
-    return [
-        *spared_values([ordinary], [runs[_others(ground, way)]]),
-        *(ordinary["distances"].get(name) for name in _distances(runs)),
-    ]
-
-
-def _distances(runs: Results) -> list[str]:
-    return sorted({name for run, value in runs.items() if run.on == "ordinary" for name in value["distances"]})
-
-
-def _quality_columns(ground: Setup, runs: Results) -> tuple[Column, ...]:
-    distances = (Column(name, "", "lower") for name in _distances(runs))
-    return (*spared_columns(ground, "memorized prompts"), *distances)
-
-
-def _drawn_quality(
-    ground: Setup, runs: Results, unions: Mapping[int, Any], edits: Mapping[int, Way], drawn: Mapping[int, Way | None]
-) -> tuple[Figure, ...]:
-    figures = []
-    for place, column in enumerate(_quality_columns(ground, runs)):
-        series = {}
-        for title, each in (("NeMo's neurons", edits), ("random neurons", drawn)):
-            points = [
-                (len(unions[count]), value)
-                for count, way in each.items()
-                if way is not None and (value := _values(ground, runs, way)[place]) is not None
-            ]
-            if points:
-                series[title] = ([point[0] for point in points], [point[1] for point in points])
-        if series:
-            unit = f", {column.unit}" if column.unit == "%" else ""
-            figures.append(
-                lines(
-                    series,
-                    alt=f"{column.name} against the number of neurons off, NeMo's and random ones.",
-                    caption=f"{column.name}, by the number of neurons off as edits add up.",
-                    xlabel="neurons off",
-                    ylabel=_short(column.name) + unit,
-                )
-            )
-    return tuple(figures)
-
-
-def _short(name: str) -> str:
-    return name.rpartition(": ")[2]
-
-
-def _drawn_factors(painted: Painted) -> Figure:
+def _drawn_factors(images: Lines) -> Figure:
     series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     bands: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    shares: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    words = []
     for kind in KINDS:
-        groups = [[copies(value) for value in painted.own(line, kind).values()] for line in painted.lines]
+        groups = [[copies(value) for value in images.own(line, kind).values()] for line in images.lines]
         if not groups[0]:
             continue
-        found = [middle([statistics.median(row.to_image) for row in rows]) for rows in groups]
-        centers = [float(center or 0.0) for center, _ in found]
-        spreads = [float(spread or 0.0) for _, spread in found]
-        series[kind] = (_FACTORS, centers)
-        bands[kind] = (
-            [center - spread for center, spread in zip(centers, spreads, strict=True)],
-            [center + spread for center, spread in zip(centers, spreads, strict=True)],
-        )
-        shares[kind] = (
-            _FACTORS,
-            [percent(sum(r.copies() for r in rows), sum(len(r.to_image) for r in rows)) for rows in groups],
-        )
-    words = "; ".join(
-        f"{kind}: {' '.join(f'{share:.0f}' for share in values[1])} % of images copy" for kind, values in shares.items()
-    )
-    measure = painted.ground.measure
+        found = [middle([median(row.to_image) for row in rows]) for rows in groups]
+        middles = [(float(center or 0.0), float(spread or 0.0)) for center, spread in found]
+        series[kind] = (_FACTORS, [center for center, _ in middles])
+        bands[kind] = ([center - spread for center, spread in middles], [center + spread for center, spread in middles])
+        shares = [percent(sum(r.copies() for r in rows), sum(len(r.to_image) for r in rows)) for rows in groups]
+        words.append(f"{kind}: {' '.join(f'{share:.0f}' for share in shares)} % of images copy")
+    name = f"{images.ground.measure} to the training image"
     return lines(
         series,
-        alt=f"{measure} to the training image against the factor that neurons are scaled by. {words}.",
-        caption=f"{measure} to the training image by the factor, median and median absolute deviation over prompts. "
-        f"By rising factor, {words}.",
+        alt=f"{name} against the factor that neurons are scaled by. {'; '.join(words)}.",
+        caption=f"{name} by the factor, median and median absolute deviation over prompts. "
+        f"By rising factor, {'; '.join(words)}.",
         xlabel="factor of the neurons",
-        ylabel=f"{measure} to the training image",
+        ylabel=name,
         bands=bands,
     )

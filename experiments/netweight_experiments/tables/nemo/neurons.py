@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import final
 
 from netweight.core.units import Units
+from netweight.evidence.copy_metrics import PromptCopies
 from netweight.evidence.figures import Figure
 from netweight.evidence.finding import Finding, Number
 from netweight.evidence.matrix_figures import heat_maps
@@ -19,15 +21,15 @@ from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import counts_figure, layers_figure, overlap, overlap_figure, prompts_table
 from netweight.methods.forget.settings import LocalizationConfig
+from netweight_experiments.tables.grid import grid
 from netweight_experiments.tables.nemo.images import (
     KINDS,
     Line,
-    Painted,
     copies,
     image_figure,
+    images_of_lines,
     kinds_of,
     middle,
-    painted_lines,
     percent,
     seeds_table,
 )
@@ -42,7 +44,7 @@ from netweight_experiments.tables.nemo.setup import (
     threshold_of,
     union,
 )
-from netweight_experiments.tables.published import Published, published
+from netweight_experiments.tables.published import Published, required
 from netweight_experiments.tables.registry import Column, Measured, Row
 
 Groups = Mapping[str, Sequence["Localization"]]
@@ -52,50 +54,84 @@ NOT_THE_PAPER = (
 )
 
 
+@nemo_table("nemo-rerun-neurons")
+def rerun_neurons(ground: Setup, folder: Path) -> Measured:
+    """Count neurons by prompt as the statistics of the third-party re-run are."""
+    return _counted_by_prompt(ground, *_found(ground, folder))
+
+
 @nemo_table("nemo-fig5")
 def figure5(ground: Setup, folder: Path) -> Measured:
     """Draw how many neurons memorized prompts need, and in which layers."""
     found, groups = _found(ground, folder)
-    neurons, layers = published("nemo-rerun-neurons"), published("nemo-rerun-layers")
-    assert neurons is not None
-    assert layers is not None
-    return Measured(
-        columns=neurons.columns,
-        rows=tuple(_counts(name, group) for name, group in groups.items()),
+    drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(ground.model.denoiser))))
+    tables = (
+        *(beside(required(f"nemo-rerun-{what}")) for what in ("neurons", "layers")),
+        prompts_table([*found.values()]),
+    )
+    figures = tuple(figure for figure in drawn if figure is not None)
+    return replace(_counted_by_prompt(ground, found, groups), figures=figures, tables=tables)
+
+
+def _counted_by_prompt(ground: Setup, found: Mapping[str, Localization], groups: Groups) -> Measured:
+    columns = required("nemo-rerun-neurons").columns  # their notes say what each is
+    numbers = {name: _counts(group) for name, group in groups.items()}
+    return grid(
+        numbers,
+        [(column, itemgetter(place)) for place, column in enumerate(columns)],
         differs=ground.differs,
-        figures=_figures(ground, groups),
-        tables=(beside(neurons), beside(layers), _by_prompt(found)),
         notes=(NOT_THE_PAPER, *status_notes(found)),
     )
 
 
-@nemo_table("nemo-rerun-neurons")
-def rerun_neurons(ground: Setup, folder: Path) -> Measured:
-    """Count neurons by prompt as the statistics of the third-party re-run are."""
-    found, groups = _found(ground, folder)
-    numbers = published("nemo-rerun-neurons")
-    assert numbers is not None
-    return Measured(
-        columns=numbers.columns,
-        rows=tuple(_counts(name, group) for name, group in groups.items()),
-        differs=ground.differs,
-        notes=(NOT_THE_PAPER, *status_notes(found)),
+def _counts(group: Sequence[Localization]) -> tuple[Number | None, ...]:
+    looked = list(searched({each.prompt: each for each in group}).values())
+    initial = [_initial(each) for each in looked]
+    refined = [len(each.neurons) for each in looked]
+    floor = sum(
+        each.initial_similarity is not None and each.broken is not None and each.initial_similarity > each.broken
+        for each in looked
     )
+    missed = len(group) - len(looked)
+    return (
+        len(group),
+        statistics.median([*initial, *[0] * missed]),
+        statistics.median(initial) if initial else None,
+        *middle(refined),
+        statistics.mean(refined) if refined else None,
+        max(refined, default=None),
+        refined.count(1),
+        missed,
+        sum(each.status == "unresolved" for each in looked),
+        percent(floor, len(group)),
+    )
+
+
+def _initial(found: Localization) -> int:
+    """Neurons of the initial selection."""
+    return sum(len(set(part)) for part in found.initial.values())
 
 
 @nemo_table("nemo-rerun-layers")
 def rerun_layers(ground: Setup, folder: Path) -> Measured:
     """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside."""
     found, groups = _found(ground, folder)
-    numbers = published("nemo-rerun-layers")
-    assert numbers is not None
-    rows = []
-    for place, (name, layer) in enumerate(value_layers(ground.model.denoiser).items()):
-        means = [_mean_of_layer(groups.get(kind, ()), name) for kind in KINDS]
-        rows.append(Row(f"layer {place}", (layer.width, *means)))
-    return Measured(
-        columns=(*numbers.columns, Column("refined neurons per template prompt, mean", "neurons")),
-        rows=tuple(rows),
+
+    def mean_of(kind: str) -> Callable[[str], float | None]:
+        looked = searched({each.prompt: each for each in groups.get(kind, ())}).values()
+        return lambda layer: (
+            statistics.mean(len(set(each.refined.get(layer, ()))) for each in looked) if looked else None
+        )
+
+    layers = value_layers(ground.model.denoiser)
+    width, verbatim = required("nemo-rerun-layers").columns
+    template = Column("refined neurons per template prompt, mean", "neurons")
+    return grid(
+        {f"layer {place}": name for place, name in enumerate(layers)},
+        [
+            (width, lambda name: layers[name].width),
+            *((column, mean_of(kind)) for kind, column in zip(KINDS, (verbatim, template), strict=True)),
+        ],
         differs=(*ground.differs, "Layers are numbered alike and are not the same: a model has as many as it has."),
         notes=(NOT_THE_PAPER, *status_notes(found)),
     )
@@ -123,44 +159,6 @@ def _found(ground: Setup, folder: Path) -> tuple[dict[str, Localization], dict[s
     return found, by_kind(ground, folder, found)
 
 
-def _counts(name: str, group: Sequence[Localization]) -> Row:
-    """One row of the re-run's statistics; see the notes of its file."""
-    looked = list(searched({each.prompt: each for each in group}).values())
-    initial = [sum(len(set(part)) for part in each.initial.values()) for each in looked]
-    refined = [len(each.neurons) for each in looked]
-    floor = sum(
-        each.initial_similarity is not None and each.broken is not None and each.initial_similarity > each.broken
-        for each in looked
-    )
-    missed = len(group) - len(looked)
-    return Row(name, (
-        len(group),
-        statistics.median([*initial, *[0] * missed]),
-        statistics.median(initial) if initial else None,
-        *middle(refined),
-        statistics.mean(refined) if refined else None,
-        max(refined, default=None),
-        refined.count(1),
-        missed,
-        sum(each.status == "unresolved" for each in looked),
-        percent(floor, len(group)),
-    ))  # fmt: skip
-
-
-def _mean_of_layer(group: Sequence[Localization], layer: str) -> float | None:
-    looked = list(searched({each.prompt: each for each in group}).values())
-    return statistics.mean(len(set(each.refined.get(layer, ()))) for each in looked) if looked else None
-
-
-def _figures(ground: Setup, groups: Groups) -> tuple[Figure, ...]:
-    drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(ground.model.denoiser))))
-    return tuple(figure for figure in drawn if figure is not None)
-
-
-def _by_prompt(found: Mapping[str, Localization]) -> Table:
-    return prompts_table(list(found.values()))
-
-
 # Share of common neurons from which two prompts are of one cluster.
 _ALIKE = 0.5
 
@@ -177,17 +175,14 @@ def shared_neurons(ground: Setup, folder: Path) -> Measured:
         Line(title, dict.fromkeys(ground.prompts, NONE if units is None else off(units)))
         for title, units in sets.items()
     ]
-    painted = painted_lines(ground, folder, lines, spared=True)
+    images = images_of_lines(ground, folder, lines, spared=True)
     drawn = overlap_figure(looked)
-    numbers = published("nemo-rerun-shared-sets")
-    assert numbers is not None
-    return Measured(
-        columns=painted.columns,
-        rows=painted.rows(),
+    numbers = required("nemo-rerun-shared-sets")
+    return images.grid(
         differs=ground.differs,
         findings=_findings(looked),
-        figures=(*(() if drawn is None else (drawn,)), image_figure(painted, painted.lines, {}, found)),
-        tables=(_counted(by_kind(ground, folder, found)), beside(numbers), seeds_table(painted)),
+        figures=(*(() if drawn is None else (drawn,)), image_figure(images, images.lines, {}, found)),
+        tables=(_counted(by_kind(ground, folder, found)), beside(numbers), seeds_table(images)),
         notes=(
             f"Shared neurons are those of two prompts or more. Clusters join prompts of whose neurons {_ALIKE:.0%} or "
             "more are common. Edits add up here: every row is one model for all prompts.",
@@ -200,8 +195,7 @@ def shared_neurons(ground: Setup, folder: Path) -> Measured:
 def rerun_shared_sets(ground: Setup, folder: Path) -> Measured:
     """Count verbatim prompts that have exactly the same neurons, as it was done for the third-party re-run."""
     found = neurons_of(ground, folder)
-    numbers = published("nemo-rerun-shared-sets")
-    assert numbers is not None
+    numbers = required("nemo-rerun-shared-sets")
     group = [each for each in by_kind(ground, folder, found).get("verbatim", ()) if each.neurons]
     counted = Counter(each.neurons for each in group)
     rows = [Row(_words(units, ground), (count,)) for units, count in counted.most_common() if count > 1]
@@ -303,7 +297,7 @@ class _Cell:
 
 @nemo_table("nemo-thresholds")
 def thresholds(ground: Setup, folder: Path) -> Measured:
-    """Find neurons with other thresholds for seeds, initial selection and refinement, and paint without them."""
+    """Find neurons with other thresholds for seeds, initial selection and refinement, and generate without them."""
     usual, aim = _usual(ground, folder)
     levels = [aim, usual, min(_MOST, _HIGHER * usual)]
     cells = [_Cell(usual, initial, refinement) for initial in levels for refinement in levels]
@@ -311,18 +305,30 @@ def thresholds(ground: Setup, folder: Path) -> Measured:
     found = {cell: _found_with(ground, folder, cell) for cell in cells}
     lines = {cell: Line(cell.title, {prompt: off(each.neurons) for prompt, each in searched(part).items()})
              for cell, part in found.items()}  # fmt: skip
-    painted = painted_lines(ground, folder, list(lines.values()), spared=False)
-    rows = {(cell, kind): _row(painted, lines[cell], found[cell], kind) for cell in cells for kind in KINDS}
-    kept = {place: row for place, row in rows.items() if row is not None}
-    return Measured(
-        columns=_columns(ground),
-        rows=tuple(Row(f"{cell.title}, {kind}", row) for (cell, kind), row in kept.items()),
+    images = images_of_lines(ground, folder, list(lines.values()), spared=False)
+    rows = {
+        (cell, kind): _Off(tuple(found[cell][prompt] for prompt in own), tuple(map(copies, own.values())))
+        for cell in cells
+        for kind in KINDS
+        if (own := images.own(lines[cell], kind))
+    }
+    off_to_image = f"neurons off: {ground.measure} to the training image, median"
+    return grid(
+        {f"{cell.title}, {kind}": row for (cell, kind), row in rows.items()},
+        [
+            (Column("prompts with neurons", "count"), lambda row: len(row.found)),
+            (Column("initial neurons, median", "neurons"), _Off.initial),
+            (Column("refined neurons, median", "neurons"), _Off.refined),
+            (Column("unresolved prompts", "count", "lower"), _Off.unresolved),
+            (Column(off_to_image, "score", "lower"), _Off.to_image),
+            (Column("neurons off: images that copy their own", "%", "lower"), _Off.copied),
+        ],
         differs=(
             *ground.differs,
             f"Thresholds are the calibrated one, {usual:.3f}, the similarity of ordinary prompts, {aim:.3f}, and "
             f"{_HIGHER:g} times the calibrated one; the paper's were made for Stable Diffusion, whose own is 0.428.",
         ),
-        figures=_heat(ground, usual, levels, kept),
+        figures=_heat(ground, usual, levels, rows),
         notes=(
             "Seeds: above it a seed is looked at, and a prompt counts as memorized; initial: what the stages of the "
             "first selection are to reach; refinement: what it keeps to. Prompts that no longer count as memorized "
@@ -332,27 +338,54 @@ def thresholds(ground: Setup, folder: Path) -> Measured:
     )
 
 
+@final
+@dataclass(frozen=True)
+class _Off:
+    """Prompts of a kind: their neurons, and their images without them."""
+
+    found: tuple[Localization, ...]
+    copies: tuple[PromptCopies, ...]
+
+    def initial(self) -> float:
+        return statistics.median(map(_initial, self.found))
+
+    def refined(self) -> float:
+        return statistics.median(len(one.neurons) for one in self.found)
+
+    def unresolved(self) -> int:
+        return sum(one.status == "unresolved" for one in self.found)
+
+    def to_image(self) -> float:
+        return statistics.median(statistics.median(one.to_image) for one in self.copies)
+
+    def copied(self) -> float:
+        return percent(sum(one.copies() for one in self.copies), sum(len(one.to_image) for one in self.copies))
+
+
 @nemo_table("nemo-runtime")
 def runtime(ground: Setup, folder: Path) -> Measured:
     """Measure what detection, initial selection and refinement take for each memorized prompt."""
     found = neurons_of(ground, folder)
-    rows = []
-    for step in (*_STEPS, "all steps"):
-        for kind, group in by_kind(ground, folder, found).items():
-            costs = [_costs(each, step) for each in group if each.steps]
-            if costs and any(each["rows"] for each in costs):
-                rows.append(Row(f"{step}, {kind}", _summed(costs)))
-    return Measured(
-        columns=(
-            Column("prompts", "count"),
-            Column("time, median", "s", "lower"),
-            Column("time, longest", "s", "lower"),
-            Column("processor time, median", "s", "lower"),
-            Column("images through the denoiser, median", "count", "lower"),
-            Column("images through the denoiser, most", "count", "lower"),
-            Column("calls of the denoiser, median", "count", "lower"),
-        ),
-        rows=tuple(rows),
+    costs = {
+        f"{step}, {kind}": [_costs(each, step) for each in group if each.steps]
+        for step in (*_STEPS, "all steps")
+        for kind, group in by_kind(ground, folder, found).items()
+    }
+
+    def of(name: str, summed: Callable[[list[float]], float]) -> Callable[[list[dict[str, float]]], float]:
+        return lambda row: summed([each[name] for each in row])
+
+    return grid(
+        {name: row for name, row in costs.items() if any(each["rows"] for each in row)},
+        [
+            (Column("prompts", "count"), len),
+            (Column("time, median", "s", "lower"), of("seconds", statistics.median)),
+            (Column("time, longest", "s", "lower"), of("seconds", max)),
+            (Column("processor time, median", "s", "lower"), of("processor seconds", statistics.median)),
+            (Column("images through the denoiser, median", "count", "lower"), of("rows", statistics.median)),
+            (Column("images through the denoiser, most", "count", "lower"), of("rows", max)),
+            (Column("calls of the denoiser, median", "count", "lower"), of("calls", statistics.median)),
+        ],
         differs=ground.differs,
         notes=(
             "The numbers of the paper's table are not at hand; a summary says of it that most steps take less than 10 "
@@ -379,62 +412,32 @@ def _found_with(ground: Setup, folder: Path, cell: _Cell) -> dict[str, Localizat
     return neurons_of(ground, folder, config, threshold=Threshold(cell.pairwise, "given"))
 
 
-def _columns(ground: Setup) -> tuple[Column, ...]:
-    return (
-        Column("prompts with neurons", "count"),
-        Column("initial neurons, median", "neurons"),
-        Column("refined neurons, median", "neurons"),
-        Column("unresolved prompts", "count", "lower"),
-        Column(f"neurons off: {ground.measure} to the training image, median", "score", "lower"),
-        Column("neurons off: images that copy their own", "%", "lower"),
-    )
-
-
-def _row(
-    painted: Painted, line: Line, found: Mapping[str, Localization], kind: str
-) -> tuple[Number | None, ...] | None:
-    own = painted.own(line, kind)
-    if not own:
-        return None
-    each = [found[prompt] for prompt in own]
-    made = [copies(value) for value in own.values()]
-    return (
-        len(each),
-        statistics.median(sum(len(set(part)) for part in one.initial.values()) for one in each),
-        statistics.median(len(one.neurons) for one in each),
-        sum(one.status == "unresolved" for one in each),
-        middle([statistics.median(one.to_image) for one in made])[0],
-        percent(sum(one.copies() for one in made), sum(len(one.to_image) for one in made)),
-    )
-
-
 def _heat(
-    ground: Setup, usual: float, levels: Sequence[float], rows: Mapping[tuple[_Cell, str], tuple[Number | None, ...]]
+    ground: Setup, usual: float, levels: Sequence[float], rows: Mapping[tuple[_Cell, str], _Off]
 ) -> tuple[Figure, ...]:
-    """One figure for what is counted in neurons, one for what is painted without them."""
+    """One figure for what is counted in neurons, one for what is generated without them."""
 
-    def matrix(kind: str, column: int) -> list[list[float | None]]:
-        def value(initial: float, refinement: float) -> float | None:
-            row = rows.get((_Cell(usual, initial, refinement), kind))
-            number = None if row is None else row[column]
-            return None if number is None else float(number)
-
-        return [[value(initial, refinement) for refinement in levels] for initial in levels]
+    def matrix(kind: str, value: Callable[[_Off], float]) -> list[list[float | None]]:
+        cells = [[rows.get((_Cell(usual, initial, refinement), kind)) for refinement in levels] for initial in levels]
+        return [[None if cell is None else float(value(cell)) for cell in line] for line in cells]
 
     kinds = [kind for kind in KINDS if any(place[1] == kind for place in rows)]
     names = [f"{level:.3f}" for level in levels]
-    shown = ((("initial", 1), ("refined", 2)), ((f"{ground.measure}, neurons off", 4),))
+    shown: tuple[dict[str, Callable[[_Off], float]], ...] = (
+        {"initial": _Off.initial, "refined": _Off.refined},
+        {f"{ground.measure}, neurons off": _Off.to_image},
+    )
     figures = []
     for group, digits in zip(shown, (1, 2), strict=True):
-        panels = {f"{what}, {kind}": matrix(kind, column) for what, column in group for kind in kinds}
+        panels = {f"{what}, {kind}": matrix(kind, value) for what, value in group.items() for kind in kinds}
         figures.append(
             heat_maps(
                 panels,
                 rows=names,
                 columns=names,
                 alt=f"Heat maps by initial and refinement threshold: {', '.join(panels)}.",
-                caption=f"Median over prompts of {' and '.join(what for what, _ in group)}"
-                f"{' neurons' if len(group) > 1 else ''}, by threshold of the initial selection and of refinement.",
+                caption=f"Median over prompts of {' and '.join(group)}{' neurons' * (len(group) > 1)}, by threshold of "
+                "the initial selection and of refinement.",
                 xlabel="refinement threshold",
                 ylabel="initial threshold",
                 digits=digits,
@@ -447,16 +450,3 @@ def _costs(found: Localization, step: str) -> dict[str, float]:
     names = ("seconds", "processor seconds", "rows", "calls")
     steps = _STEPS if step == "all steps" else (step,)
     return {name: sum(found.steps.get(each, {}).get(name, 0) for each in steps) for name in names}
-
-
-def _summed(costs: Sequence[Mapping[str, float]]) -> tuple[Number | None, ...]:
-    seconds, rows = ([each[name] for each in costs] for name in ("seconds", "rows"))
-    return (
-        len(costs),
-        statistics.median(seconds),
-        max(seconds),
-        statistics.median(each["processor seconds"] for each in costs),
-        statistics.median(rows),
-        max(rows),
-        statistics.median(each["calls"] for each in costs),
-    )

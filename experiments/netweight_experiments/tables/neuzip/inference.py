@@ -258,7 +258,7 @@ def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Publishe
     def of(
         what: str, better: Literal["higher", "lower"], cells: Any, own: Sequence[Any], empty: Sequence[Any]
     ) -> Table:
-        columns = ["way", *(ReportColumn(model, "published") for model in paper_models)]
+        columns: list[ReportColumn | str] = ["way", *(ReportColumn(model, "published") for model in paper_models)]
         rows = [
             (
                 outcome.way.name,
@@ -268,7 +268,8 @@ def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Publishe
             for outcome in outcomes
         ]
         title = f"{what.capitalize()} as a ratio to the uncompressed model's, published beside measured"
-        return Table(title, (*columns, ReportColumn(name, "measured", better), *own), rows, (note,))
+        columns += [ReportColumn(name, "measured", better), *own]
+        return Table(title, tuple(columns), tuple(rows), (note,))
 
     bits, layers = (
         ReportColumn("per converted weight", "bits", "lower"),
@@ -317,4 +318,4 @@ def _block_table(opened: Opened, lossy: Lossy) -> Table:
                 for one in (lossy[bits, block, fidelity] for block in BLOCKS[:-1])
             )
             rows.append((f"NeuZip {bits}-bit, {fidelity}, measured", *(value for pair in pairs for value in pair)))
-    return Table("By block size, as ratios to blocks of 512", tuple(columns), rows)
+    return Table("By block size, as ratios to blocks of 512", tuple(columns), tuple(rows))

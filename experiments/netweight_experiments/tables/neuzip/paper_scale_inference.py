@@ -23,16 +23,17 @@ from netweight.evidence.report import Table
 from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
-    SEED,
     TRIAL,
+    Found,
     Run,
+    by_shape,
     chosen_device,
     in_turns,
     random_model,
 )
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.neuzip.training import GIB, SEED
+from netweight_experiments.tables.registry import Measured
 
-_GIB = 1 << 30
 VANILLA, LOSSLESS, FIXED = "Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"
 RELOADED, THREE_BITS = "Offload and reload", "NeuZip 3-bit"
 # Names of rows, as the paper has them where it does; the most important ones first.
@@ -163,31 +164,18 @@ def _peak(window: Callable[[Any], Any], model: Any, device: torch.device) -> dic
     return {"peak": torch.cuda.max_memory_allocated(device) - before + held_bytes(model)}
 
 
-def measured_inference(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
+def measured_inference(found: Found) -> Measured:
     """Lay runs out as table 3(a) without its perplexities, and further speeds in a table of their own."""
-    shapes = list(dict.fromkeys(run.shape for run in found))
     by = {(run.shape, run.way): value for run, value in found.items() if "missing" not in value}
-    columns: list[Column] = []
-    rows: dict[str, list[Any]] = {way: [] for way in WAYS}
-    findings: list[Finding] = []
-    for shape in shapes:
-        columns += [Column(f"{shape} memory", "GiB", "lower"), Column(f"{shape} speed", "iterations/s", "higher")]
-        for way in WAYS:
-            value = by.get((shape, way))
-            rows[way] += [value["held"] / _GIB, 1 / median(value["seconds"]["window"]["way"])] if value else [None] * 2
-        findings += [finding for way in (LOSSLESS, FIXED) for finding in _findings(shape, way, by.get((shape, way)))]
-    missing = [
-        f"{run.shape}, {run.way} was not measured: {value['missing']}."
-        for run, value in found.items()
-        if "missing" in value
-    ]
-    return Measured(
-        columns=tuple(columns),
-        rows=tuple(Row(way, tuple(values)) for way, values in rows.items()),
+    return by_shape(
+        found,
+        WAYS,
+        lambda value: int(value["held"]),
+        lambda value: value["seconds"]["window"]["way"],
+        lambda shape, of: [one for way in (LOSSLESS, FIXED) if way in of for one in _findings(shape, way, of[way])],
         differs=("Weights and tokens are random: there is no perplexity to compare.",),
-        findings=tuple(findings),
-        tables=tuple(_speeds(shape, by) for shape in shapes),
-        notes=("Memory is what parameters and buffers hold. All ways convert the same layers.", *missing),
+        tables=tuple(_speeds(shape, by) for shape in dict.fromkeys(run.shape for run in found)),
+        notes=("Memory is what parameters and buffers hold. All ways convert the same layers.",),
     )
 
 
@@ -204,26 +192,21 @@ def _speeds(shape: str, by: Mapping[tuple[str, str], Mapping[str, Any]]) -> Tabl
         f"{shape}: speed over the dense bf16 model's, and peak",
         ["way", *tasks, "peak, GiB"],
         [
-            (way, *(_ratio(value, task) for task in tasks), value["peak"] / _GIB if "peak" in value else None)
+            (way, *(_ratio(value, task) for task in tasks), value["peak"] / GIB if "peak" in value else None)
             for way, value in rows
         ],
         ["Medians over rounds. Generation includes the prompt; products are those with the converted weights alone."],
     )
 
 
-def _findings(shape: str, way: str, value: Mapping[str, Any] | None) -> list[Finding]:
-    if value is None:
-        return []
-    targets = {"window"} if way == LOSSLESS else {task for task in value["seconds"] if task.startswith("generate")}
-    own = shape == PAPER.shapes[0]
+def _findings(shape: str, way: str, value: Mapping[str, Any]) -> list[Finding]:
+    tasks = value["seconds"]
+    aimed = {"window"} if way == LOSSLESS else {task for task in tasks if task.startswith("generate")}
+    aimed = aimed if shape == PAPER.shapes[0] else set()
     return [
         Finding(
-            f"{shape}, {way}: speed of {task} over bf16",
-            _ratio(value, task),
-            better="higher",
-            target=_TARGET if own and task in targets else None,
-            n=len(value["seconds"][task]["way"]),
-            seeds=(SEED,),
+            f"{shape}, {way}: speed of {task} over bf16", _ratio(value, task), better="higher",
+            target=_TARGET if task in aimed else None, n=len(tasks[task]["way"]), seeds=(SEED,),
         )
-        for task in value["seconds"]
-    ]
+        for task in tasks
+    ]  # fmt: skip

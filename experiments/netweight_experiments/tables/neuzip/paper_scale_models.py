@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -15,10 +16,12 @@ from torch import nn
 
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
+from netweight.evidence.finding import Finding
 from netweight.evidence.timing import Case, interleave
+from netweight_experiments.tables.grid import Cell, grid
+from netweight_experiments.tables.neuzip.training import GIB, SEED, default_dtype
+from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.toys.decoder import MINIATURE, made
-
-SEED = 20241031
 
 
 @final
@@ -131,10 +134,46 @@ def in_turns(
 def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:
     """Make a model of a shape with random bf16 weights on a device, as transformers initializes it."""
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.device(device):
+    with torch.random.fork_rng(devices=gpus), torch.device(device), default_dtype(torch.bfloat16):
         torch.manual_seed(derive(SEED, "initialization"))
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return made(shape, **dict(extent.changes))
-        finally:
-            torch.set_default_dtype(torch.float32)
+        return made(shape, **dict(extent.changes))
+
+
+Found = Mapping[Run, Mapping[str, Any]]
+
+
+def by_shape(
+    found: Found,
+    ways: Sequence[str],
+    memory: Callable[[Any], int],
+    seconds: Callable[[Any], Sequence[float]],
+    findings: Callable[[str, Mapping[str, Any]], Sequence[Finding]],
+    *,
+    notes: Sequence[str],
+    **more: Any,
+) -> Measured:
+    """Lay runs out: a row for each way; memory and speed of each shape; what was not measured in the notes."""
+    done: dict[str, dict[str, Any]] = {run.shape: {} for run in found}
+    missing = []
+    for run, value in found.items():
+        if "missing" in value:
+            missing.append(f"{run.shape}, {run.way} was not measured: {value['missing']}.")
+        else:
+            done[run.shape][run.way] = value
+
+    def cells(shape: str) -> list[Cell[str]]:
+        def of(number: Callable[[Any], float]) -> Callable[[str], float | None]:
+            return lambda way: number(done[shape][way]) if way in done[shape] else None
+
+        return [
+            (Column(f"{shape} memory", "GiB", "lower"), of(lambda value: memory(value) / GIB)),
+            (Column(f"{shape} speed", "iterations/s", "higher"), of(lambda value: 1 / median(seconds(value)))),
+        ]
+
+    return grid(
+        {way: way for way in ways},
+        [cell for shape in done for cell in cells(shape)],
+        findings=tuple(finding for shape, of in done.items() for finding in findings(shape, of)),
+        notes=(*notes, *missing),
+        **more,
+    )

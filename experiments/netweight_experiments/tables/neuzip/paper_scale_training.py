@@ -6,7 +6,7 @@ Losses are compared between the ways, never with the paper's: the text is random
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -17,16 +17,16 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.memory_ledger import TensorLedger
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
-    SEED,
+    Found,
     Run,
+    by_shape,
     chosen_device,
     random_model,
     synchronize,
 )
-from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, WAYS, arrange, differing_steps
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.neuzip.training import COMPRESSED, GIB, LOMO, SEED, WAYS, arrange, differing_steps
+from netweight_experiments.tables.registry import Measured
 
-_GIB = 1 << 30
 _TARGET_PEAK, _TARGET_SPEED = 15.2, 0.85  # of Llama-3 8B on an H200
 
 
@@ -90,69 +90,41 @@ def _step(model: Any, optimizer: Any, batch: int, window: int, number: int) -> t
     return float(loss.detach()), time.perf_counter() - started
 
 
-def measured_training(found: Mapping[Run, Mapping[str, Any]]) -> Measured:
+def measured_training(found: Found) -> Measured:
     """Lay runs out as table 1 without its losses."""
-    shapes = list(dict.fromkeys(run.shape for run in found))
-    columns: list[Column] = []
-    rows: dict[str, list[Any]] = {way: [] for way in WAYS}
-    findings: list[Finding] = []
-    for shape in shapes:
-        columns += [Column(f"{shape} memory", "GiB", "lower"), Column(f"{shape} speed", "iterations/s", "higher")]
-        of = {run.way: value for run, value in found.items() if run.shape == shape and "missing" not in value}
-        for way in WAYS:
-            value = of.get(way)
-            rows[way] += [value["peak"] / _GIB, 1 / median(value["seconds"])] if value else [None, None]
-        findings += _findings(shape, of)
-    missing = [
-        f"{run.shape}, {run.way} was not measured: {value['missing']}."
-        for run, value in found.items()
-        if "missing" in value
-    ]
-    return Measured(
-        columns=tuple(columns),
-        rows=tuple(Row(way, tuple(values)) for way, values in rows.items()),
+    return by_shape(
+        found,
+        WAYS,
+        lambda value: int(value["peak"]),
+        lambda value: value["seconds"],
+        _findings,
         differs=(
             "Weights and tokens are random, so that losses say nothing; a few updates of 8 windows of 1,024 tokens.",
             "Speed is by a clock that waits for the device; the paper's does not.",
         ),
-        findings=tuple(findings),
-        notes=("Memory is the peak of allocated bytes, as in the paper's code.", *missing),
+        notes=("Memory is the peak of allocated bytes, as in the paper's code.",),
     )
 
 
-def _findings(shape: str, of: Mapping[str, Mapping[str, Any]]) -> Sequence[Finding]:
+def _findings(shape: str, of: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     if COMPRESSED not in of:
-        return ()
-    compressed, targets = of[COMPRESSED], shape == PAPER.shapes[0]
+        return []
+    compressed, targets, peak = of[COMPRESSED], shape == PAPER.shapes[0], of[COMPRESSED]["peak"] / GIB
     findings = [
         Finding(
-            f"{shape}, compressed: peak memory",
-            compressed["peak"] / _GIB,
-            unit="GiB",
-            better="lower",
-            target=_TARGET_PEAK if targets else None,
-            n=1,
-            seeds=(SEED,),
+            f"{shape}, compressed: peak memory", peak, unit="GiB", better="lower",
+            target=_TARGET_PEAK if targets else None, n=1, seeds=(SEED,),
         )
-    ]
+    ]  # fmt: skip
     if LOMO in of:
-        dense = of[LOMO]
+        dense, what = of[LOMO], f"{shape}, compressed against {LOMO}"
         ratio = median(dense["seconds"]) / median(compressed["seconds"])
+        steps = differing_steps(compressed["losses"], dense["losses"])
         findings += [
             Finding(
-                f"{shape}, compressed against {LOMO}: iterations per second",
-                ratio,
-                better="higher",
-                target=_TARGET_SPEED if targets else None,
-                n=len(compressed["seconds"]),
-                seeds=(SEED,),
+                f"{what}: iterations per second", ratio, better="higher", target=_TARGET_SPEED if targets else None,
+                n=len(compressed["seconds"]), seeds=(SEED,),
             ),
-            Finding(
-                f"{shape}, compressed against {LOMO}: updates whose loss differs",
-                differing_steps(compressed["losses"], dense["losses"]),
-                target=0,
-                n=len(dense["losses"]),
-                seeds=(SEED,),
-            ),
-        ]
+            Finding(f"{what}: updates whose loss differs", steps, target=0, n=len(dense["losses"]), seeds=(SEED,)),
+        ]  # fmt: skip
     return findings

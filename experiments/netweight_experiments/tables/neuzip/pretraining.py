@@ -91,11 +91,12 @@ class Trainee:
         self.config, self.done = config, 0
         self.tokenizer: Any = train_bpe([valid], config.vocabulary)
         self._ids = torch.tensor(self.tokenizer(valid, verbose=False)["input_ids"])
-        self.model: Any = _model(config)
+        model: Any = _model(config)
+        self.model = model
         if config.checkpointing:
-            self.model.activation_checkpointing_enable({"use_reentrant": False})
-        self.model.train()
-        self.optimizer = arrange(config.way, self.model, getattr(torch.optim, config.optimizer), lr=1.0)
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        self.optimizer = arrange(config.way, model, getattr(torch.optim, config.optimizer), lr=1.0)
 
     def step(self) -> float:
         """Make one update; return the loss before it, in nats per token."""
@@ -177,10 +178,9 @@ def table1(scale: Scale, out: Path) -> Measured:
         return _table1_small(out)
     configs, left_out = _affordable()
     results = run_in_processes(run, configs, out)
-    by = {(config.shape, config.way): result for config, result in zip(configs, results, strict=True)}
-    shapes = {
-        config.shape: {way: by[config.shape, way] for way in WAYS if (config.shape, way) in by} for config in configs
-    }
+    shapes: dict[str, dict[str, Any]] = {}
+    for config, result in zip(configs, results, strict=True):
+        shapes.setdefault(config.shape, {})[config.way] = result
     return grid(
         {way: way for way in WAYS},
         [
@@ -358,10 +358,8 @@ def figure2(scale: Scale, out: Path) -> Measured:
 
 def _stacked_bars(parts: Mapping[tuple[str, str], Mapping[str, int]]) -> Figure:
     totals = {key: sum(values.values()) / MIB for key, values in parts.items()}
-    labels = [
-        label.replace("\n", " ").replace(" + ", "\n+ ").replace("checkpointing", "check-\npointing")
-        for label in _STACKS
-    ]
+    narrow = [" ".join(label.split()).replace(" + ", "\n+ ") for label in _STACKS]
+    labels = [label.replace("checkpointing", "check-\npointing") for label in narrow]
     with canvas(len(_OPTIMIZERS), height=3.6) as (drawing, panels):
         for axes, optimizer in zip(panels, _OPTIMIZERS, strict=True):
             for place, label in enumerate(_STACKS):

@@ -23,10 +23,10 @@ from netweight.evidence.figures import lines
 from netweight.hf.quantizers import nf4
 from netweight.methods.compress.runtime.ops import decode_now
 from netweight.methods.compress.runtime.storage import Box
-from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, SEED, chosen_device, in_turns
+from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
+from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 
-_GIB = 1 << 30
 _SMALL = (256, 512, 1024, 2048)
 _WORK = 1 << 28  # bytes that a round goes through, so that small matrices are timed over many runs
 
@@ -81,7 +81,7 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
     rows, series = [], {}  # type: list[Row], dict[str, dict[str, Any]]
     for name, points in found["ways"].items():
         for point in points:
-            rates = [2 * point["side"] ** 2 / _GIB / median(point[what]) for what in ("pack", "unpack")]
+            rates = [2 * point["side"] ** 2 / GIB / median(point[what]) for what in ("pack", "unpack")]
             rows.append(Row(f"{name}, {point['side']} × {point['side']}", (*rates, point["share"])))
             for what, rate in zip(("packing", "unpacking"), rates, strict=True):
                 xs, ys = series.setdefault(what, {}).setdefault(name, ([], []))

@@ -27,7 +27,7 @@ from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, in_fre
 from netweight.evidence.statistics import Interval, paired_ratio
 from netweight.evidence.timing import Case, interleave
 from netweight_experiments.tables.grid import LEDGER, R, run_each
-from netweight_experiments.tables.published import published
+from netweight_experiments.tables.published import required
 
 VANILLA, LOMO, COMPRESSED = "Vanilla", "LOMO", "LOMO + NeuZip lossless"
 # Names of rows, as the paper has them.
@@ -132,8 +132,7 @@ def speed_ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
 
 def published_number(table_id: str, column: str, way: str) -> float:
     """A number of a published table; 0 where the paper has none."""
-    numbers = published(table_id)
-    assert numbers is not None
+    numbers = required(table_id)
     index = [each.name for each in numbers.columns].index(column)
     return float(next(row.values[index] for row in numbers.rows if row.name == way) or 0)
 
