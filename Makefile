@@ -71,7 +71,7 @@ study: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python -m netweight_experiments.benchmarks.compress.performance_page
 
 # On a GPU machine with torch for CUDA and the extras bench, llm and cuda; what is there already is used.
 bench-gpu:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from netweight.evidence.finding import Finding
-    from netweight_experiments.benchmarks.codec import Result
-    from netweight_experiments.benchmarks.codec_data import DataSet
+    from netweight_experiments.benchmarks.compress.codec import Result
+    from netweight_experiments.benchmarks.compress.codec_data import DataSet
     from netweight_experiments.tables.catalog import Item
     from netweight_experiments.tables.compare import Reproduction
 
@@ -182,7 +182,7 @@ def codec(
     taken within a round. Let nothing else run meanwhile.
     """
     from netweight.core.progress import Progress
-    from netweight_experiments.benchmarks.codec import run_benchmark, write_result
+    from netweight_experiments.benchmarks.compress.codec import run_benchmark, write_result
 
     result = run_benchmark(
         _sets(files, quick, seed),
@@ -208,8 +208,8 @@ def _end(output: Output, result: dict[str, Any], file: Path | None) -> None:
 def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
     """The data sets asked for; without files, MiniLM and drawn weights."""
     from netweight.toys import minilm
-    from netweight_experiments.benchmarks import codec as targets
-    from netweight_experiments.benchmarks import codec_data as data
+    from netweight_experiments.benchmarks.compress import codec as targets
+    from netweight_experiments.benchmarks.compress import codec_data as data
 
     if files:
         return data.of_files(files)
@@ -223,7 +223,7 @@ def _sets(files: tuple[Path, ...], quick: bool, seed: int) -> list[DataSet]:
 
 
 def _show_codec(result: Result, output: Output, *, standard: bool) -> None:
-    from netweight_experiments.benchmarks.codec import speed_tables, target_table
+    from netweight_experiments.benchmarks.compress.codec import speed_tables, target_table
 
     for table in speed_tables(result):
         output.line(f"\n{table.title}", bold=True)
@@ -261,7 +261,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     from netweight.core.progress import Progress
     from netweight.evidence.report import write_text
     from netweight.methods.federate import LocalTraining
-    from netweight_experiments.benchmarks.federate import speed_findings, time_rounds
+    from netweight_experiments.benchmarks.federate.rounds import speed_findings, time_rounds
     from netweight_experiments.toys.random_federation import random_federation
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())

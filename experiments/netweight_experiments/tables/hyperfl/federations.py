@@ -29,7 +29,7 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import t_interval
 from netweight.methods.federate import Federation, FedTask, LocalTraining, Method, train
 from netweight.methods.federate.folder import FederationPlan
-from netweight_experiments.benchmarks.federate import Contender, speed_findings, time_rounds
+from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
 from netweight_experiments.tables.grid import LEDGER, Named, chosen, finished, run_each
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 from netweight_experiments.toys.random_federation import random_federation

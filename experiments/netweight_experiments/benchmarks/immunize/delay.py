@@ -1,8 +1,7 @@
 """How many steps a defense of a small world delays the best attack: intervals over seeds of defense and of attack.
 
-    python benchmarks/immunize_delay.py [--world ciphers] [--arms NAME ...] [--defense-seeds N] [--attack-seeds N]
-        [--rows N] [--work FOLDER] [--output FILE]
-    python benchmarks/immunize_delay.py --world speakers --folder FOLDER    # trained before, from NETWEIGHT_DATA
+    python -m netweight_experiments.benchmarks.immunize.delay
+    python -m netweight_experiments.benchmarks.immunize.delay --world speakers --folder FOLDER
 
 Every arm is trained from each seed of defense and attacked with each seed of attack; half of every batch of an attack
 is benign. The controls are the undefended model, random weights and, for ciphers, the relearn ceiling. Models and the
@@ -12,8 +11,6 @@ The targets: the best attack takes 3 times the undefended model's steps, and the
 the new domain is learned in at most 1.3 times the steps.
 """
 
-import argparse
-import datetime
 import json
 import math
 import statistics
@@ -33,6 +30,7 @@ from netweight.methods.immunize.catalog import DEFENSES
 from netweight.methods.immunize.repnoise import RepNoise
 from netweight.methods.immunize.settings import RepNoiseConfig
 from netweight.toys.language_subjects import DEFENSE_ROWS, DEFENSE_SETTINGS, WORLDS, defend_world, world_named
+from netweight_experiments.benchmarks.script import script, today, write
 
 ARMS = {
     "repnoise": "repnoise",
@@ -160,7 +158,7 @@ def measured(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__)
     parser.add_argument("--world", default="ciphers", choices=WORLDS)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:3])
@@ -168,7 +166,6 @@ def main():
     parser.add_argument("--attack-seeds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=DEFENSE_ROWS)
     parser.add_argument("--work", type=Path, default=Path("immunize-delay"))
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name not in ("work", "output", "folder")}
     defense = {**asdict(DEFENSE_SETTINGS), "rows": options.rows}
@@ -181,9 +178,7 @@ def main():
         **measured(options),
     }
     print(json.dumps(result["median steps of the best attack by seed of the defense"], indent=1))
-    if options.output is not None:
-        today = datetime.date.today().isoformat()
-        options.output.write_text(json.dumps({"date": today, **result, "environment": describe()}, indent=1) + "\n")
+    write(options.output, {"date": today(), **result, "environment": describe()})
 
 
 if __name__ == "__main__":

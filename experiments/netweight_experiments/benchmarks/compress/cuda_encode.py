@@ -1,23 +1,21 @@
 """How fast tensors are encoded on an NVIDIA GPU: measured, written to results/ as JSON.
 
-    python benchmarks/cuda_encode.py [--device cuda:0] [--runs N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.cuda_encode
 
 Tensors are drawn from N(0, 0.02). Rates are bytes of the tensor, 10^9 a second, of `encode_into` with a status: what
 training calls. "with digest" is the same with the tensor's digest, whose last part one warp does alone. Everything is
 encoded once before, and compared with the CPU's blob. Times are taken as in cuda_decode.py.
 """
 
-import argparse
-import datetime
 import json
-from pathlib import Path
 
 import torch
-from cuda_decode import CHUNKS, SIZES, median_seconds
 
 from netweight import codec
 from netweight.codec import cuda
 from netweight.core.environment import describe
+from netweight_experiments.benchmarks.compress.cuda_decode import CHUNKS, SIZES, median_seconds
+from netweight_experiments.benchmarks.script import script, write
 
 
 def one(dtype, shape, chunk_log2, level, runs, device):
@@ -42,11 +40,9 @@ def one(dtype, shape, chunk_log2, level, runs, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "cuda-encode")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--runs", type=int, default=20)
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / f"cuda-encode-{today}.json")
     options = parser.parse_args()
     reason = cuda.unavailable_because()
     if reason is not None:
@@ -62,7 +58,7 @@ def main():
                     rows.append({**what, **row})
                     print(json.dumps(rows[-1]), flush=True)
     gpu = {"gpu": torch.cuda.get_device_name(device), "runs": options.runs}
-    options.output.write_text(json.dumps({"environment": describe(gpu), "rows": rows}, indent=1) + "\n")
+    write(options.output, {"environment": describe(gpu), "rows": rows})
 
 
 if __name__ == "__main__":

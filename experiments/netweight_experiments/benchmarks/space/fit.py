@@ -1,7 +1,7 @@
 """Principal components of a matrix on disk, of known spectrum, beside peers: time, memory, what is captured; as JSON.
 
-    python benchmarks/space_fit.py peers --work FOLDER [--rows 4000] [--columns 50000] [--components 1000] [--rounds 1]
-    python benchmarks/space_fit.py large --work FOLDER [--rows 65000] [--columns 100000] [--components 1000]
+    python -m netweight_experiments.benchmarks.space.fit peers --work FOLDER
+    python -m netweight_experiments.benchmarks.space.fit large --work FOLDER
 
 Both take --threads N (1) and --output FILE. Every fit runs in a process of its own; its peak is VmHWM of that process,
 its time that of its processor, from the open file to components and scores.
@@ -19,7 +19,6 @@ large  netweight's streaming fit alone: the peers need several times the matrix 
 """
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import os
@@ -39,6 +38,7 @@ from netweight.core.seeds import numpy_generator
 from netweight.nn.basis import fit_matrix, orthonormality
 from netweight.nn.matrix import MatrixFile
 from netweight.nn.streaming_pca import fit_streaming
+from netweight_experiments.benchmarks.script import now, options_of, script, write
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512
@@ -135,7 +135,7 @@ def ours(file, components):
 
 
 def scikit_learn(file, components):
-    from sklearn.decomposition import PCA
+    from sklearn.decomposition import PCA  # type: ignore[import-untyped]
 
     model = PCA(components, svd_solver="randomized", random_state=0)
     scores = model.fit_transform(numpy.load(file))
@@ -198,7 +198,7 @@ def peers(options, progress):
     for number in range(options.rounds):
         for peer in PEERS:
             command = [
-                sys.executable, __file__, "peers", "--work", str(options.work), "--peer", peer,
+                sys.executable, "-m", __spec__.name, "peers", "--work", str(options.work), "--peer", peer,
                 "--components", str(options.components), "--threads", str(options.threads),
             ]  # fmt: skip
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -245,7 +245,7 @@ def large(options, progress):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("which", choices=("peers", "large"))
     parser.add_argument("--work", type=Path, required=True, help="folder for the matrix")
     parser.add_argument("--rows", type=int)
@@ -256,7 +256,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(options.threads))
@@ -269,15 +268,13 @@ def main():
     results = (peers if options.which == "peers" else large)(options, Progress())
     values = {
         "what": f"principal components of {options.rows} × {options.columns}, fp32 on disk, known spectrum",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+        "date": now(),
+        "options": options_of(options),
         **results,
         "environment": describe({"scikit-learn": importlib.metadata.version("scikit-learn")}),
     }
     print(json.dumps(values, indent=1))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(values, indent=1) + "\n")
+    write(options.output, values)
 
 
 if __name__ == "__main__":

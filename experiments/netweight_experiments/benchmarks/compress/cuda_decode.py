@@ -1,6 +1,6 @@
 """How fast blobs are decoded on an NVIDIA GPU: measured, written to results/ as JSON.
 
-    python benchmarks/cuda_decode.py [--device cuda:0] [--runs N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.cuda_decode
 
 Tensors are drawn from N(0, 0.02). Rates are bytes of the decoded tensor, 10^9 a second; "of copy" is the share of what
 a copy of the tensor on the device reaches. Everything is decoded once before, and compared with what was encoded.
@@ -13,18 +13,16 @@ Times are medians of the runs, taken with events on the stream. Between runs 256
 nor output lies in the L2 cache, as in a model that is larger than it.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
 from netweight import codec
 from netweight.codec import cuda
 from netweight.core.environment import describe
+from netweight_experiments.benchmarks.script import script, write
 
 SIZES = {"small": (1024, 1024), "attention": (4096, 4096), "feed-forward": (11008, 4096), "embedding": (128_000, 4096)}
 BLOCK = ((4096, 4096),) * 2 + ((1024, 4096),) * 2 + ((14_336, 4096),) * 3
@@ -90,11 +88,9 @@ def block(dtype, chunk_log2, runs, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "cuda-decode")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--runs", type=int, default=20)
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / f"cuda-decode-{today}.json")
     options = parser.parse_args()
     reason = cuda.unavailable_because()
     if reason is not None:
@@ -111,7 +107,7 @@ def main():
         rows.append({"dtype": "torch.bfloat16", "tensor": "block", "chunk_log2": chunk_log2, **row})
         print(json.dumps(rows[-1]), flush=True)
     gpu = {"gpu": torch.cuda.get_device_name(device), "runs": options.runs}
-    options.output.write_text(json.dumps({"environment": describe(gpu), "rows": rows}, indent=1) + "\n")
+    write(options.output, {"environment": describe(gpu), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What can be done in a space of drawn faces: directions, edits, delayed edits, samples and inversions, measured.
 
-    python benchmarks/space_use.py BANK_FOLDER [--only PART ...] [--components K] [--points N] [--output FILE]
+    python -m netweight_experiments.benchmarks.space.use BANK_FOLDER
 
 BANK_FOLDER is what `python -m netweight_experiments.toys.face_bank` wrote: a bank and the people's attributes.
 Everything
@@ -10,9 +10,6 @@ change by 0.05, the prompt kept in 0.99; samples' spread 0.9 of training's; inve
 adapters trained on many.
 """
 
-import argparse
-import datetime
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +47,7 @@ from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FaceBank, embed, faces_pipeline, read
+from netweight_experiments.benchmarks.script import script, today, write
 
 PARTS = ("directions", "edits", "delays", "entanglement", "samples", "inversion")
 EDITED = ("beard", "glasses", "width", "skin")
@@ -232,7 +230,7 @@ def read_adapter(world, adapter):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("bank", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--components", type=int)
@@ -242,12 +240,11 @@ def main():
     parser.add_argument("--strangers", type=int, default=32, help="people who are inverted")
     parser.add_argument("--steps", type=int, default=400, help="of an inversion")
     parser.add_argument("--draws", type=int, default=4, help="noisy pictures of each at a step of an inversion")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     world = World(options)
     result = {
-        "date": datetime.date.today().isoformat(), "environment": describe(), "miniature": True,
+        "date": today(), "environment": describe(), "miniature": True,
         "models": len(world.space.names), "components": world.space.components, "points": options.points,
     }  # fmt: skip
     work = dict(zip(PARTS, (directions, edits, delays, tangles, samples, inversion), strict=True))
@@ -259,8 +256,7 @@ def main():
             told = each if isinstance(each, dict) else {"value": each.value, "ci95": each.ci95, "passed": each.passed}
             print(part, "" if isinstance(each, dict) else each.name, told, flush=True)
         print(f"{part}: {time.process_time() - began:.0f} CPU seconds", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    write(options.output, result)
 
 
 if __name__ == "__main__":

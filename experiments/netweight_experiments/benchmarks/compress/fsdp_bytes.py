@@ -1,6 +1,6 @@
 """How many bytes FSDP2 gathers of a compressed model, against the same model dense: written to results/ as JSON.
 
-    python benchmarks/fsdp_bytes.py [--hidden N] [--layers N] [--vocabulary N] [--steps N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.fsdp_bytes
 
 Two processes on this machine, connected by gloo, train a Llama of random bf16 weights (N(0, 0.02), as transformers
 makes them) by AdamW, every decoder layer a group of its own: once dense, once after `netweight.compress_`. Every
@@ -17,10 +17,7 @@ seconds             Per step, the median. For information: both processes share 
                     through its memory, so that fewer bytes save next to nothing here, and decoding costs.
 """
 
-import argparse
-import datetime
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -34,6 +31,7 @@ import netweight
 from netweight.codec import active_path
 from netweight.core import digest
 from netweight.core.environment import describe
+from netweight_experiments.benchmarks.script import load, script, today, write
 
 COUNTED = ("all_gather_single", "all_gather", "all_reduce", "reduce_scatter_single")
 TOKENS = 64
@@ -170,13 +168,11 @@ def process(rank, folder, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "fsdp-bytes")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=16000)
     parser.add_argument("--steps", type=int, default=6)
-    today = datetime.date.today().isoformat()
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / f"fsdp-bytes-{today}.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(process, (folder, options), nprocs=PROCESSES)
@@ -184,18 +180,15 @@ def main():
     settings = {"hidden": options.hidden, "layers": options.layers, "vocabulary": options.vocabulary, "tokens": TOKENS}
     result = {
         "benchmark": "fsdp-bytes",
-        "date": today,
+        "date": today(),
         "processes": PROCESSES,
         "backend": "gloo",
         "model": settings,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load(),
         "environment": describe({"codec_path": active_path()}),
         **found,
     }
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
-    print(text, end="")
+    write(options.output, result, show=True)
 
 
 if __name__ == "__main__":

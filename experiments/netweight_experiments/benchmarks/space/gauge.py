@@ -1,6 +1,6 @@
 """What adapters say of whom they were trained on, by how they are compared: changes, factors, canonical factors.
 
-    python benchmarks/space_gauge.py BANK [BANK ...] [--world face] [--numbers 64,128,256,512,1000] [--output FILE]
+    python -m netweight_experiments.benchmarks.space.gauge BANK [BANK ...]
 
 BANKs are folders of `python -m netweight_experiments.toys.face_bank`. The subjects' attributes are read off adapters by
 ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
@@ -12,8 +12,6 @@ canonical  The same of factors brought to singular vectors, √σ on each side, 
 regauged   "factors" after the factors of each adapter and module were multiplied by a random number and its inverse.
 """
 
-import argparse
-import datetime
 import json
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS
 from netweight.toys.faces_pipeline import r_squared
+from netweight_experiments.benchmarks.script import now, script, write
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
 
@@ -104,11 +103,10 @@ def probed(kernel, truth, attributes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("banks", nargs="+", type=Path)
     parser.add_argument("--world", default="face", choices=list(WORLDS))
     parser.add_argument("--numbers", default="64,128,256,512,1000")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, world = [], WORLDS[options.world]
@@ -129,15 +127,14 @@ def main():
                 each = " ".join(f"{one} {value:.2f}" for one, value in found.items())
                 print(f"{folder.name} {count:5} {name:9} strong {rows[-1]['strong']:.3f}", end=" ")
                 print(f"mean {rows[-1]['mean']:.3f}  {each}", flush=True)
-    if options.output:
-        values = {
-            "what": f"probes of attributes of drawn {world.name}s from their adapters: a miniature",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "folds": FOLDS,
-            "rows": rows,
-            "environment": describe(),
-        }
-        options.output.write_text(json.dumps(values, indent=1) + "\n")
+    values = {
+        "what": f"probes of attributes of drawn {world.name}s from their adapters: a miniature",
+        "date": now(),
+        "folds": FOLDS,
+        "rows": rows,
+        "environment": describe(),
+    }
+    write(options.output, values)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """How fast memorized prompts are localized beside the one-by-one loop, to the same neurons: measured, written as JSON.
 
-    python benchmarks/forget_localization.py [--model FOLDER] [--rounds N] [--prompts N] [--seeds N] [--threads N]
-        [--together N] [--output FILE]
+    python -m netweight_experiments.benchmarks.forget.localization
 
 On a miniature of captioned shapes, with its own threshold and statistics. Two loops, written from what the paper and
 a description of the released code say; each is compared with netweight at the settings that must find the very same
@@ -23,8 +22,6 @@ structural similarity, not by torchmetrics' slower one. Sides take turns in ever
 they meet the same machine; ratios are of all prompts together, theirs over ours.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 import tempfile
@@ -48,6 +45,7 @@ from netweight.methods.forget.statistics import Statistics, measure_statistics, 
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
+from netweight_experiments.benchmarks.script import now, options_of, script, write
 
 TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
 SIDES = ("loop", "netweight", "one prompt at a time", "likeliest seeds")
@@ -221,14 +219,13 @@ def ratios(rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--together", type=int, default=LocalizationConfig.prompts, help="prompts side by side")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
@@ -242,17 +239,15 @@ def main():
         ordinary = world.ordinary_captions[:48]
         results[name] = compared(model, prompts, ordinary, how, options, released=name == "released")
         print(name, json.dumps(results[name]["ratios"], indent=1), flush=True)
-    if options.output:
-        values = {
-            "what": "localization beside the one-by-one loop, on captioned shapes: a miniature",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-            "model": load_text_to_image(options.model).digest(),
-            **results,
-            "environment": describe(),
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(values, indent=1) + "\n")
+    values = {
+        "what": "localization beside the one-by-one loop, on captioned shapes: a miniature",
+        "date": now(),
+        "options": options_of(options),
+        "model": load_text_to_image(options.model).digest(),
+        **results,
+        "environment": describe(),
+    }
+    write(options.output, values)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The fixed-length form measured on real weights, and what memory and arithmetic allow: written to results/ as JSON.
 
-    python benchmarks/fixed_format.py [--rounds N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.fixed_format
 
 Measured, on the matrices of all-MiniLM-L6-v2 as bf16 and on 16.8 million weights drawn from N(0, 0.02):
 
@@ -21,12 +21,7 @@ decoded first    Bytes read, 2 bytes written and read again, each through memory
                  waits for its own rate, stated in bytes of dense weights per second.
 """
 
-import argparse
-import datetime
-import json
-import os
 import statistics
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -36,6 +31,7 @@ from netweight.codec.fixed import decode_fixed, encode_fixed, read_layout
 from netweight.core.environment import describe
 from netweight.evidence.timing import Case, interleave
 from netweight.toys import minilm
+from netweight_experiments.benchmarks.script import load, script, today, write
 
 SEED = 0
 BATCHES = (1, 8, 32, 64, 128, 256, 1024, 8192)
@@ -155,21 +151,18 @@ def rooflines(fixed_bits, coded_bits):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "fixed-format")
     parser.add_argument("--rounds", type=int, default=7)
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"fixed-format-{today}.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    load = [round(value, 2) for value in os.getloadavg()]
+    before = load()
     result = {
         "benchmark": "fixed-format",
-        "date": today,
+        "date": today(),
         "rounds": arguments.rounds,
         "seed": SEED,
         "environment": describe({"codec_path": codec.active_path()}),
-        "load_average": load,
+        "load_average": before,
         "measured": {},
     }
     sets = weights()
@@ -178,10 +171,7 @@ def main():
     result["matrices"] = spread(sets["all-MiniLM-L6-v2"])
     drawn = result["measured"]["N(0, 0.02)"]
     result["computed"] = rooflines(drawn["bits per weight, fixed"], drawn["bits per weight, codec"])
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text)
-    print(text, end="")
+    write(arguments.output, result, show=True)
 
 
 if __name__ == "__main__":

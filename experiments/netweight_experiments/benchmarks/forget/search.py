@@ -1,7 +1,6 @@
 """What brings planted images back: neurons switched off, other mitigations, and a hardened model, controls beside.
 
-    python benchmarks/forget_search.py [--model FOLDER] [--work FOLDER] [--output FILE] [--targets N] [--controls N]
-        [--steps N] [--seeds N] [--rounds N] [--layers PATTERN] [--seed N]
+    python -m netweight_experiments.benchmarks.forget.search
 
 Everything is measured on the small world of captioned shapes and its six verbatim pictures, a miniature. NeMo's neurons
 are found for each prompt; mitigations are measured by what the planted prompts paint and by what becomes of ordinary
@@ -9,8 +8,6 @@ captions with the same seeds; the search runs on the original, on the model with
 model hardened against all of them. Ledgers and checkpoints stay in `--work`, so that a run that is stopped goes on.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 from dataclasses import replace
@@ -38,16 +35,16 @@ from netweight.methods.forget.settings import DetectionConfig, LocalizationConfi
 from netweight.methods.forget.statistics import measure_statistics
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
+from netweight_experiments.benchmarks.script import now, options_of, script, write
 
 GUIDANCE, STEPS = 3.0, 10  # of every generation
 alike = paired()
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
     parser.add_argument("--work", type=Path, default=Path("forget-search"))
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--targets", type=int, default=6)
     parser.add_argument("--controls", type=int, default=6)
     parser.add_argument("--steps", type=int, default=160)
@@ -186,23 +183,21 @@ def main():
         print(finding["name"], finding["value"], finding["ci95"], finding["n"], finding["detail"].get("by start", ""))
     verdicts = {name: verdict(comparison, name) for name in comparison.subjects}
     print(json.dumps(verdicts, indent=1))
-    if options.output:
-        values = {
-            "what": "search for embeddings, mitigations and hardening on captioned shapes: a miniature",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-            "model": model.digest(),
-            "neurons": counts,
-            "threshold": threshold.to_json(),
-            "mitigations": mitigations,
-            "hardening": {"rounds": [vars(log) for log in record.rounds], "trained": record.trained, "kept": kept},
-            "comparison": comparison.to_json(),
-            "findings": findings,
-            "verdicts": verdicts,
-            "environment": describe(),
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(values, indent=1, default=str))
+    values = {
+        "what": "search for embeddings, mitigations and hardening on captioned shapes: a miniature",
+        "date": now(),
+        "options": options_of(options),
+        "model": model.digest(),
+        "neurons": counts,
+        "threshold": threshold.to_json(),
+        "mitigations": mitigations,
+        "hardening": {"rounds": [vars(log) for log in record.rounds], "trained": record.trained, "kept": kept},
+        "comparison": comparison.to_json(),
+        "findings": findings,
+        "verdicts": verdicts,
+        "environment": describe(),
+    }
+    write(options.output, values)
 
 
 if __name__ == "__main__":

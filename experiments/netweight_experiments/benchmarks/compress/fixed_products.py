@@ -1,6 +1,6 @@
 """Products with weights in the fixed-length form against dense ones on a GPU: written to results/ as JSON.
 
-    python benchmarks/fixed_products.py [--shapes 4096x4096,...] [--batches 1,32,...] [--rounds N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.fixed_products
 
 For each shape (rows x columns of a weight) and number of rows of inputs, in the same rounds:
 
@@ -14,12 +14,8 @@ microseconds per product. Besides, the bytes of the weight per second, and the s
 there is nothing to learn; `--device cpu` runs the script to the end all the same, to see that it works.
 """
 
-import argparse
-import datetime
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +23,7 @@ import torch.nn.functional as F
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.core.environment import describe
+from netweight_experiments.benchmarks.script import script, today, write
 
 SHAPES = "1024x4096,4096x4096,14336x4096,4096x14336,128256x4096"
 BATCHES = "1,2,4,8,16,32,64,128,256,512,2048"
@@ -98,15 +95,12 @@ def measure(rows, columns, batch, nbytes, rounds, device):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "fixed-products")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--batches", default=BATCHES)
     parser.add_argument("--bytes", type=int, default=1 << 29, help="of dense weights, for each measurement")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda")
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"fixed-products-{today}.json")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     if device.type == "cuda":
@@ -123,15 +117,14 @@ def main(arguments=None):
                 print(key, found[key], flush=True)
     result = {
         "benchmark": "fixed-products",
-        "date": today,
+        "date": today(),
         "rounds": given.rounds,
         "seed": SEED,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "environment": describe(),
         "products": found,
     }
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.output, result)
 
 
 if __name__ == "__main__":

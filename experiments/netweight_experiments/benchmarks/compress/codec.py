@@ -23,8 +23,8 @@ from netweight.evidence.finding import Finding
 from netweight.evidence.report import write_text
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, paired_ratio
 from netweight.evidence.timing import Case, Samples, interleave, kept_heap
-from netweight_experiments.benchmarks import codec as ours
-from netweight_experiments.benchmarks.codec_data import (
+from netweight_experiments.benchmarks.compress import codec as ours
+from netweight_experiments.benchmarks.compress.codec_data import (
     GAUSSIAN,
     IN_CACHE,
     PEERS,

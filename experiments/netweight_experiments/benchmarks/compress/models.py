@@ -1,7 +1,6 @@
 """What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
 
-    python benchmarks/compressed_models.py [--layers N] [--batch N] [--length N] [--rounds N] [--tokens PROMPT+NEW …]
-        [--parts memory training inference] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.models
 
 The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
 N(0, 0.02), made by transformers; training uses non-reentrant activation checkpointing and SGD.
@@ -26,7 +25,6 @@ layers: the dense model has no use for that thread, a model with two torch threa
 """
 
 import argparse
-import datetime
 import gc
 import json
 import os
@@ -35,7 +33,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +42,7 @@ import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
 from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+from netweight_experiments.benchmarks.script import load, script, today, write
 
 PARTS = ("memory", "training", "inference")
 VARIANTS = ("plain", "layerwise", "compressed", "activations")
@@ -123,7 +121,7 @@ def one_peak(variant, arguments):
 def peaks(arguments):
     found = {}
     for variant in VARIANTS:
-        command = [sys.executable, __file__, "--one-peak", variant]
+        command = [sys.executable, "-m", __spec__.name, "--one-peak", variant]
         for name in ("layers", "batch", "length"):
             command += [f"--{name}", str(getattr(arguments, name))]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -245,7 +243,7 @@ def prompt_and_new(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "compressed-models")
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -253,9 +251,6 @@ def main():
     parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"compressed-models-{today}.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.one_peak:
@@ -266,7 +261,7 @@ def main():
     logging.set_verbosity_error()
     result = {
         "benchmark": "compressed-models",
-        "date": today,
+        "date": today(),
         "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
         "environment": describe({"codec_path": active_path()}),
     }
@@ -275,11 +270,8 @@ def main():
     measures = {"memory": lambda: in_memory(peaks(arguments)), "training": lambda: training_speed(arguments)}
     measures["inference"] = lambda: inference_speed(arguments)
     for part in arguments.parts:
-        result[part] = measures[part]() | {"load_average": [round(load, 2) for load in os.getloadavg()]}
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text)
-    print(text, end="")
+        result[part] = measures[part]() | {"load_average": load()}
+    write(arguments.output, result, show=True)
 
 
 if __name__ == "__main__":

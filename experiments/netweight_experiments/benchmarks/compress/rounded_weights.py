@@ -1,6 +1,6 @@
 """Lossy blobs measured: bits per weight beside their entropy, the change of weights, and the speed of decoding.
 
-    python benchmarks/rounded_weights.py [--rounds N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.rounded_weights
 
 The weights are the matrices of all-MiniLM-L6-v2 as bf16, and 16.8 million drawn from N(0, 0.02). For each number of
 kept mantissa bits and each block size:
@@ -13,12 +13,7 @@ decode    Bytes of weights per second into memory of the caller's, one thread: t
           decoding the same weights from lossless blobs in the same rounds, with its range.
 """
 
-import argparse
-import datetime
-import json
-import os
 import statistics
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +24,7 @@ from netweight.codec import lossy
 from netweight.core.environment import describe
 from netweight.evidence.timing import Case, interleave
 from netweight.toys import minilm
+from netweight_experiments.benchmarks.script import load, script, today, write
 
 SEED = 0
 SETTINGS = [(bits, block) for bits in (0, 1, 3) for block in (None, 512, 64, 32)]
@@ -90,26 +86,20 @@ def measure(name, tensors, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "rounded-weights")
     parser.add_argument("--rounds", type=int, default=7)
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"rounded-weights-{today}.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = {
         "benchmark": "rounded-weights",
-        "date": today,
+        "date": today(),
         "rounds": arguments.rounds,
         "seed": SEED,
         "environment": describe({"codec_path": codec.active_path()}),
     }
     result |= {name: measure(name, tensors, arguments.rounds) for name, tensors in weights().items()}
-    result["load_average"] = [round(load, 2) for load in os.getloadavg()]
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text)
-    print(text, end="")
+    result["load_average"] = load()
+    write(arguments.output, result, show=True)
 
 
 if __name__ == "__main__":

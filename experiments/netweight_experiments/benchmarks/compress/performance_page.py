@@ -1,20 +1,21 @@
 """Writes docs/performance.md from a result of `netweight benchmark codec`.
 
-    python benchmarks/performance_page.py [RESULT.json]
+    python -m netweight_experiments.benchmarks.compress.performance_page
 
 Without RESULT the newest file in benchmarks/results/ is taken.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from netweight_experiments.benchmarks.codec import MINILM, Result, read_result, speed_tables, target_table
-from netweight_experiments.benchmarks.codec_data import GAUSSIAN, IN_CACHE
+from netweight_experiments.benchmarks.compress.codec import MINILM, Result, read_result, speed_tables, target_table
+from netweight_experiments.benchmarks.compress.codec_data import GAUSSIAN, IN_CACHE
+from netweight_experiments.benchmarks.script import RESULTS
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+# From the root of the source tree.
+PAGE = Path("docs") / "performance.md"
 
 QUIET = 0.5
 GPUS = """
@@ -29,7 +30,7 @@ BUSY = """
 than on a quiet machine, those with two threads most of all. Sizes are exact.
 """
 VERDICTS = {True: "met", False: "missed", None: ""}
-HEAD = """<!-- Made by benchmarks/performance_page.py from benchmarks/results/{name}; do not edit by hand. -->
+HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
 `netweight benchmark codec` measures netweight's codec and its peers in one process, `make bench` also writes this page.
@@ -108,7 +109,7 @@ def limits(result: Result) -> str:
 
 
 def memory_part() -> str:
-    """Return the part on whole folders, from the newest result of compress_memory.py; empty without one."""
+    """Return the part on whole folders, from the newest result of memory.py; empty without one."""
     results = sorted(RESULTS.glob("*-compress-memory.json"))
     if not results:
         return ""
@@ -124,7 +125,7 @@ def memory_part() -> str:
     return f"""
 ## Whole folders
 
-Measured on {found["date"]} by `benchmarks/compress_memory.py`, which says what each line means, with {found["threads"]}
+Measured on {found["date"]} by `benchmarks.compress.memory` of netweight_experiments, with {found["threads"]}
 thread(s) on a model of {total:.0f} MB whose largest tensor has {largest:.0f} MB; all values are in
 [benchmarks/results/{results[-1].name}](../benchmarks/results/{results[-1].name}).
 
@@ -146,7 +147,7 @@ def foot(result: Result) -> str:
     return GPUS + "\n## Conditions\n\n" + "\n".join(lines) + "\n"
 
 
-def table(headers: tuple[str, ...], rows: list[tuple[str, ...]] | tuple[tuple[str, ...], ...]) -> str:
+def table(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table in Markdown."""
     lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -161,7 +162,7 @@ def main() -> None:
     """Write the page."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else newest()
     PAGE.write_text(page(read_result(source), source.name), encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)} from {source}")
+    print(f"{PAGE} from {source}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
 """IG measured: letters of EMNIST from the gradient that a FedAvg client sends after one step on one image.
 
-    NETWEIGHT_DATA=... python benchmarks/gradient_inversion.py [--images N] [--steps N] [--restarts N]
-        [--distance cosine|squared] [--output FILE]
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.inversion
 
 Each image gets its own network, untrained, and its own starting point; the label is known, as in the paper. Images are
 a random draw from the test letters, in the mean and deviation of MNIST. The file is written after every image, so that
 a run that is stopped leaves what it measured.
 """
 
-import argparse
-import datetime
-import json
 import os
 import time
 from pathlib import Path
@@ -25,6 +21,7 @@ from netweight.core.environment import describe
 from netweight.evidence.image_metrics import psnr, ssim
 from netweight.evidence.statistics import bootstrap
 from netweight.methods.federate.folder import small_cnn
+from netweight_experiments.benchmarks.script import script, today, write
 
 SEED, MEAN, STD, CLASSES = 0, 0.1307, 0.3081, 26
 
@@ -70,20 +67,17 @@ def summary(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "gradient-inversion")
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--steps", type=int, default=MatchingConfig.steps)
     parser.add_argument("--restarts", type=int, default=MatchingConfig.restarts)
     parser.add_argument("--distance", choices=["cosine", "squared"], default=MatchingConfig.distance)
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"gradient-inversion-{today}.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     config = MatchingConfig(steps=arguments.steps, restarts=arguments.restarts, distance=arguments.distance)
     result = {
         "benchmark": "gradient-inversion",
-        "date": today,
+        "date": today(),
         "attack": "IG",
         "threat": "FedAvg, gradient of one step on one image, label known, untrained SmallCNN of 26 classes",
         "data": "EMNIST letters, test",
@@ -97,9 +91,7 @@ def main():
     for number, (image, label) in enumerate(zip(*letters(arguments.images), strict=True)):
         rows.append(attack(image[None], label[None], number, config))
         print(number, rows[-1], flush=True)
-        text = json.dumps(result | {"n": len(rows), "summary": summary(rows), "images": rows}, indent=1)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n")
+        write(arguments.output, result | {"n": len(rows), "summary": summary(rows), "images": rows})
 
 
 if __name__ == "__main__":

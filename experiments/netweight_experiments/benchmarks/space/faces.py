@@ -1,15 +1,13 @@
 """All that is aimed at in a space of drawn faces, measured on one bank: probes, edits, samples and inversion.
 
-    python benchmarks/space_faces.py [BANK] [--independent BANK] [--output FILE] [-- options of space_use.py]
+    python -m netweight_experiments.benchmarks.space.faces [BANK]
 
 BANK is a folder of `python -m netweight_experiments.toys.face_bank`, by default the few hundred people in the
 package; the
-other one was trained with `--start independent`. `space_gauge.py` reads attributes off adapters, `space_use.py` edits,
+other one was trained with `--start independent`. `gauge.py` reads attributes off adapters, `use.py` edits,
 samples and inverts; this script runs both and says of every target whether it is met. A miniature.
 """
 
-import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -19,18 +17,18 @@ from pathlib import Path
 from netweight.core.environment import describe
 from netweight.evidence.finding import Finding
 from netweight.toys.faces_pipeline import FACES_BANK
+from netweight_experiments.benchmarks.script import RESULTS, script, today, write
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "space"
 PARTS = ("directions", "edits", "samples", "inversion")
 STRONG_TARGET, MEAN_TARGET = 0.8, 0.55
 
 
-def run(script, *arguments):
+def run(part, *arguments):
     """What another benchmark writes, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output.json"
-        subprocess.run([sys.executable, HERE / script, *map(str, arguments), "--output", output], check=True)
+        module = f"netweight_experiments.benchmarks.space.{part}"
+        subprocess.run([sys.executable, "-m", module, *map(str, arguments), "--output", output], check=True)
         return json.loads(output.read_text())
 
 
@@ -60,34 +58,30 @@ def aimed(use):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("bank", type=Path, nargs="?", default=FACES_BANK.parent)
     parser.add_argument("--independent", type=Path, help="a bank whose adapters each began from another seed")
-    parser.add_argument("--output", type=Path)
     ours, others = sys.argv[1:], []
-    if "--" in ours:  # what follows is for space_use.py
+    if "--" in ours:  # what follows is for use.py
         ours, others = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
     options = parser.parse_args(ours)
     banks = [options.bank, *([options.independent] if options.independent else [])]
-    gauge = run("space_gauge.py", *banks)
-    use = run("space_use.py", options.bank, "--only", *PARTS, *others)
+    gauge = run("gauge", *banks)
+    use = run("use", options.bank, "--only", *PARTS, *others)
     targets = [*probes(gauge["rows"]), *aimed(use)]
     for each in targets:
         told = {True: "met", False: "missed", None: ""}[each.passed]
         print(f"{each.name}: {each.value} {each.ci95 or ''} (baseline {each.baseline}, target {each.target}) {told}")
-    today = datetime.date.today().isoformat()
-    output = options.output or RESULTS / f"faces-{use['models']}-{today}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
     values = {
         "what": "what is aimed at in a space of adapters of drawn faces: a miniature",
-        "date": today,
+        "date": today(),
         "environment": describe(),
         "seeds": "see the parts",
         "targets": [each.to_json() for each in targets],
         "gauge": gauge,
         "use": use,
     }
-    output.write_text(json.dumps(values, indent=1, default=str) + "\n")
+    write(options.output or RESULTS / "space" / f"faces-{use['models']}-{today()}.json", values)
 
 
 if __name__ == "__main__":

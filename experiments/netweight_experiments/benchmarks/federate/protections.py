@@ -1,14 +1,12 @@
 """What clients' protections cost in accuracy: HyperFL on Fashion-MNIST with each, from the same seed and schedule.
 
-    NETWEIGHT_DATA=... python benchmarks/protections_accuracy.py [--rounds N] [--arms NAME ...] [--output FILE]
+    NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks.federate.protections
 
 Secure sums change nothing but the rounding of what clients send (docs/flower.md), which is done here in one process in
 the same steps; the protocol itself is tested elsewhere. A run that is stopped goes on from its last round in `--work`;
 the file is written after every arm and keeps the arms that it has.
 """
 
-import argparse
-import datetime
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from netweight.methods.federate import train
 from netweight.methods.federate.defenses import dense_tensors
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
+from netweight_experiments.benchmarks.script import script, today, write
 
 CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
 STEPS = 60  # 5 epochs of 600 images in batches of 50: the paper's schedule
@@ -75,20 +74,16 @@ def run(arm, rounds, work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "federated/protections-accuracy")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--work", type=Path, default=Path("runs/protections"))
-    today = datetime.date.today().isoformat()
-    default = Path(__file__).parent / "results" / "federated" / f"protections-accuracy-{today}.json"
-    parser.add_argument("--output", type=Path, default=default)
     given = parser.parse_args()
-    found = {"what": __doc__.splitlines()[0], "date": today, "seed": FederationPlan.seed, "environment": describe()}
+    found = {"what": __doc__.splitlines()[0], "date": today(), "seed": FederationPlan.seed, "environment": describe()}
     found["arms"] = json.loads(given.output.read_text())["arms"] if given.output.exists() else {}
     for arm in given.arms:
         found["arms"][arm] = run(arm, given.rounds, given.work)
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.output, found)
         print(arm, found["arms"][arm], flush=True)
 
 

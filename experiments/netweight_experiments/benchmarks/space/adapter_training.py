@@ -1,6 +1,6 @@
 """Training adapters of the small faces pipeline: many in one forward pass against one at a time, and against peft.
 
-    python benchmarks/adapter_training.py [--adapters 1,8,32] [--each 1,4] [--steps N] [--rounds N] [--output FILE]
+    python -m netweight_experiments.benchmarks.space.adapter_training
 
 All ways train the same people from the same noise with Adam, rank 1 on queries and values of all attention, on one
 thread. Processor seconds per adapter and step, medians over rounds that take all ways in turn, so that what else the
@@ -9,12 +9,8 @@ the U-Net, one backward pass and one optimizer step for each batch of one person
 at a step; 1 is the reference's. A miniature on a CPU: larger models leave less to gain there, and accelerators more.
 """
 
-import argparse
-import datetime
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
@@ -25,6 +21,7 @@ from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.toys.faces_pipeline import FaceBank, faces_pipeline, person_name
+from netweight_experiments.benchmarks.script import now, script, write
 
 
 def subjects(count):
@@ -95,12 +92,11 @@ def same_adapters():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("--adapters", default="1,8,32")
     parser.add_argument("--each", default="1,4")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -117,17 +113,16 @@ def main():
             print(f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
     apart = same_adapters()
     print(f"adapters trained together and alone differ by {apart:.1e} of their size")
-    if options.output:
-        values = {
-            "what": "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "steps": options.steps,
-            "rounds": options.rounds,
-            "rows": rows,
-            "together against alone": apart,
-            "environment": describe(),
-        }
-        options.output.write_text(json.dumps(values, indent=1) + "\n")
+    values = {
+        "what": "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread",
+        "date": now(),
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "rows": rows,
+        "together against alone": apart,
+        "environment": describe(),
+    }
+    write(options.output, values)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What ordinary captions pay for an edit, and whether other ways to choose and to scale neurons ask for less: measured.
 
-    python benchmarks/forget_collateral.py [WAY ...] [--model FOLDER] [--block N] [--output FILE]
+    python -m netweight_experiments.benchmarks.forget.collateral
 
 On a miniature of captioned shapes, its six verbatim pictures, eight seeds each; 96 ordinary captions, half of them
-never shown in training. Seeds and blocks of them are those of `forget_edits.py`. A WAY is ORDER[:LOWER][@FACTOR]:
+never shown in training. Seeds and blocks of them are those of `edits.py`. A WAY is ORDER[:LOWER][@FACTOR]:
 
 ORDER    In which refinement spares single neurons, after whole layers. "paper": by layer and index. "harm": first those
          whose absence changes the first prediction for 16 ordinary captions most. "usual": first those that ordinary
@@ -14,15 +14,12 @@ FACTOR   What the neurons found are multiplied with; 0 by default.
 After every WAY what is known is written to FILE.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from forget_edits import Bench
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
@@ -37,6 +34,8 @@ from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
 from netweight.nn.batching import Batches, Costs
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
+from netweight_experiments.benchmarks.forget.edits import Bench
+from netweight_experiments.benchmarks.script import now, script, write
 
 ORDERS = ("paper", "harm", "usual", "far")
 WAYS = ("paper", "harm", "usual", "far", "paper:0.5", "paper:1", "harm:0.5", "harm:1", "paper@-0.25", "harm@-0.25",
@@ -164,18 +163,17 @@ def summary(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("ways", nargs="*", default=WAYS)
     parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
     parser.add_argument("--block", type=int, choices=range(4), default=0)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.seeds, options.captions = 8, 96
     torch.set_num_threads(1)
     bench = Ways(options)
     values = {
         "what": "orders of refinement, aims and factors, on captioned shapes: a miniature",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "options": {"block": options.block, "seeds": options.seeds, "captions": options.captions},
         "model": bench.model.digest(),
         "training": training_record(options.model)["about"],
@@ -187,9 +185,7 @@ def main():
     for way in options.ways:
         values["ways"][way] = bench.measured(way)
         print(way, json.dumps(values["ways"][way]["summary"]), flush=True)
-        if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(values, indent=1) + "\n")
+        write(options.output, values)
 
 
 if __name__ == "__main__":

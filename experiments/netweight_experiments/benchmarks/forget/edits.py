@@ -1,7 +1,6 @@
 """What switching off the neurons of planted pictures does, seed by seed, and what ordinary captions pay: measured.
 
-    python benchmarks/forget_edits.py [--model FOLDER] [--seeds N] [--captions N] [--draws N] [--block N] [--alarm]
-        [--output FILE]
+    python -m netweight_experiments.benchmarks.forget.edits
 
 On a miniature of captioned shapes, with the defaults of detection and localization; the threshold is calibrated on 48
 ordinary captions, statistics are of all 240 that training showed. Pictures are drawn from seeds that nothing else
@@ -19,8 +18,6 @@ threshold of detection already, as in the released code. `--captions 0` and `--d
 by one block is judged by others.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 from dataclasses import replace
@@ -42,6 +39,7 @@ from netweight.methods.forget.settings import DetectionConfig, LocalizationConfi
 from netweight.methods.forget.statistics import measure_statistics
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
+from netweight_experiments.benchmarks.script import now, options_of, script, write
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 FIRST_SEED, FIRST_ORDINARY_SEED = 1000, 5000  # those from 0 on are localization's
@@ -124,14 +122,13 @@ class Bench:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__, whole=True)
     parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--captions", type=int, default=96)
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--block", type=int, choices=range(BLOCKS), default=0)
     parser.add_argument("--alarm", action="store_true")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(options)
@@ -162,23 +159,21 @@ def main():
     areas = {kind: auc(rows, scores, held_out, kind) for kind in ("verbatim", "template")}
     result = summary(rows, areas, options.draws)
     print(json.dumps(result, indent=1))
-    if options.output:
-        values = {
-            "what": "neurons of planted pictures off, on captioned shapes: a miniature",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "options": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
-            "model": model.digest(),
-            "training": training_record(options.model)["about"],
-            "threshold": threshold.to_json(),
-            "detection": {"planted": scores, "held out": held_out},
-            "ordinary before": bench.before,
-            "summary": result,
-            "pictures": rows,
-            "together": unions,
-            "environment": describe(),
-        }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(values, indent=1) + "\n")
+    values = {
+        "what": "neurons of planted pictures off, on captioned shapes: a miniature",
+        "date": now(),
+        "options": options_of(options),
+        "model": model.digest(),
+        "training": training_record(options.model)["about"],
+        "threshold": threshold.to_json(),
+        "detection": {"planted": scores, "held out": held_out},
+        "ordinary before": bench.before,
+        "summary": result,
+        "pictures": rows,
+        "together": unions,
+        "environment": describe(),
+    }
+    write(options.output, values)
 
 
 def auc(rows, scores, held_out, kind):

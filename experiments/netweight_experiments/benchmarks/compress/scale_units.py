@@ -1,6 +1,6 @@
 """What one unit of the large jobs of docs/scale.md costs where no other benchmark says it: written to results/ as JSON.
 
-    python benchmarks/scale_units.py [--work FOLDER] [--output FILE] [--small]
+    python -m netweight_experiments.benchmarks.compress.scale_units
 
 ledger      `map_runs` over runs that do nothing, in this process, each with a result of 2 kB, as an attack's is:
             seconds per run (making the digest, writing and syncing the record), bytes per record, and seconds to open
@@ -16,7 +16,6 @@ Every part runs in a process of its own, once, with one thread; the load of the 
 """
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -27,7 +26,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from netweight_experiments.benchmarks.script import RESULTS, script, today, write
 
 
 def ledger(work, sizes):
@@ -156,9 +155,8 @@ def peak():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__)
     parser.add_argument("--work", help="a folder on the disk to be measured; by default a temporary one")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--small", action="store_true", help="the least sizes only, to see that it works")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -171,15 +169,23 @@ def main():
     found, load = {}, os.getloadavg()
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         for part in PARTS:
-            command = [sys.executable, __file__, "--part", part, "--work", work, *(["--small"] * options.small)]
+            command = [
+                sys.executable,
+                "-m",
+                __spec__.name,
+                "--part",
+                part,
+                "--work",
+                work,
+                *(["--small"] * options.small),
+            ]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
             found[part] = json.loads(done.stdout)
             print(part, found[part], flush=True)
-    today = datetime.date.today().isoformat()
-    file = options.output or RESULTS / f"scale-units-{today}.json"
-    whole = {"benchmark": "scale-units", "date": today, "threads": 1, "load_average": load, **found}
-    file.write_text(json.dumps({**whole, "environment": describe()}, indent=1) + "\n")
+    file = options.output or RESULTS / f"scale-units-{today()}.json"
+    whole = {"benchmark": "scale-units", "date": today(), "threads": 1, "load_average": load, **found}
+    write(file, {**whole, "environment": describe()})
     print(file)
 
 

@@ -43,7 +43,7 @@ def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callab
             optimizer = _sgd(model.parameters(), training.lr, training)
             for inputs, targets in draws.batches(client, training.epochs):
                 optimizer.zero_grad()
-                task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                task.loss(model(inputs), targets).backward()
                 optimizer.step()
             _add(average, model, share)
         server.load_state_dict(average)
@@ -72,7 +72,7 @@ def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Calla
             with torch.no_grad():
                 features = functional_call(body, weights, (inputs,))
             optimizer.zero_grad()
-            task.loss(heads[client](features), targets).backward()  # type: ignore[no-untyped-call]
+            task.loss(heads[client](features), targets).backward()
             optimizer.step()
 
     def train_generator(client: int) -> Hypernetwork:
@@ -81,7 +81,7 @@ def dense_hyperfl(task: FedTask, training: LocalTraining, *, seed: int) -> Calla
         for inputs, targets in draws.batches(client, training.epochs):
             optimizer.zero_grad()
             features = functional_call(body, layout.split(network(embedding)), (inputs,))
-            task.loss(head(features), targets).backward()  # type: ignore[no-untyped-call]
+            task.loss(head(features), targets).backward()
             nn.utils.clip_grad_norm_(network.parameters(), training.clip)
             nn.utils.clip_grad_norm_([embedding], training.clip)
             optimizer.step()

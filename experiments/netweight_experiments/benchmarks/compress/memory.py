@@ -1,6 +1,6 @@
 """How much memory folder compression needs, and how soon the first byte comes: measured, written to results/ as JSON.
 
-    python benchmarks/compress_memory.py [--largest MB] [--runs N] [--threads N] [--output FILE]
+    python -m netweight_experiments.benchmarks.compress.memory
 
 A model folder is made in a temporary place: bf16 numbers drawn from N(0, 0.02), in two shards, the largest tensor first
 so that whoever waits for the first tensor waits longest. Everything is measured in fresh processes.
@@ -22,8 +22,6 @@ cold                Before the run the system was asked to forget the cached pag
 Times are medians of the runs; all single values are kept. Peaks are the largest of all runs.
 """
 
-import argparse
-import datetime
 import json
 import os
 import shutil
@@ -38,6 +36,7 @@ import numpy
 
 from netweight.codec import active_path
 from netweight.core.environment import describe
+from netweight_experiments.benchmarks.script import load, script, today, write
 
 MB = 1_000_000
 COLUMNS = 1024
@@ -193,29 +192,23 @@ def measure(place, largest_mb, runs, threads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__, "compress-memory")
     parser.add_argument("--largest", type=int, default=256, metavar="MB", help="size of the largest tensor")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    today = datetime.date.today().isoformat()
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / f"{today}-compress-memory.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         found = measure(Path(place), arguments.largest, arguments.runs, arguments.threads)
     result = {
         "benchmark": "compress-memory",
-        "date": today,
+        "date": today(),
         "runs": arguments.runs,
         "threads": arguments.threads,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load(),
         "environment": describe({"codec_path": active_path()}),
         **found,
     }
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text)
-    print(text, end="")
+    write(arguments.output, result, show=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a step of RepNoise costs beside plain fine-tuning, in memory and in time: measured, written as JSON.
 
-    python benchmarks/immunize_memory.py [--defense NAME] [--layers N] [--hidden N] [--vocabulary N] [--batch N]
-        [--tokens N] [--rounds N] [--output FILE]
+    python -m netweight_experiments.benchmarks.immunize.memory
 
 A random Llama is trained by Adam on the CPU, in float32. Its vocabulary is eight times its width, as is that of Llama-2
 7B; the larger it is, the more the unembedding of every layer costs.
@@ -16,13 +15,10 @@ time    Processor seconds of as many steps of `immunize` as one measurement of n
 A plain step is that of transformers: the model's own loss on all tokens of B sequences, clipped, then Adam.
 """
 
-import argparse
 import copy
-import datetime
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,6 +29,7 @@ from netweight.evidence.memory_ledger import TensorLedger
 from netweight.methods.immunize.catalog import DEFENSES
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.train import immunize
+from netweight_experiments.benchmarks.script import script, today, write
 
 EVERY = Settings().measure_every  # steps, of which one measures gradient norms
 
@@ -116,20 +113,17 @@ def measured(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script(__doc__)
     parser.add_argument("--defense", default="repnoise", choices=list(DEFENSES))
     for name, default in (
         ("layers", 6), ("hidden", 128), ("vocabulary", 1024), ("batch", 4), ("tokens", 128), ("rounds", 3)
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     result = {"settings": settings, **measured(options), "threads": torch.get_num_threads()}
     print(json.dumps(result, indent=2))
-    if options.output is not None:
-        today = datetime.date.today().isoformat()
-        options.output.write_text(json.dumps({"date": today, **result, "environment": describe()}, indent=2) + "\n")
+    write(options.output, {"date": today(), **result, "environment": describe()})
 
 
 if __name__ == "__main__":
