@@ -27,7 +27,7 @@ def test_every_target_is_on_the_page_with_its_verdict():
         assert re.search(r"\| (met|missed|not measured) \|$", lines[target.name])
 
 
-def test_tables_of_the_page_are_whole(script):
+def test_tables_of_the_page_are_whole():
     """Every line of a table has as many cells as the one before it, and no cell breaks the line."""
     columns = None
     for line in PAGE.read_text().splitlines():
