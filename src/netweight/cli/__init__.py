@@ -69,10 +69,9 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name][0].split(":")
-        package = module.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
+        if module.startswith("netweight_experiments.") and importlib.util.find_spec("netweight_experiments") is None:
             raise MissingExtra(
-                f"`netweight {cmd_name}` is in the package {package.replace('_', '-')}, which is not installed.",
+                f"`netweight {cmd_name}` is in the package netweight-experiments, which is not installed.",
                 cure="In a clone of netweight's source, run: pip install ./experiments",
             )
         command = getattr(importlib.import_module(module), attribute)
