@@ -20,11 +20,12 @@ from netweight.errors import MissingExtra, NetweightError, UsageError
 
 __all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
+# Exit code of a command that did its work and found something that failed.
 FINDING_FAILED = 1
-"""Exit code of a command that did its work and found something that failed."""
+# Exit code of a command that was stopped with Ctrl-C, as shells have it.
 INTERRUPTED = 130
-"""Exit code of a command that was stopped with Ctrl-C, as shells have it."""
 
+# Each command's home, `"module:attribute"`, and its line in `netweight --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("netweight.cli.compress:compress", "Make a model's files smaller, bit for bit."),
     "decompress": ("netweight.cli.compress:decompress", "Restore the original files of a compressed model."),
@@ -45,7 +46,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
-"""Each command's home, `"module:attribute"`, and its line in `netweight --help`."""
 
 
 def _report(error: NetweightError, as_json: bool) -> None:
@@ -128,9 +128,5 @@ def netweight() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
-
-    Args:
-        arguments: What follows the program's name; taken from `sys.argv` by default.
-    """
+    """Run the command line and exit."""
     sys.exit(netweight.main(args=None if arguments is None else list(arguments), prog_name="netweight"))

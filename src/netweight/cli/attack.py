@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from netweight.attacks.gradient_inversion.client import LocalUpdate
 
-__all__ = ["attack"]
-
 _PATH = click.Path(path_type=Path, exists=True)
 
 

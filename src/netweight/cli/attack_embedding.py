@@ -13,8 +13,6 @@ from netweight.cli.paths import FOLDER, OUTPUT_FOLDER
 from netweight.cli.search_options import folder_search, search_options
 from netweight.core.progress import QUIET, Progress
 
-__all__ = ["embedding"]
-
 
 @click.command("embedding")
 @click.argument("model", type=FOLDER)

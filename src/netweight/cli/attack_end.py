@@ -18,18 +18,9 @@ if TYPE_CHECKING:
     from netweight.evidence.finding import Finding
     from netweight.evidence.report import Report
 
-__all__ = ["end_attack", "new_report"]
-
 
 def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
-    """Begin a report of this command line.
-
-    Args:
-        title: Heading of the page.
-        summary: One or two plain sentences below it.
-        seed: That holds for the whole run.
-        files: That were read.
-    """
+    """Begin a report of this command line."""
     from netweight.core.digest import of_file
     from netweight.evidence.report import Report
 
@@ -48,17 +39,7 @@ def end_attack(
     verdicts: Iterable[str],
     result: Mapping[str, Any],
 ) -> None:
-    """Write the report and tell what was found; exits with 1 if a finding failed.
-
-    Args:
-        context: Of the command.
-        output: Of the command.
-        report: The report.
-        findings: All findings.
-        out: The report's folder.
-        verdicts: Lines of plain words.
-        result: What machines are told before findings and report.
-    """
+    """Write the report and tell what was found; exits with 1 if a finding failed."""
     page = report.write(out)
     output.table((), [finding_row(finding) for finding in findings], indent=2)
     for words in verdicts:

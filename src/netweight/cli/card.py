@@ -12,8 +12,6 @@ import click
 
 from netweight.cli.output import Output
 
-__all__ = ["card_option", "write_card"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

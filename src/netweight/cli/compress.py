@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from netweight.methods.compress.folder import Summary
     from netweight.methods.compress.inspect import TensorReport
 
-__all__ = ["compress", "decompress", "inspect", "verify"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _PATH = click.Path(path_type=Path)
 _SHOWN = 20  # names written per failed finding

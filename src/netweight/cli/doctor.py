@@ -14,8 +14,6 @@ from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 from netweight.core import environment
 
-__all__ = ["doctor"]
-
 
 @click.command()
 @output_option
@@ -56,16 +54,11 @@ def _gpu_decoding() -> str:
     reason = cuda.unavailable_because()
     if reason is None:
         return "netweight's kernels"
-    return f"no kernels: {reason} Weights on a CUDA device would be decoded by plain torch operations, slowly."
+    return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, slowly."
 
 
 def _extras() -> dict[str, dict[str, Any]]:
-    """List netweight's extras: installed packages with versions, missing ones, and the command that gets them.
-
-    Returns:
-        By extra: `installed` (name to version), `missing` (names), `install` (a pip command, or None). Empty when
-        netweight runs from a source tree and has no metadata.
-    """
+    """List netweight's extras: installed packages with versions, missing ones, and the command that gets them."""
     try:
         requirements = importlib.metadata.requires("netweight") or []
     except importlib.metadata.PackageNotFoundError:

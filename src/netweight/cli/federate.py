@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from netweight.methods.federate.folder import FederationPlan
     from netweight.methods.federate.report import AuditConfig, ThreatModel
 
-__all__ = ["federate"]
-
 
 @click.group()
 def federate() -> None:

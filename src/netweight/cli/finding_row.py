@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from netweight.evidence.finding import Finding
 
-__all__ = ["finding_row"]
-
 
 def finding_row(finding: Finding) -> tuple[str, str, str]:
     """Return a finding's cells; where it has no value the last one holds the reason."""

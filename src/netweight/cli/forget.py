@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from netweight.methods.forget.detect import Score, Threshold
     from netweight.methods.forget.settings import DetectionConfig
 
-__all__ = ["forget"]
-
 _column = click.option("--column", default="prompt", show_default=True, help="Column of prompts in .csv and .jsonl.")
 _device = click.option("--device", default="cpu", show_default=True, help="Where the pipeline goes, such as cuda.")
 _scope = click.option("--scope", type=click.Choice(["down+mid", "all"]), default="down+mid", show_default=True,

@@ -11,8 +11,6 @@ from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
 
-__all__ = ["harden"]
-
 _TRAINED = ("rounds", "steps", "batch", "lr", "keep", "seed")
 _SEARCHED = ("search_steps", "restarts", "guidance", "generation_steps")
 

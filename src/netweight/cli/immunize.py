@@ -17,8 +17,6 @@ from netweight.core.progress import QUIET, Progress
 if TYPE_CHECKING:
     from netweight.methods.immunize.train import Record
 
-__all__ = ["immunize"]
-
 
 @click.command()
 @click.argument("model", type=FOLDER)

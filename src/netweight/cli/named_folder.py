@@ -6,15 +6,9 @@ from pathlib import Path
 
 from netweight.errors import UsageError
 
-__all__ = ["named_folder"]
-
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """Read NAME=FOLDER, the value of --also.
-
-    Raises:
-        UsageError: A half is missing, or there is no such folder.
-    """
+    """Read NAME=FOLDER, the value of --also."""
     name, _, folder = text.partition("=")
     if not (name and folder and Path(folder).is_dir()):
         raise UsageError(f"--also {text!r} names no folder.", cure="Write it as NAME=FOLDER.")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from netweight.methods.space.points import Points
     from netweight.methods.space.space import WeightSpace
 
-__all__ = ["opened", "points_of", "space_argument"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

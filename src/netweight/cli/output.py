@@ -13,19 +13,13 @@ from typing import Any, TypeVar, final
 
 import click
 
-__all__ = ["Output", "output_option"]
-
 _NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @final
 class Output:
-    """Standard output of one command.
-
-    Args:
-        as_json: True if a machine reads: then only `result` writes to standard output.
-    """
+    """Standard output of one command."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -40,13 +34,7 @@ class Output:
         click.secho(f"Warning: {text}", fg="yellow", err=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> None:
-        """Write a table for people: columns aligned, columns of numbers to the right.
-
-        Args:
-            headers: Column titles; an empty sequence for none.
-            rows: Cells, written by `str`; every row as long as the others.
-            indent: Spaces before each line.
-        """
+        """Write a table for people: columns aligned, columns of numbers to the right."""
         if self.as_json or not rows:
             return
         cells = [[str(cell) for cell in row] for row in rows]

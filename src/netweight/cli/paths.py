@@ -6,13 +6,11 @@ from pathlib import Path
 
 import click
 
-__all__ = ["FILE", "FOLDER", "NEW", "OUTPUT_FOLDER"]
-
+# A file that is there.
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-"""A file that is there."""
+# A folder that is there.
 FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
-"""A folder that is there."""
+# What is written.
 NEW = click.Path(path_type=Path)
-"""What is written."""
+# A folder that results go to; it may be there.
 OUTPUT_FOLDER = click.Path(path_type=Path, file_okay=False)
-"""A folder that results go to; it may be there."""

@@ -9,8 +9,6 @@ import click
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FOLDER
 
-__all__ = ["report"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from netweight import recipes
     from netweight.evidence.finding import Finding
 
-__all__ = ["run"]
-
 
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:

@@ -13,8 +13,6 @@ from netweight.cli.paths import FILE, FOLDER
 if TYPE_CHECKING:
     from netweight.attacks.embedding_search.folder import FolderSearch
 
-__all__ = ["folder_search", "search_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _SEARCH = ("steps", "lr", "draws", "restarts", "radius", "images", "guidance", "generation_steps", "threshold", "share")
 _FOLDERS = (
@@ -61,11 +59,7 @@ def search_options(command: F) -> F:
 
 
 def folder_search(options: dict[str, Any]) -> FolderSearch:
-    """Take the options of a search out of a command's and return what they ask for.
-
-    Raises:
-        UsageError: See `FolderSearch`; or --also names no folder.
-    """
+    """Take the options of a search out of a command's and return what they ask for."""
     from netweight.attacks.embedding_search.folder import FolderSearch
 
     search = {name: value for name in _SEARCH if (value := options.pop(name)) is not None}

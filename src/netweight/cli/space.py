@@ -22,8 +22,6 @@ from netweight.core.progress import QUIET, Progress
 if TYPE_CHECKING:
     from netweight.store.bank.bank import AdapterBank
 
-__all__ = ["space"]
-
 _SHOWN = 20  # skipped adapters that are listed
 
 

@@ -12,8 +12,6 @@ from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
 
-__all__ = ["direction"]
-
 
 @click.command()
 @space_argument

@@ -11,8 +11,6 @@ from netweight.cli.opened_space import opened, points_of, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
 
-__all__ = ["edit"]
-
 
 @click.command()
 @space_argument

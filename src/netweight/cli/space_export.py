@@ -16,8 +16,6 @@ from netweight.cli.paths import NEW
 if TYPE_CHECKING:
     from netweight.methods.space.export import Exported
 
-__all__ = ["export", "merge"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from netweight.core.progress import QUIET, Progress
 if TYPE_CHECKING:
     from netweight.methods.space.fit import Accuracy
 
-__all__ = ["fit", "show_space"]
-
 
 @click.command()
 @click.argument("bank", type=FOLDER)

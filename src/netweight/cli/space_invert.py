@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from netweight.methods.space.inversion import InversionSettings, Target
 
-__all__ = ["invert"]
-
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _CHANGED = ("steps", "learning_rate", "components", "prior")
 

@@ -11,8 +11,6 @@ import click
 from netweight.cli.opened_space import opened, points_of, space_argument
 from netweight.cli.output import Output, output_option
 
-__all__ = ["neighbors"]
-
 
 @click.command()
 @space_argument

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from netweight.methods.space.page import View
     from netweight.methods.space.page_data import Look
 
-__all__ = ["view"]
-
 _AMOUNTS = ("components", "adapters", "samples")
 
 

@@ -12,8 +12,6 @@ import click
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output, output_option
 
-__all__ = ["next_commands", "tour"]
-
 _OUT = Path("out") / "tour"
 
 
@@ -79,11 +77,7 @@ def _as_given(out: Path, only: str | None, keep: bool) -> str:
 
 
 def next_commands(out: Path) -> list[str]:
-    """Return three commands to try after a tour, which work in the environment that the tour ran in.
-
-    Args:
-        out: The tour's folder; they write beside it.
-    """
+    """Return three commands to try after a tour, which work in the environment that the tour ran in."""
     from netweight.errors import MissingExtra
     from netweight.toys.diffusion import SHAPES_FOLDER
     from netweight.toys.faces_pipeline import FACES_BANK

@@ -27,11 +27,7 @@ def of_bytes(data: bytes | bytearray | memoryview) -> str:
 
 
 def of_file(path: str | Path) -> str:
-    """Digest a file's content, reading it in blocks of 4 MiB.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Digest a file's content, reading it in blocks of 4 MiB."""
     state = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -40,14 +36,7 @@ def of_file(path: str | Path) -> str:
 
 
 def of_tensor(tensor: Any) -> str:
-    """Digest a tensor's bytes in row-major order; dtype and shape do not enter.
-
-    Args:
-        tensor: A torch tensor (any dtype, device, shape and strides) or a numpy array.
-
-    Returns:
-        The same digest as `of_bytes` of the tensor's little-endian, contiguous bytes.
-    """
+    """Digest a tensor's bytes in row-major order; dtype and shape do not enter."""
     if hasattr(tensor, "detach"):
         import torch
 
@@ -80,15 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
-    """Write a configuration as JSON that is the same for equal configurations: sorted keys, no spaces, plain UTF-8.
-
-    Args:
-        value: JSON values, dataclasses, pydantic models, enums, paths and sets, nested at will. Tuples count as lists.
-        allow_nan: Write NaN and infinities as Python's `json` does, for results; a configuration never holds them.
-
-    Raises:
-        UsageError: The value holds something that JSON cannot, or NaN or infinity unless allowed.
-    """
+    """Write a configuration as JSON that is the same for equal configurations: sorted keys, no spaces, plain UTF-8."""
     try:
         return json.dumps(
             value, default=_plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan
@@ -100,9 +81,5 @@ def canonical_json(value: Any, *, allow_nan: bool = False) -> str:
 
 
 def of_config(value: Any) -> str:
-    """Digest a configuration by its canonical JSON, so that it is the same on every platform and in every process.
-
-    Raises:
-        UsageError: As for `canonical_json`.
-    """
+    """Digest a configuration by its canonical JSON, so that it is the same on every platform and in every process."""
     return of_bytes(canonical_json(value).encode())

@@ -25,34 +25,17 @@ from typing import Any, Protocol, TypeVar, cast, final
 from netweight.core.environment import usable_cores
 from netweight.errors import UsageError
 
-__all__ = [
-    "Engine",
-    "Outcome",
-    "answer",
-    "attempt",
-    "in_process",
-    "limit_threads",
-    "local_processes",
-    "sendable",
-]
-
 C = TypeVar("C")
 
 
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended, as an engine reports it.
+    """How one run ended, as an engine reports it."""
 
-    Attributes:
-        value: What the function returned; None if it failed.
-        error: The traceback, or what is known of a worker that died; None if the run succeeded.
-        seconds: Wall-clock time of the run.
-    """
-
-    value: Any
-    error: str | None
-    seconds: float
+    value: Any  # what the function returned; None if it failed
+    error: str | None  # the traceback, or what is known of a worker that died; None if the run succeeded
+    seconds: float  # wall-clock time of the run
 
 
 class Engine(Protocol):
@@ -172,20 +155,10 @@ class _Worker:
 def local_processes(
     fn: Callable[[C], Any], items: Sequence[C], /, *, workers: int | None = None
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run items in worker processes on this machine: the default engine.
-
-    A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
-    replaced. The machine's cores are shared out among the workers. To choose their number, pass
-    `functools.partial(local_processes, workers=4)` as the engine.
-
-    Args:
-        fn: A function at the top level of a module, with an argument and a result that pickle.
-        items: The items.
-        workers: Number of processes; by default one per usable core.
-
-    Raises:
-        UsageError: `fn` or an item does not pickle, or `workers` is less than 1.
-    """
+    """Run items in worker processes on this machine: the default engine."""
+    # A worker lives for many runs; one that dies (out of memory, a crash in native code) fails its run only and is
+    # replaced. The machine's cores are shared out among the workers. To choose their number, pass
+    # `functools.partial(local_processes, workers=4)` as the engine.
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}.")
     cores = usable_cores()
@@ -216,11 +189,7 @@ def local_processes(
 def sendable(
     fn: Callable[[C], Any], items: Sequence[C], *, dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> list[bytes]:
-    """Pickle the runs of a function on items: tasks for `attempt`.
-
-    Raises:
-        UsageError: The function or an item does not pickle.
-    """
+    """Pickle the runs of a function on items: tasks for `attempt`."""
     try:
         return [dumps((fn, item)) for item in items]
     except Exception as error:

@@ -86,11 +86,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 @cache
 def source_revision() -> str | None:
-    """Return the git commit of netweight's own source tree, with `"+changes"` if files differ from it.
-
-    Returns:
-        None when netweight runs from an installed wheel: a surrounding repository belongs to someone else.
-    """
+    """Return the git commit of netweight's own source tree, with `"+changes"` if files differ from it."""
     package = Path(__file__).resolve().parents[1]
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() / "src" / "netweight" != package:
@@ -102,15 +98,7 @@ def source_revision() -> str | None:
 
 
 def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Describe this process's environment as plain JSON values.
-
-    Args:
-        facts: What only the caller knows, such as `{"codec_path": "avx512"}`; entered as they are, last.
-
-    Returns:
-        Keys `netweight`, `revision`, `python`, `platform`, `machine`, `cpu`, `cpu_flags`, `cores` (usable by this
-        process), `memory_bytes`, `accelerators`, `packages` (name to version), then `facts`.
-    """
+    """Describe this process's environment as plain JSON values."""
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
         "netweight": netweight_version(),
@@ -129,11 +117,7 @@ def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """`NETWEIGHT_CACHE`, else `netweight` in the user's cache folder; it need not exist.
-
-    Raises:
-        RuntimeError: There is no home directory to look for the user's cache folder in.
-    """
+    """`NETWEIGHT_CACHE`, else `netweight` in the user's cache folder; it need not exist."""
     named = os.environ.get("NETWEIGHT_CACHE")
     if named:
         return Path(named)

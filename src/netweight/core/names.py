@@ -17,22 +17,11 @@ from typing import Any, final
 
 from netweight.errors import NameNotFound, UsageError
 
-__all__ = ["Select", "nearest_names"]
-
 _MOST_ALTERNATIVES = 4096  # a bound on what one pattern's braces may expand to
 
 
 def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Find the names most like a name or pattern that was not found.
-
-    Args:
-        wanted: A name, possibly dotted, possibly with wildcards (which are left out of the comparison).
-        names: What there is to choose from.
-        count: At most so many are returned.
-
-    Returns:
-        The nearest names, best first.
-    """
+    """Find the names most like a name or pattern that was not found."""
     unique = list(dict.fromkeys(names))
     literal = [part for part in re.split(r"[.{},]", wanted.lstrip("!")) if part.strip("*")]
     known: dict[tuple[str, str], float] = {}
@@ -51,11 +40,7 @@ def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str
 
 
 def _expand(pattern: str) -> list[str]:
-    """Expand the braces of a pattern into all its alternatives.
-
-    Raises:
-        UsageError: The braces do not pair, or expand to too many alternatives.
-    """
+    """Expand the braces of a pattern into all its alternatives."""
     waiting = [pattern]
     done: list[str] = []
     while waiting:
@@ -76,11 +61,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _expression(plain: str, pattern: str) -> str:
-    """Write a pattern without braces as a regular expression for a name with a dot after every segment.
-
-    Raises:
-        UsageError: A segment is empty, or `**` shares its segment with something else.
-    """
+    """Write a pattern without braces as a regular expression for a name with a dot after every segment."""
     pieces: list[str] = []
     for segment in plain.split("."):
         if segment == "**":

@@ -10,8 +10,6 @@ from typing import Any, Literal, Self, TextIO, TypeVar, final
 
 from tqdm import tqdm
 
-__all__ = ["QUIET", "Mode", "Progress", "Task"]
-
 Mode = Literal["auto", "bar", "plain", "off"]
 T = TypeVar("T")
 
@@ -23,10 +21,9 @@ def _amount(count: float, unit: str) -> str:
 
 @final
 class Task:
-    """One piece of work under way; made by `Progress.task` and used as a context manager.
+    """One piece of work under way; made by `Progress.task` and used as a context manager."""
 
-    The methods may be called whatever the mode; in mode `"off"` they do nothing but count.
-    """
+    # The methods may be called whatever the mode; in mode `"off"` they do nothing but count.
 
     def __init__(
         self, description: str, total: int | None, unit: str, mode: Mode, stream: TextIO, every: float
@@ -77,14 +74,9 @@ class Task:
 
 @final
 class Progress:
-    """Where progress is shown; hand it to library code, which opens tasks on it.
+    """Where progress is shown; hand it to library code, which opens tasks on it."""
 
-    Args:
-        mode: `"bar"` draws tqdm bars, `"plain"` prints a line now and then, `"off"` is silent; `"auto"` takes a bar
-            on a terminal and plain lines elsewhere.
-        stream: Where to write; standard error by default, so that standard output stays clean for results.
-        every: Least seconds between two plain lines of one task; shorter tasks print nothing.
-    """
+    # `every`: least seconds between two plain lines of one task; shorter tasks print nothing
 
     def __init__(self, mode: Mode = "auto", *, stream: TextIO | None = None, every: float = 30.0) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -92,16 +84,7 @@ class Progress:
         self._every = every
 
     def task(self, description: str, total: int | None = None, *, unit: str = "B") -> Task:
-        """Open a task.
-
-        Args:
-            description: What is being done, in a few words.
-            total: Units of the whole work, or None if unknown.
-            unit: `"B"` counts bytes and shows bytes per second; any other word counts things.
-
-        Returns:
-            A `Task`, to be used in a `with` statement.
-        """
+        """Open a task."""
         return Task(description, total, unit, self.mode, self._stream, self._every)
 
     def track(self, items: Iterable[T], description: str, total: int | None = None, *, unit: str = "it") -> Iterator[T]:
@@ -117,5 +100,5 @@ class Progress:
             tqdm.write(text, file=self._stream)
 
 
+# A `Progress` that shows nothing: the default for library calls that were handed none.
 QUIET = Progress("off")
-"""A `Progress` that shows nothing: the default for library calls that were handed none."""

@@ -37,25 +37,9 @@ C = TypeVar("C")
 def ray_cluster(
     address: str | None = None, *, workers: int | None = None, cpus: int = 1, gpus: float = 0
 ) -> Iterator[Engine]:
-    """Connect to Ray, for an engine that runs things there.
-
-    A run that fails, or whose worker dies, fails alone; Ray is not asked to try it again, since the ledger will. When
-    the iteration ends early, by Ctrl-C for example, what is under way is stopped.
-
-    Args:
-        address: "auto" for the cluster that this machine is part of, or "HOST:PORT" or "ray://HOST:PORT". None takes
-            the cluster that the environment's RAY_ADDRESS names, and else starts Ray here and stops it at the end. A
-            connection that the program has made before is used, and kept.
-        workers: Most runs at a time; None for as many as there is room for.
-        cpus: Cores that each run is given, and threads that it computes with.
-        gpus: GPUs that each run is given; a fraction shares one.
-
-    Yields:
-        The engine, which works inside the block.
-
-    Raises:
-        UsageError: There is no cluster, a number cannot be, or an address is given and a connection is there already.
-    """
+    """Connect to Ray, for an engine that runs things there."""
+    # A run that fails, or whose worker dies, fails alone; Ray is not asked to try it again, since the ledger will. When
+    # the iteration ends early, by Ctrl-C for example, what is under way is stopped.
     if (workers is not None and workers < 1) or cpus < 1 or not gpus >= 0:
         raise UsageError(
             f"workers {workers}, cpus {cpus} and gpus {gpus} cannot be.", cure="Give at least 1, 1 and 0 of them."

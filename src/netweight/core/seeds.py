@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["derive", "numpy_generator", "torch_generator"]
-
 
 def _encode(part: str | int) -> bytes:
     """Encode one path part so that no two paths share an encoding: kind, length, content."""
@@ -31,18 +29,7 @@ def _encode(part: str | int) -> bytes:
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """Derive an independent seed from a root seed and a path.
-
-    Args:
-        seed: The root seed, any integer.
-        path: Text and integers that name the draw; `1` and `"1"` are different.
-
-    Returns:
-        An integer in [0, 2**63), the same on every platform, in every process and release.
-
-    Raises:
-        UsageError: The seed or a part of the path is neither text nor an integer.
-    """
+    """Derive an independent seed from a root seed and a path."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"The seed must be an integer, not {seed!r}.")
     state = hashlib.blake2b(digest_size=8, person=b"netweight.seed")

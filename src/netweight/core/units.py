@@ -13,8 +13,6 @@ from netweight.errors import NameNotFound, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Units"]
-
 
 @final
 class Units:

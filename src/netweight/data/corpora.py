@@ -23,45 +23,21 @@ class Pair:
 
 
 def wikitext2(split: Literal["valid", "test"]) -> str:
-    """Return a split of WikiText-2 (word level, with its `<unk>`), 1.1 and 1.3 MB.
-
-    Args:
-        split: "valid" or "test"; the train split is not among the local data.
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set or does not hold it.
-        UsageError: There is no such split.
-
-    Source: Merity et al., Pointer Sentinel Mixture Models, 2016.
-    """
+    """Return a split of WikiText-2 (word level, with its `<unk>`), 1.1 and 1.3 MB."""
+    # Source: Merity et al., Pointer Sentinel Mixture Models, 2016.
     if split not in ("valid", "test"):
         raise UsageError(f"There is no split {split!r} of WikiText-2 here.", cure="Use valid or test.")
     return text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")
 
 
 def tiny_shakespeare() -> str:
-    """Return the plays of Tiny Shakespeare, 1.1 MB: text of another kind than any encyclopedia.
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set or does not hold it.
-    """
+    """Return the plays of Tiny Shakespeare, 1.1 MB: text of another kind than any encyclopedia."""
     return text_file("tinyshakespeare.txt").read_text(encoding="utf-8")
 
 
 def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
-    """Return a split of 10,336 questions of WikiSQL with their queries; no table is in two splits.
-
-    A source is the question and, on a line of its own, its table as `CREATE TABLE`, with the columns the query uses.
-
-    Args:
-        split: "train" (8,594), "dev" (858) or "test" (884).
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set or does not hold it, or pyarrow is not installed.
-        UsageError: There is no such split.
-
-    Source: Zhong et al., Seq2SQL, 2017; queries as made canonical by Finegan-Dollak et al., 2018.
-    """
+    """Return a split of 10,336 questions of WikiSQL with their queries; no table is in two splits."""
+    # Source: Zhong et al., Seq2SQL, 2017; queries as made canonical by Finegan-Dollak et al., 2018.
     if split not in ("train", "dev", "test"):
         raise UsageError(f"There is no split {split!r} of WikiSQL.", cure="Use train, dev or test.")
     file = text_file("wikisql_12k.parquet")
@@ -76,14 +52,8 @@ def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
 
 
 def wmt14_german_english() -> list[Pair]:
-    """Return the 3,003 sentences of WMT14's German to English test, each source with T5's prefix for the task.
-
-    They are not among the local data: `sacrebleu -t wmt14 -l de-en --echo src` (and `ref`) prints them.
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set or does not hold text/wmt14-de-en.src and text/wmt14-de-en.ref.
-        UsageError: The two files differ in length.
-    """
+    """Return the 3,003 sentences of WMT14's German to English test, each source with T5's prefix for the task."""
+    # They are not among the local data: `sacrebleu -t wmt14 -l de-en --echo src` (and `ref`) prints them.
     sources, targets = (
         text_file(f"wmt14-de-en.{side}", made_by=f"sacrebleu -t wmt14 -l de-en --echo {side}")
         .read_text(encoding="utf-8")
@@ -99,15 +69,7 @@ def wmt14_german_english() -> list[Pair]:
 
 
 def text_file(name: str, *, made_by: str = "") -> Path:
-    """Return the path of a file below `NETWEIGHT_DATA`/text.
-
-    Args:
-        name: For example "wikitext2-test.txt".
-        made_by: The command that prints it, for the error.
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set, or the file is not there.
-    """
+    """Return the path of a file below `NETWEIGHT_DATA`/text."""
     root = os.environ.get("NETWEIGHT_DATA")
     if not root:
         raise MissingExtra(

@@ -17,34 +17,17 @@ _COLUMNS = ("image", "caption", "group", "skin_tone")
 @final
 @dataclass(frozen=True, eq=False)
 class CaptionedPictures:
-    """Pictures with captions.
-
-    Attributes:
-        name: Of the data set.
-        pictures: uint8, shape `(n, 3, side, side)`.
-        captions: One per picture.
-        groups: What kind of thing each picture shows, in a word or two.
-    """
+    """Pictures with captions."""
 
     name: str
-    pictures: Tensor
-    captions: tuple[str, ...]
-    groups: tuple[str, ...]
+    pictures: Tensor  # uint8, shape `(n, 3, side, side)`
+    captions: tuple[str, ...]  # one per picture
+    groups: tuple[str, ...]  # what kind of thing each picture shows, in a word or two
 
 
 def emoji() -> CaptionedPictures:
-    """Return the emoji without skin tones, 32 pixels wide on white, with their Unicode names in lower case.
-
-    Returns:
-        1,644 pictures in 9 groups, such as "Food & Drink".
-
-    Raises:
-        MissingExtra: There is no emoji_captions/noto32-all.parquet below `NETWEIGHT_DATA`, or pyarrow or Pillow is not
-            installed.
-        CorruptBlob: The file is damaged or has other columns.
-
-    Source: googlefonts/noto-emoji (Apache-2.0), names from muan/unicode-emoji-json (MIT).
-    """
+    """Return the emoji without skin tones, 32 pixels wide on white, with their Unicode names in lower case."""
+    # Source: googlefonts/noto-emoji (Apache-2.0), names from muan/unicode-emoji-json (MIT).
     folder = local_folder("emoji_captions")
     file = folder / "noto32-all.parquet" if folder is not None else None
     if file is None or not file.is_file():

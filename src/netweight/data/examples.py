@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, final
 
 from netweight.errors import UsageError
 
-IGNORED = -100
-"""The label of a position that no loss looks at, as in transformers."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
+# The label of a position that no loss looks at, as in transformers.
+IGNORED = -100
+
+# Which tokens a loss is taken over: those of the response, or all but padding.
 LossOn = Literal["response", "full"]
-"""Which tokens a loss is taken over: those of the response, or all but padding."""
 
 
 @final
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its response.
+    """A prompt and its response."""
 
-    Attributes:
-        prompt: Token ids; may be empty.
-        response: Token ids, an end of sequence among them where the model is to learn to stop; not empty.
-
-    Raises:
-        UsageError: The response is empty.
-    """
-
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids; may be empty
+    response: tuple[int, ...]  # token ids, an end of sequence among them where the model is to learn to stop; not empty
 
     def __post_init__(self) -> None:
         """Check that there is something to learn."""
@@ -47,20 +40,11 @@ class Example:
 @final
 @dataclass(frozen=True)
 class Pair:
-    """One prompt and two answers.
+    """One prompt and two answers."""
 
-    Attributes:
-        prompt: Token ids; may be empty.
-        chosen: Token ids of the harmless answer, such as a refusal; not empty.
-        rejected: Token ids of the harmful answer; not empty.
-
-    Raises:
-        UsageError: An answer is empty.
-    """
-
-    prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids; may be empty
+    chosen: tuple[int, ...]  # token ids of the harmless answer, such as a refusal; not empty
+    rejected: tuple[int, ...]  # token ids of the harmful answer; not empty
 
     def __post_init__(self) -> None:
         """Check both answers."""
@@ -80,38 +64,21 @@ class Pair:
 @final
 @dataclass(frozen=True)
 class Batch:
-    """Examples side by side, padded on the right.
+    """Examples side by side, padded on the right."""
 
-    Attributes:
-        input_ids: Token ids, int64, shape `(B, T)`.
-        attention_mask: 1 on tokens and 0 on padding, int64, shape `(B, T)`.
-        labels: The token at each position where it is to be predicted, else `IGNORED`; int64, shape `(B, T)`.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
+    input_ids: Tensor  # token ids, int64, shape `(B, T)`
+    attention_mask: Tensor  # 1 on tokens and 0 on padding, int64, shape `(B, T)`
+    labels: Tensor  # the token at each position where it is to be predicted, else `IGNORED`; int64, shape `(B, T)`
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device.
-
-        Args:
-            device: Where to.
-        """
+        """Return the batch on a device."""
         return Batch(self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device))
 
 
 def collate(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "response") -> Batch:
-    """Put examples side by side.
+    """Put examples side by side."""
+    import torch
 
-    Args:
-        examples: At least one.
-        pad_id: What stands after the end of the shorter ones; no loss and no attention looks at it.
-        loss_on: Which tokens are to be predicted.
-
-    Raises:
-        UsageError: There is no example.
-    """
     if not examples:
         raise UsageError("A batch needs at least one example.")
     shape = (len(examples), max(len(example) for example in examples))

@@ -23,31 +23,16 @@ from netweight.nn.text_to_image import TextToImage
 @final
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A prompt and its training image.
+    """A prompt and its training image."""
 
-    Attributes:
-        name: The prompt, numbered where it comes several times.
-        prompt: The prompt.
-        image: Shape `(3, height, width)`, within 0 and 1.
-        kind: How the image is repeated.
-    """
-
-    name: str
+    name: str  # the prompt, numbered where it comes several times
     prompt: str
-    image: Tensor
-    kind: Kind = "verbatim"
+    image: Tensor  # shape `(3, height, width)`, within 0 and 1
+    kind: Kind = "verbatim"  # how the image is repeated
 
 
 def check_pairs(path: str | Path) -> Rows:
-    """Read a table and check that every row has a prompt, and an image file that is there; no image is opened.
-
-    Args:
-        path: A file of `read_rows`.
-
-    Raises:
-        NameNotFound: There is no such column; the nearest are named.
-        UsageError: The file cannot be read, or rows lack something; all such rows are named.
-    """
+    """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
     rows = read_rows(path)
     try:
         rows.need("prompt", "image")
@@ -63,16 +48,7 @@ def check_pairs(path: str | Path) -> Rows:
 
 
 def read_pairs(path: str | Path, size: tuple[int, int]) -> list[Pair]:
-    """Read pairs, at least one.
-
-    Args:
-        path: A file of `read_rows`.
-        size: Height and width that images are resized to.
-
-    Raises:
-        NameNotFound, UsageError: See `check_pairs`; or an image cannot be read.
-        MissingExtra: Pillow is not installed.
-    """
+    """Read pairs, at least one."""
     rows, folder = check_pairs(path), Path(path).parent
     named = [(f"{rows.name}, {row.where}", str(folder / row.values["image"])) for row in rows.rows]
     pictures = decode_splits([named], of=rows.name, size=size)[0]
@@ -107,3 +83,8 @@ def _wrong(row: Row, folder: Path) -> list[str]:
 def _names(prompts: list[str]) -> list[str]:
     counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
     return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
+
+
+def image_files(*tables: Path) -> list[Path]:
+    """The images that tables name: another content of them is another step."""
+    return [table.parent / str(row.values["image"]) for table in tables for row in check_pairs(table).rows]

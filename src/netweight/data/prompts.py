@@ -13,20 +13,7 @@ _KINDS = {".csv": ",", ".tsv": "\t"}
 
 
 def read_prompts(path: str | Path, *, column: str = "prompt") -> list[str]:
-    """Read prompts.
-
-    Args:
-        path: `.txt` holds one prompt per line and blank lines are passed over; `.csv` and `.tsv` have a first row of
-            column names (a `.csv` with semicolons is understood, too); `.jsonl` has one object per line.
-        column: Where prompts are, in all but `.txt`.
-
-    Returns:
-        At least one prompt, in the file's order, each once.
-
-    Raises:
-        NameNotFound: There is no such column; the nearest are named.
-        UsageError: The file cannot be read, is of another kind, holds no prompt, or a row lacks one.
-    """
+    """Read prompts."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")

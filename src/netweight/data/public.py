@@ -28,25 +28,8 @@ Kind = Literal["toxic", "non_toxic", "toxic_test"]
 
 
 def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", safe: bool = False) -> list[TextExample]:
-    """Read questions with answers from BeaverTails.
-
-    Args:
-        source: A file or data set with columns prompt, response, category and is_safe; None takes
-            `NETWEIGHT_DATA`/beavertails (`round0/30k/train.jsonl.gz` and so on, as published), else the hub.
-        split: Which one, when there is no source: one of `BEAVERTAILS_SPLITS`.
-        safe: Take the answers that were judged safe instead of the others.
-
-    Returns:
-        The questions, bare, with their answers and all categories of harm; use them with `QUESTION_AND_ANSWER`. Only
-        rows whose is_safe is `safe` are taken.
-
-    Raises:
-        NameNotFound: There is no such split, or a column is missing.
-        MissingExtra: The data set is not at hand and cannot be fetched.
-        UsageError: A row is empty, or its is_safe is not true or false; or no row is left.
-
-    Source: Ji et al., BeaverTails, arXiv 2307.04657.
-    """
+    """Read questions with answers from BeaverTails."""
+    # Source: Ji et al., BeaverTails, arXiv 2307.04657.
     rows = read_rows(_beavertails(split) if source is None else source)
     rows.need("prompt", "response", "category", "is_safe")
     troubles = Troubles(rows.name)
@@ -60,23 +43,9 @@ def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", sa
 
 
 def paired_refusals(source: str | Path | Any) -> list[TextPair]:
-    """Read the questions of BeaverTails with a harmful answer and a refusal, as the authors of RepNoise published them.
-
-    Args:
-        source: A file or data set with columns prompt, response, category, is_safe and refusal; in the last the whole
-            text, "Question: …", "Answer:" and the refusal.
-
-    Returns:
-        The questions, bare, with both answers; use them with `QUESTION_AND_ANSWER`. Only rows whose is_safe is false
-        are taken.
-
-    Raises:
-        NameNotFound: A column is missing.
-        UsageError: A row is empty, its is_safe is not true or false, or its refusal is to another question; or no row
-            is left.
-
-    Source: RepNoise (arXiv 2405.14577), section 4.
-    """
+    """Read the questions of BeaverTails with a harmful answer and a refusal."""
+    # As the authors of RepNoise published them.
+    # Source: RepNoise (arXiv 2405.14577), section 4.
     rows = read_rows(source)
     rows.need("prompt", "response", "category", "is_safe", "refusal")
     troubles = Troubles(rows.name)
@@ -93,22 +62,8 @@ def paired_refusals(source: str | Path | Any) -> list[TextPair]:
 
 
 def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[TextExample]:
-    """Read the prompts of DecodingTrust's toxicity part with their continuations.
-
-    Args:
-        source: A file or data set with columns prompt and continuation, each with its text and scores, as DecodingTrust
-            and RealToxicityPrompts have them. A column type, as in RepNoise's file, says of which kind a row is.
-        kind: Which rows to take, where there is such a column.
-
-    Returns:
-        Prompts with the instruction to continue them, ending with "Continuation:", and the continuations.
-
-    Raises:
-        NameNotFound: A column is missing.
-        UsageError: A row lacks a text, or no row is left.
-
-    Source: Wang et al., DecodingTrust, arXiv 2306.11698; the instruction is that of RepNoise's public code.
-    """
+    """Read the prompts of DecodingTrust's toxicity part with their continuations."""
+    # Source: Wang et al., DecodingTrust, arXiv 2306.11698; the instruction is that of RepNoise's public code.
     rows = read_rows(source)
     rows.need("prompt", "continuation")
     troubles = Troubles(rows.name)
@@ -124,19 +79,8 @@ def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[Te
 
 
 def decoding_trust_refusals(source: str | Path | Any) -> list[TextPair]:
-    """Read prompts of DecodingTrust with a toxic continuation and a refusal, as the authors of RepNoise published them.
-
-    Args:
-        source: As for `decoding_trust`, with a column refusal that holds the whole text: an instruction, "Prompt: …",
-            "Continuation:" and the refusal.
-
-    Returns:
-        Prompts as `decoding_trust` makes them, with both answers.
-
-    Raises:
-        NameNotFound: A column is missing.
-        UsageError: A row lacks a text, or its refusal is to another prompt.
-    """
+    """Read prompts of DecodingTrust with a toxic continuation and a refusal."""
+    # As the authors of RepNoise published them.
     rows = read_rows(source)
     rows.need("prompt", "continuation", "refusal")
     troubles = Troubles(rows.name)

@@ -26,39 +26,22 @@ _NAMED = 5  # rows with trouble that a message names; the others are counted
 @final
 @dataclass(frozen=True)
 class Row:
-    """One row.
+    """One row."""
 
-    Attributes:
-        where: For messages: the place within its source, such as "line 3".
-        values: By column.
-    """
-
-    where: str
-    values: Mapping[str, Any]
+    where: str  # for messages: the place within its source, such as "line 3"
+    values: Mapping[str, Any]  # by column
 
 
 @final
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one source; at least one.
-
-    Attributes:
-        name: Of the source, for messages.
-        rows: In their order.
-    """
+    """Rows of one source; at least one."""
 
     name: str
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # in their order
 
     def need(self, *columns: str) -> None:
-        """Check that columns are there.
-
-        Args:
-            columns: Names; a column counts as there when any row has it.
-
-        Raises:
-            NameNotFound: One is not; the message holds the nearest names.
-        """
+        """Check that columns are there."""
         known = list(dict.fromkeys(name for row in self.rows for name in row.values))
         for column in columns:
             if column not in known:
@@ -71,15 +54,10 @@ class Rows:
 @final
 @dataclass
 class Troubles:
-    """What is wrong with the rows of a source.
-
-    Attributes:
-        name: Of the source.
-        found: What is wrong, by place.
-    """
+    """What is wrong with the rows of a source."""
 
     name: str
-    found: dict[str, list[str]] = field(default_factory=dict)
+    found: dict[str, list[str]] = field(default_factory=dict)  # what is wrong, by place
 
     def add(self, where: str, trouble: str) -> None:
         """Note what is wrong with a row."""
@@ -88,11 +66,7 @@ class Troubles:
             known.append(trouble)
 
     def refuse(self, cure: str) -> None:
-        """Raise if anything was wrong.
-
-        Raises:
-            UsageError: It names the first rows and counts them all.
-        """
+        """Raise if anything was wrong."""
         if not self.found:
             return
         first = list(self.found.items())[:_NAMED]
@@ -103,19 +77,7 @@ class Troubles:
 
 
 def read_rows(source: str | Path | Any) -> Rows:
-    """Read all rows of a source.
-
-    Args:
-        source: A file: .jsonl (also .jsonl.gz and .jsonl.xz), .json (a list of objects, or columns as pandas writes
-            them), .csv, .tsv or .parquet. Or a `datasets.Dataset`, or a list of mappings.
-
-    Returns:
-        The rows. Lines of files count from 1, rows of data sets and Parquet files from 0, as their libraries count.
-
-    Raises:
-        UsageError: There is no such file, it is of another kind, it is damaged, or there are no rows.
-        MissingExtra: A Parquet file, and pyarrow is not installed.
-    """
+    """Read all rows of a source."""
     if isinstance(source, str | Path):
         name, rows = str(source), _of_file(Path(source))
     else:

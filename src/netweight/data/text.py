@@ -14,72 +14,41 @@ from netweight.core.names import nearest_names
 from netweight.data.rows import Row, Rows, Troubles, read_rows
 from netweight.errors import NameNotFound, UsageError
 
+# A string, or messages with "role" and "content".
 Text = str | tuple[Mapping[str, str], ...]
-"""A string, or messages with "role" and "content"."""
 _CURE = "Correct these rows, or take them out."
 
 
 @final
 @dataclass(frozen=True)
 class TextPair:
-    """A prompt with a harmless and a harmful answer.
+    """A prompt with a harmless and a harmful answer."""
 
-    Attributes:
-        prompt: What is asked.
-        chosen: The harmless answer.
-        rejected: The harmful one.
-        categories: Of harm; may be empty.
-        source: Where it came from, for messages.
-        where: The place within.
-    """
-
-    prompt: Text
-    chosen: Text
-    rejected: Text
-    categories: tuple[str, ...] = ()
-    source: str = "the pairs"
-    where: str = "a pair"
+    prompt: Text  # what is asked
+    chosen: Text  # the harmless answer
+    rejected: Text  # the harmful one
+    categories: tuple[str, ...] = ()  # may be empty
+    source: str = "the pairs"  # where it came from, for messages
+    where: str = "a pair"  # the place within
 
 
 @final
 @dataclass(frozen=True)
 class TextExample:
-    """A prompt with a response.
+    """A prompt with a response."""
 
-    Attributes:
-        prompt: What is asked.
-        response: The answer.
-        categories: Of harm; may be empty.
-        source: Where it came from, for messages.
-        where: The place within.
-    """
-
-    prompt: Text
-    response: Text
-    categories: tuple[str, ...] = ()
-    source: str = "the examples"
-    where: str = "an example"
+    prompt: Text  # what is asked
+    response: Text  # the answer
+    categories: tuple[str, ...] = ()  # may be empty
+    source: str = "the examples"  # where it came from, for messages
+    where: str = "an example"  # the place within
 
 
 Kind = TypeVar("Kind", TextPair, TextExample)
 
 
 def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = None) -> list[TextPair]:
-    """Read pairs.
-
-    Args:
-        source: A file, a `datasets.Dataset`, or a list of mappings; see `netweight.data.tokens.load_pairs`.
-        columns: What "prompt", "chosen" and "rejected" are called in the source, where they have other names.
-
-    Returns:
-        One pair per row. Categories are read from a column "category", where there is one.
-
-    Raises:
-        NameNotFound: A column is missing, or `columns` names another one than those three.
-        UsageError: A row lacks a side, a side is empty or no text, both answers are the same, or one is a conversation
-            and the other is not.
-        MissingExtra: A Parquet file, and pyarrow is not installed.
-    """
+    """Read pairs."""
     rows = read_rows(source)
     names = _columns(("prompt", "chosen", "rejected"), columns)
     rows.need(*names.values())
@@ -99,20 +68,7 @@ def text_pairs(source: str | Path | Any, *, columns: Mapping[str, str] | None = 
 
 
 def text_examples(source: str | Path | Any, *, columns: Mapping[str, str] | None = None) -> list[TextExample]:
-    """Read prompts with responses.
-
-    Args:
-        source: As for `text_pairs`.
-        columns: What "prompt" and "response" are called in the source, where they have other names.
-
-    Returns:
-        One example per row. Categories are read from a column "category", where there is one.
-
-    Raises:
-        NameNotFound: As for `text_pairs`.
-        UsageError: As for `text_pairs`.
-        MissingExtra: As for `text_pairs`.
-    """
+    """Read prompts with responses."""
     rows = read_rows(source)
     names = _columns(("prompt", "response"), columns)
     rows.need(*names.values())
@@ -130,19 +86,7 @@ def text_examples(source: str | Path | Any, *, columns: Mapping[str, str] | None
 
 
 def withhold(texts: Sequence[Kind], names: Iterable[str]) -> tuple[list[Kind], list[Kind]]:
-    """Part rows by category, for the question whether a defense reaches harm that it never saw.
-
-    Args:
-        texts: Pairs or examples with categories.
-        names: The categories to withhold; a row that has one of them, whatever else it has, is withheld.
-
-    Returns:
-        The rows to defend with, and those withheld; together all rows, each in their order.
-
-    Raises:
-        NameNotFound: No row has such a category.
-        UsageError: Nothing is left on one of the sides.
-    """
+    """Part rows by category, for the question whether a defense reaches harm that it never saw."""
     wanted = list(names)
     known = sorted({name for text in texts for name in text.categories})
     for name in wanted:

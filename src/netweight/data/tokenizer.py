@@ -17,28 +17,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+# Padding, end of text, unknown; their ids are 0, 1 and 2. No text needs the third: every byte has a token.
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
-"""Padding, end of text, unknown; their ids are 0, 1 and 2. No text needs the third: every byte has a token."""
 _SMALLEST = 256 + len(SPECIAL_TOKENS)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level byte-pair encoding, in the manner of GPT-2.
-
-    Nothing is normalized and no token is added by itself, so decoding gives every text back as it was.
-
-    Args:
-        texts: What to learn from; their order does not matter.
-        vocab_size: Tokens, the three special ones and one per byte included: at least 259. Texts with few different
-            words give fewer.
-
-    Returns:
-        A tokenizer of transformers with the tokens of `SPECIAL_TOKENS`.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: `vocab_size` is too small.
-    """
+    """Train a byte-level byte-pair encoding, in the manner of GPT-2."""
+    # Nothing is normalized and no token is added by itself, so decoding gives every text back as it was.
     if vocab_size < _SMALLEST:
         raise UsageError(
             f"A byte-level tokenizer cannot have {vocab_size} tokens.", cure=f"Choose {_SMALLEST} or more."
@@ -69,16 +55,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(words: Sequence[str], *, pad: str, end: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of given words, parted by white space; decoding puts one space between them.
-
-    Args:
-        words: The vocabulary, in the order of the ids; no two are equal and none holds white space.
-        pad: The word of padding.
-        end: The word of the end of a text; it stands for unknown words too.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Make a tokenizer of given words, parted by white space; decoding puts one space between them."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -110,15 +87,7 @@ def find(folder: Path) -> Path | None:
 
 
 def pieces(file: Path) -> list[tuple[bytes, float]]:
-    """Read the vocabulary: each piece with its score, the higher the earlier it is merged.
-
-    Args:
-        file: An unsigned 32-bit length of the longest piece, then for each piece its score (32-bit float), its length
-            (32-bit integer) and its bytes; little-endian.
-
-    Raises:
-        Unsupported: The file is not of this format.
-    """
+    """Read the vocabulary: each piece with its score, the higher the earlier it is merged."""
     data = file.read_bytes()
     found: list[tuple[bytes, float]] = []
     at = 4
@@ -139,18 +108,10 @@ def pieces(file: Path) -> list[tuple[bytes, float]]:
 
 
 def tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of transformers that splits text as llama2.c does.
-
-    A space is put before the text, characters without a piece fall back to their bytes, and the neighbors whose union
-    has the highest score are merged first. No token is added by itself. A special token that the text spells out is
-    taken as that token, as transformers does.
-
-    Args:
-        file: See `pieces`.
-
-    Raises:
-        Unsupported: The file is not of this format.
-    """
+    """Make a tokenizer of transformers that splits text as llama2.c does."""
+    # A space is put before the text, characters without a piece fall back to their bytes, and the neighbors whose union
+    # has the highest score are merged first. No token is added by itself. A special token that the text spells out is
+    # taken as that token, as transformers does.
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 

@@ -28,17 +28,10 @@ TooLong = Literal["refuse", "cut"]
 @final
 @dataclass(frozen=True)
 class Template:
-    """What stands around plain text.
+    """What stands around plain text."""
 
-    Attributes:
-        prompt: Holds `{prompt}` once.
-        answer: Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here.
-
-    Raises:
-        UsageError: A field is missing.
-    """
-
-    prompt: str = "{prompt}"
+    prompt: str = "{prompt}"  # holds `{prompt}` once
+    # Holds `{answer}` once; it follows the prompt at once, so a space or line break between belongs here.
     answer: str = "{answer}"
 
     def __post_init__(self) -> None:
@@ -52,20 +45,16 @@ class Template:
         return self.prompt.replace("{prompt}", prompt), self.answer.replace("{answer}", answer)
 
 
+# The answer follows the prompt at once, as TRL has it.
 PLAIN = Template()
-"""The answer follows the prompt at once, as TRL has it."""
+# The answer begins a line of its own: what the commands put around plain rows.
 BELOW = Template("{prompt}\n", "{answer}")
-"""The answer begins a line of its own: what the commands put around plain rows."""
+# What the public code of RepNoise puts around BeaverTails.
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")
-"""What the public code of RepNoise puts around BeaverTails."""
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of padding, for `collate` and `collate_pairs`.
-
-    Raises:
-        UsageError: The tokenizer has none.
-    """
+    """Return the id of padding, for `collate` and `collate_pairs`."""
     pad = tokenizer.pad_token_id
     if not isinstance(pad, int):
         raise UsageError(
@@ -83,24 +72,7 @@ def tokenized_pairs(
     template: Template | Literal["chat"] = PLAIN,
     too_long: TooLong = "refuse",
 ) -> list[Pair]:
-    """Turn pairs of text into token ids.
-
-    Args:
-        texts: Plain text, or conversations, which the tokenizer's chat template renders.
-        tokenizer: Of the model. Where it begins a text with a token of its own, so do the prompts.
-        context: Most tokens of a prompt with one answer.
-        template: What stands around plain text; "chat" makes it the message of a user and of the assistant. A plain
-            answer is followed by the tokenizer's end of sequence, a conversation by what its template puts there.
-        too_long: "refuse" names the rows that are longer than the context; "cut" cuts answers, and with them their end.
-
-    Returns:
-        One pair per row, in their order.
-
-    Raises:
-        UsageError: A row is too long, its prompt alone fills the context, an answer has no token, the answers become
-            the same when cut, a chat template changes a prompt when an answer follows, or the tokenizer lacks padding,
-            an end or a chat template; all such rows are counted, the first are named.
-    """
+    """Turn pairs of text into token ids."""
     chosen = [(text.prompt, text.chosen) for text in texts]
     rejected = [(text.prompt, text.rejected) for text in texts]
     troubles = _troubles(texts)
@@ -123,21 +95,7 @@ def tokenized_examples(
     template: Template | Literal["chat"] = PLAIN,
     too_long: TooLong = "refuse",
 ) -> list[Example]:
-    """Turn prompts with responses into token ids.
-
-    Args:
-        texts: As for `tokenized_pairs`.
-        tokenizer: As for `tokenized_pairs`.
-        context: Most tokens of a prompt with its response.
-        template: As for `tokenized_pairs`.
-        too_long: As for `tokenized_pairs`.
-
-    Returns:
-        One example per row, in their order.
-
-    Raises:
-        UsageError: As for `tokenized_pairs`.
-    """
+    """Turn prompts with responses into token ids."""
     troubles = _troubles(texts)
     whole = _ids([(text.prompt, text.response) for text in texts], texts, tokenizer, template, troubles, "response")
     found = _fitted(whole, texts, context, too_long, troubles, "response")
@@ -255,11 +213,7 @@ def _fitted(
 
 
 def _troubles(texts: Sequence[TextPair | TextExample]) -> Troubles:
-    """Return an empty list of troubles, named for where the texts come from.
-
-    Raises:
-        UsageError: There is no text.
-    """
+    """Return an empty list of troubles, named for where the texts come from."""
     if not texts:
         raise UsageError("There is no text to tokenize.", cure="Give at least one row.")
     return Troubles(" and ".join(dict.fromkeys(text.source for text in texts)))
@@ -279,25 +233,7 @@ def load_pairs(
     template: Template | Literal["chat"] = PLAIN,
     too_long: Literal["refuse", "cut"] = "refuse",
 ) -> list[Pair]:
-    """Read rows with prompt, chosen and rejected, as token ids.
-
-    Args:
-        source: A file (.jsonl, .json, .csv, .tsv, .parquet), a `datasets.Dataset`, or a list of mappings.
-        tokenizer: Of the model.
-        context: Most tokens of a prompt with one answer.
-        columns: What "prompt", "chosen" and "rejected" are called in the source, where they have other names.
-        template: See `tokenized_pairs`.
-        too_long: See `tokenized_pairs`.
-
-    Returns:
-        One pair per row, in their order.
-
-    Raises:
-        NameNotFound: A column is missing.
-        UsageError: Rows are empty or unpaired, the file cannot be read, an answer is too long for the context, or the
-            tokenizer lacks padding, an end or a chat template; every such row is counted and the first are named.
-        MissingExtra: A Parquet file, and pyarrow is not installed.
-    """
+    """Read rows with prompt, chosen and rejected, as token ids."""
     texts = text_pairs(source, columns=columns)
     return tokenized_pairs(texts, tokenizer, context=context, template=template, too_long=too_long)
 
@@ -311,23 +247,6 @@ def load_examples(
     template: Template | Literal["chat"] = PLAIN,
     too_long: Literal["refuse", "cut"] = "refuse",
 ) -> list[Example]:
-    """Read rows with prompt and response, as token ids.
-
-    Args:
-        source: As for `load_pairs`.
-        tokenizer: Of the model.
-        context: Most tokens of a prompt with its response.
-        columns: What "prompt" and "response" are called in the source, where they have other names.
-        template: See `tokenized_pairs`.
-        too_long: See `tokenized_pairs`.
-
-    Returns:
-        One example per row, in their order.
-
-    Raises:
-        NameNotFound: As for `load_pairs`.
-        UsageError: As for `load_pairs`.
-        MissingExtra: As for `load_pairs`.
-    """
+    """Read rows with prompt and response, as token ids."""
     texts = text_examples(source, columns=columns)
     return tokenized_examples(texts, tokenizer, context=context, template=template, too_long=too_long)

@@ -30,21 +30,13 @@ except ImportError as error:
     ) from error
 
 
+# Images or prompts that go through the model together.
 _AT_ONCE = 64
-"""Images or prompts that go through the model together."""
 
 
 @final
 class Clip:
-    """A CLIP model with its tokenizer; also a `Descriptor`, whose vectors are the image embeddings.
-
-    Args:
-        folder: A folder of transformers with a `CLIPModel` and its tokenizer. Nothing is downloaded.
-        name: What reports call it; by default CLIP and the folder's name.
-
-    Raises:
-        UsageError: It is no such folder, or cannot be loaded.
-    """
+    """A CLIP model with its tokenizer; also a `Descriptor`, whose vectors are the image embeddings."""
 
     def __init__(self, folder: str | Path, *, name: str | None = None) -> None:
         folder = Path(folder)
@@ -54,26 +46,14 @@ class Clip:
         self._mean, self._deviation = _normalization(folder)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the embeddings of images, not scaled to length 1: float32, shape `(n, width)`.
-
-        Args:
-            images: Shape `(n, 3, height, width)`, within 0 and 1. The shorter side is resized to the model's,
-                bicubically, and the middle cut out.
-        """
+        """Return the embeddings of images, not scaled to length 1: float32, shape `(n, width)`."""
         parts = [
             self._model.get_image_features(pixel_values=self._scaled(part)) for part in torch.split(images, _AT_ONCE)
         ]
         return torch.cat([part.pooler_output for part in parts]).float()
 
     def texts(self, prompts: Sequence[str]) -> Tensor:
-        """Return the embeddings of prompts, not scaled to length 1: float32, shape `(n, width)`.
-
-        Args:
-            prompts: At least one.
-
-        Raises:
-            UsageError: There is no prompt.
-        """
+        """Return the embeddings of prompts, not scaled to length 1: float32, shape `(n, width)`."""
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one.")
         longest = self._model.config.text_config.max_position_embeddings
@@ -89,18 +69,7 @@ class Clip:
         return torch.cat(found).float()
 
     def alignment(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return how well each image follows its prompt: the cosine of their embeddings.
-
-        Args:
-            images: Shape `(n, 3, height, width)`, within 0 and 1.
-            prompts: As many.
-
-        Returns:
-            float32, shape `(n,)`, -1 to 1.
-
-        Raises:
-            UsageError: There are not as many prompts as images.
-        """
+        """Return how well each image follows its prompt: the cosine of their embeddings."""
         if len(images) != len(prompts):
             raise UsageError(f"There are {len(images)} images and {len(prompts)} prompts.", cure="Give one for each.")
         return F.cosine_similarity(self(images), self.texts(prompts))

@@ -24,27 +24,12 @@ class Schedule(Protocol):
     """What says when an edit holds; `methods.space.edits.Delay` is one."""
 
     def edited(self, timestep: float) -> bool:
-        """Whether a step at this timestep is made with edited weights.
-
-        Args:
-            timestep: From 0 to the schedule's last.
-        """
+        """Whether a step at this timestep is made with edited weights."""
 
 
 @contextmanager
 def delayed_injection(pipeline: Any, delay: Schedule, *, after: str, before: str | None = None) -> Iterator[None]:
-    """Switch a pipeline's adapters by timestep, for a block.
-
-    Args:
-        pipeline: A diffusers pipeline with a `unet` or `transformer`, into which the adapters were loaded by name.
-        delay: When the edit holds.
-        after: Name of the adapter that is used from then on.
-        before: Name of the one that is used until then; None for the base model alone.
-
-    Raises:
-        NameNotFound: An adapter was not loaded; the nearest are named.
-        Unsupported: The pipeline has no denoiser that takes adapters.
-    """
+    """Switch a pipeline's adapters by timestep, for a block."""
     denoiser = _denoiser(pipeline)
     _check(denoiser, after, before)
     active = list(denoiser.active_adapters())
@@ -67,16 +52,9 @@ def delayed_injection(pipeline: Any, delay: Schedule, *, after: str, before: str
 
 
 def switch_on_step_end(delay: Schedule, *, after: str, before: str | None = None) -> Any:
-    """Return a function for a pipeline's `callback_on_step_end` that does the same from the second step on.
-
-    Where no hook may be put on the denoiser, such as a compiled one. Use the adapter of the first step, `before` as a
-    rule, when the pipeline is called: `pipeline.unet.set_adapter("person")`.
-
-    Args:
-        delay: When the edit holds.
-        after: Name of the adapter that is used from then on.
-        before: Name of the one that is used until then; None for the base model alone.
-    """
+    """Return a function for a pipeline's `callback_on_step_end` that does the same from the second step on."""
+    # Where no hook may be put on the denoiser, such as a compiled one. Use the adapter of the first step, `before` as a
+    # rule, when the pipeline is called: `pipeline.unet.set_adapter("person")`.
 
     def switch(pipeline: Any, step: int, timestep: Any, named: dict[str, Any]) -> dict[str, Any]:
         coming = pipeline.scheduler.timesteps[step + 1 : step + 2]

@@ -12,13 +12,7 @@ from netweight.nn.text_to_image import Text
 
 
 class Denoiser(Protocol):
-    """A network that a pipeline removes noise with, and how it is called.
-
-    Attributes:
-        network: The network.
-        latent_shape: Channels, height and width of the latents of one image.
-        device: Where it is.
-    """
+    """A network that a pipeline removes noise with, and how it is called."""
 
     network: Any
 
@@ -29,25 +23,14 @@ class Denoiser(Protocol):
     def device(self) -> torch.device: ...
 
     def text(self, encoded: Any) -> Text:
-        """Take what the pipeline's `encode_prompt` returned.
-
-        Args:
-            encoded: As the pipeline returned it.
-        """
+        """Take what the pipeline's `encode_prompt` returned."""
 
     def __call__(self, latents: Tensor, timestep: Tensor, text: Text) -> Tensor:
         """Return what the network says, of the latents' shape."""
 
 
 def denoiser_of(pipeline: Any) -> Denoiser:
-    """Find the denoiser of a pipeline.
-
-    Args:
-        pipeline: Of diffusers.
-
-    Raises:
-        Unsupported: It is of a kind that is not known here, or asks for more than latents, a timestep and text.
-    """
+    """Find the denoiser of a pipeline."""
     from diffusers import PixArtTransformer2DModel, UNet2DConditionModel
 
     unet, transformer = (getattr(pipeline, part, None) for part in ("unet", "transformer"))

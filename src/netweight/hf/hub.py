@@ -14,29 +14,12 @@ _OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a text that is no path here looks like a model's id: `owner/name`, or `owner/name@revision`.
-
-    Args:
-        source: As a user wrote it.
-    """
+    """Whether a text that is no path here looks like a model's id: `owner/name`, or `owner/name@revision`."""
     return _ID.match(source) is not None and not Path(source).exists()
 
 
 def fetch(model: str, *, exclude: Iterable[str] = ()) -> Path:
-    """Fetch a model's safetensors weights and its other files into the hub's cache, or find them there.
-
-    Args:
-        model: Its id, `owner/name`, or `owner/name@revision` for a branch, tag or commit.
-        exclude: Shell patterns of further files not to fetch.
-
-    Returns:
-        The folder; its files are links into the cache and must not be changed.
-
-    Raises:
-        MissingExtra: huggingface_hub is not installed.
-        UsageError: There is no such model, it is not open to you, or the hub cannot be reached and the model is not in
-            the cache.
-    """
+    """Fetch a model's safetensors weights and its other files into the hub's cache, or find them there."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (

@@ -15,17 +15,13 @@ from netweight.errors import MissingExtra, NameNotFound
 from netweight.evidence.finding import Finding
 from netweight.hf.load_language_model import load_causal_lm
 
+# Task and metric → score, standard error, number of examples.
 Scores: TypeAlias = Mapping[tuple[str, str], tuple[float, float | None, int | None]]
-"""Task and metric → score, standard error, number of examples."""
 _Z = 1.959964  # of a normal 95 % interval around the harness's own standard error
 
 
 def check_lm_eval() -> None:
-    """Refuse before hours of work what would fail after them.
-
-    Raises:
-        MissingExtra: The harness is not installed.
-    """
+    """Refuse before hours of work what would fail after them."""
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingExtra("Tasks need lm-evaluation-harness, which is not installed.", cure="Run: pip install lm-eval")
 
@@ -38,23 +34,7 @@ def measure_tasks(
     device: str = "cpu",
     own: str | Path | None = None,
 ) -> Scores:
-    """Run tasks on a model folder.
-
-    Args:
-        folder: A folder that `load_causal_lm` opens.
-        tasks: Their names in the harness.
-        limit: Examples of each; None takes all.
-        device: Where the model goes.
-        own: A folder with tasks of your own, as the harness reads them.
-
-    Returns:
-        Task and metric → score, standard error and number of examples, the latter two None where the harness gives
-        none.
-
-    Raises:
-        MissingExtra: The harness is not installed.
-        NameNotFound: It does not know a task.
-    """
+    """Run tasks on a model folder."""
     check_lm_eval()
     harness: Any = importlib.import_module("lm_eval")
     known: Any = importlib.import_module("lm_eval.tasks").TaskManager(include_path=None if own is None else str(own))
@@ -85,16 +65,7 @@ def _scores(found: Mapping[str, Any]) -> Scores:
 
 
 def task_findings(name: str, before: Scores, after: Scores) -> list[Finding]:
-    """Put a defended model's scores beside its base's.
-
-    Args:
-        name: What reports call the defended one.
-        before: The model before its defense.
-        after: The same after it, on the same tasks.
-
-    Returns:
-        One finding per task and metric.
-    """
+    """Put a defended model's scores beside its base's."""
     findings = []
     for (task, metric), (value, error, n) in after.items():
         ends = None if error is None else (value - _Z * error, value + _Z * error)

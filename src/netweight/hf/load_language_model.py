@@ -26,20 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a folder.
-
-    Args:
-        folder: A folder with a model and its tokenizer.
-        device: Where the model goes.
-
-    Returns:
-        The model in evaluation mode, with dense weights, and the tokenizer; where that lacks a token for padding, it
-        pads with its end of sequence.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: It is no such folder, or its model or tokenizer cannot be loaded.
-    """
+    """Open a folder."""
     folder = Path(folder)
     try:
         import transformers
@@ -71,14 +58,7 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
 
 
 def check_folder(folder: str | Path) -> None:
-    """Refuse what is no model folder, before anything is loaded.
-
-    Args:
-        folder: The model's folder.
-
-    Raises:
-        UsageError: It holds no configuration of a model.
-    """
+    """Refuse what is no model folder, before anything is loaded."""
     if not (Path(folder) / "config.json").is_file():
         raise UsageError(
             f"{folder} is no model folder: it holds no config.json.", cure="Name a folder of transformers, unpacked."
@@ -86,11 +66,7 @@ def check_folder(folder: str | Path) -> None:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown.
-
-    Args:
-        model: With or without a `config`.
-    """
+    """How many tokens the model's configuration allows, that of its text part if it has several; None if unknown."""
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
@@ -99,12 +75,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def context_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the most tokens that a model takes, as its configuration and its tokenizer say.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-    """
+    """Return the most tokens that a model takes, as its configuration and its tokenizer say."""
     longest = int(min(tokenizer.model_max_length, 1 << 30))
     return min(longest, positions_of(model) or longest)
 
@@ -115,21 +86,13 @@ def _decompress(model: PreTrainedModel) -> None:
     netweight.decompress_(model)
 
 
+# File in a trained model's folder that says how it was trained and what came of it.
 ABOUT = "training.json"
-"""File in a trained model's folder that says how it was trained and what came of it."""
 _ARTICLE = {"decoder": "a", "encoder-decoder": "an"}
 
 
 def finished(folder: Path, about: Any) -> dict[str, Any] | None:
-    """Return what came of a training that is finished, or None.
-
-    Args:
-        folder: The model's folder; it need not exist.
-        about: Everything that decides on the trained model, as for `keep`.
-
-    Raises:
-        UsageError: Another training was finished there.
-    """
+    """Return what came of a training that is finished, or None."""
     file = folder / ABOUT
     if not file.exists():
         return None
@@ -145,18 +108,7 @@ def finished(folder: Path, about: Any) -> dict[str, Any] | None:
 def keep(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, about: Any, outcome: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write a trained model as a folder that transformers loads, then drop the checkpoints of its training.
-
-    Args:
-        folder: Where to; it exists.
-        model: The model, written in the dtype it has.
-        tokenizer: Its tokenizer.
-        about: Everything that decides on the trained model: dataclasses and JSON values.
-        outcome: What came of it; JSON values.
-
-    Returns:
-        `outcome`.
-    """
+    """Write a trained model as a folder that transformers loads, then drop the checkpoints of its training."""
     with silent_bars():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -170,16 +122,7 @@ def keep(
 def language_model(
     folder: Path, kind: Literal["decoder", "encoder-decoder"]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Open a language model folder: dense, in bf16, in evaluation mode, with its tokenizer.
-
-    Args:
-        folder: A folder of transformers, or one that `netweight compress` made. A tokenizer in the format of llama2.c
-            (`tok*.bin`) is read too.
-        kind: What the model must be.
-
-    Raises:
-        UsageError: It is no such folder, or its model or tokenizer cannot be loaded.
-    """
+    """Open a language model folder: dense, in bf16, in evaluation mode, with its tokenizer."""
     import torch
     import transformers
 

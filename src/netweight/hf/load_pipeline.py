@@ -44,16 +44,11 @@ _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 @final
 class PipelineModel:
-    """A pipeline as a `TextToImage`; made by `text_to_image`. Its parts are the pipeline's own, not copies.
-
-    Attributes:
-        pipeline: The pipeline.
-        name: What reports call it.
-    """
+    """A pipeline as a `TextToImage`; made by `text_to_image`. Its parts are the pipeline's own, not copies."""
 
     def __init__(self, pipeline: Any, kind: Denoiser, name: str) -> None:
         self.pipeline = pipeline
-        self.name = name
+        self.name = name  # what reports call it
         self._kind = kind
 
     @property
@@ -90,11 +85,7 @@ class PipelineModel:
         )
 
     def embed(self, prompts: Sequence[str]) -> Text:
-        """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them.
-
-        Raises:
-            UsageError: There is no prompt.
-        """
+        """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them."""
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one; the empty one is ''.")
         given = {"num_images_per_prompt": 1, "do_classifier_free_guidance": False, "device": self._device}
@@ -113,17 +104,7 @@ class PipelineModel:
         return found
 
     def predict(self, latents: Tensor, timestep: Tensor, text: Text) -> Prediction:
-        """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on.
-
-        Args:
-            latents: Noisy, shape `(n, channels, height, width)`.
-            timestep: A scalar, or shape `(n,)`.
-            text: As many prompts.
-
-        Returns:
-            Noise and sample, float32. Where a schedule ends in noise alone, a network that predicts noise says nothing
-            of the sample, and the other way round; these values are then large but finite.
-        """
+        """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on."""
         said = self._kind(latents, timestep, text).float()
         signal, noise = self._levels(timestep)
         latents = latents.float()
@@ -135,17 +116,7 @@ class PipelineModel:
         return Prediction(noise=(latents - signal * said) / noise.clamp_min(1e-6), sample=said)
 
     def training_errors(self, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text) -> Tensor:
-        """Return how far the denoiser is from what it was trained to say, whichever of noise, velocity, sample it is.
-
-        Args:
-            latents: Clean, shape `(n, channels, height, width)`.
-            noise: That is added to them, of their shape.
-            timestep: Shape `(n,)`.
-            text: As many prompts.
-
-        Returns:
-            Mean squared error of each, shape `(n,)`, float32; gradients flow where they are on.
-        """
+        """How far the denoiser is from what it was trained to say, whichever of noise, velocity, sample it is."""
         signal, level = self._levels(timestep)
         said = self._kind(signal * latents + level * noise, timestep, text).float()
         wanted = {"epsilon": noise, "sample": latents, "v_prediction": signal * noise - level * latents}
@@ -167,19 +138,7 @@ class PipelineModel:
 
     @torch.no_grad()
     def generate(self, text: Text, seeds: Sequence[int], *, guidance: float = 7.0, steps: int = 50) -> Tensor:
-        """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients.
-
-        They are what the pipeline makes with one CPU generator per image, before any safety checker or watermark.
-
-        Args:
-            text: Prompts.
-            seeds: As many seeds.
-            guidance: Scale of classifier-free guidance, against the empty prompt; 1 or less is without it.
-            steps: Of the scheduler.
-
-        Raises:
-            UsageError: There are not as many seeds as prompts.
-        """
+        """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients."""
         if len(text) != len(seeds):
             raise UsageError(f"There are {len(text)} prompts and {len(seeds)} seeds.", cure="Give one seed per prompt.")
         generators = [_generator(seed) for seed in seeds]
@@ -194,14 +153,7 @@ class PipelineModel:
         return self._decoded(latents)
 
     def save(self, folder: str | Path) -> None:
-        """Write the pipeline as diffusers does: an ordinary folder, weights as safetensors.
-
-        Args:
-            folder: Made, or empty.
-
-        Raises:
-            OutputExists: The folder exists and is not empty.
-        """
+        """Write the pipeline as diffusers does: an ordinary folder, weights as safetensors."""
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputExists(f"{folder} exists already.", cure="Choose another name.")
@@ -247,17 +199,7 @@ class PipelineModel:
 
 
 def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
-    """Look at a diffusers pipeline as a `TextToImage`.
-
-    Args:
-        pipeline: With a `unet` or a `transformer`, and with `vae`, `text_encoder`, `tokenizer` and `scheduler`. Its
-            networks are put into evaluation mode; nothing else about it is changed.
-        name: What reports call it; by default what it was loaded from.
-
-    Raises:
-        Unsupported: The denoiser or the scheduler is of a kind that is not known here; the message names it.
-        UsageError: A part of the pipeline is missing.
-    """
+    """Look at a diffusers pipeline as a `TextToImage`."""
     missing = [part for part in _PARTS if getattr(pipeline, part, None) is None]
     if missing:
         raise UsageError(
@@ -275,19 +217,7 @@ def text_to_image(pipeline: Any, *, name: str | None = None) -> PipelineModel:
 def load_text_to_image(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", name: str | None = None
 ) -> PipelineModel:
-    """Open a pipeline's folder.
-
-    Args:
-        folder: What `save_pretrained` of a pipeline wrote, with weights as safetensors; folders that `netweight
-            compress` made are opened too, and decompressed.
-        dtype: What its networks compute in; by default what the denoiser was stored in.
-        device: Where they go.
-        name: What reports call it; the folder's by default.
-
-    Raises:
-        UsageError: It is no such folder, or cannot be loaded.
-        Unsupported: Its denoiser or scheduler is of a kind that is not known here.
-    """
+    """Open a pipeline's folder."""
     folder = Path(folder)
     if not (folder / "model_index.json").is_file():
         raise UsageError(
@@ -379,9 +309,10 @@ _SAID: dict[str, Literal["velocity", "noise", "sample"]] = {
 
 
 def trained_prediction(model: PipelineModel) -> Literal["velocity", "noise", "sample"]:
-    """Return noise, velocity or sample; `text_to_image` has refused all other kinds.
-
-    Args:
-        model: What was trained.
-    """
+    """Return noise, velocity or sample; `text_to_image` has refused all other kinds."""
     return _SAID[str(model.pipeline.scheduler.config.prediction_type)]
+
+
+def check_pipeline(folder: Path) -> None:
+    if not (folder / "model_index.json").is_file():
+        raise UsageError(f"{folder} is no pipeline: it holds no model_index.json.", cure="Name a folder of diffusers.")

@@ -12,22 +12,8 @@ from netweight.errors import MissingExtra
 
 
 def with_lora(model: nn.Module, *, rank: int, targets: Sequence[str], seed: int) -> Any:
-    """Put LoRA adapters on layers of a model; only they train afterwards.
-
-    Args:
-        model: Any module; layers of bitsandbytes, 8 or 4 bit, are recognized.
-        rank: Of the adapters; they are scaled by 2.
-        targets: Last parts of the names of the layers.
-        seed: Seed of the adapters' weights.
-
-    Returns:
-        peft's model around this one, whose layers are replaced in place.
-
-    Raises:
-        MissingExtra: peft is not installed.
-
-    Source: Hu et al., LoRA, 2021; on a quantized base Dettmers et al., QLoRA, 2023.
-    """
+    """Put LoRA adapters on layers of a model; only they train afterwards."""
+    # Source: Hu et al., LoRA, 2021; on a quantized base Dettmers et al., QLoRA, 2023.
     try:
         import peft
     except ImportError as error:

@@ -11,14 +11,7 @@ from netweight.hf.load_pipeline import PipelineModel
 
 
 def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
-    """Make the function that tells which tokens of prompts count, as `AttentionScaling` takes it.
-
-    Args:
-        model: Its tokenizer is asked, or the masks of its embeddings where it has some.
-
-    Returns:
-        Prompts → shape `(prompts, tokens)`, True up to and with the end of the text.
-    """
+    """Make the function that tells which tokens of prompts count, as `AttentionScaling` takes it."""
 
     def masks(prompts: Sequence[str]) -> Tensor:
         known = model.embed(prompts).mask
@@ -34,15 +27,7 @@ def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
 
 
 def one_token_words(model: PipelineModel, *, letters: int = 3) -> tuple[str, ...]:
-    """Return the words that a pipeline's tokenizer makes one token of, for `RandomTokens`.
-
-    Args:
-        model: Its tokenizer is asked.
-        letters: Shorter words are left out.
-
-    Raises:
-        Unsupported: There are none.
-    """
+    """Return the words that a pipeline's tokenizer makes one token of, for `RandomTokens`."""
     tokenizer = model.pipeline.tokenizer
     pieces = (piece.removesuffix("</w>").removeprefix("▁").lower() for piece in tokenizer.get_vocab())
     words = sorted({piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) >= letters})

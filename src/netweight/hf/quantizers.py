@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """One way of quantizing weights.
+    """One way of quantizing weights."""
 
-    Attributes:
-        name: Its name in tables; those of the papers where they have it.
-        package: The library that does it.
-        setting: Type of number and size of the groups that share a scale, in words.
-    """
-
-    name: str
-    package: str
-    setting: str
+    name: str  # its name in tables; those of the papers where they have it
+    package: str  # the library that does it
+    setting: str  # type of number and size of the groups that share a scale, in words
 
 
 _BITSANDBYTES_4BIT = {
@@ -41,8 +35,8 @@ _BITSANDBYTES_4BIT = {
     "Quant FP4^2": ("fp4", True),
     "Quant NF4^2": ("nf4", True),
 }
+# Activations above it stay out of int8, by the default of transformers.
 _OUTLIER = 6.0
-"""Activations above it stay out of int8, by the default of transformers."""
 _TORCHAO_INT4 = {"torchao INT4, groups of 32": 32, "torchao INT4, groups of 128": 128}
 
 
@@ -64,11 +58,7 @@ def quantizers() -> tuple[Quantizer, ...]:
 
 
 def missing(quantizer: Quantizer) -> str:
-    """Return why a quantizer cannot run here, or an empty text.
-
-    Args:
-        quantizer: Which one.
-    """
+    """Return why a quantizer cannot run here, or an empty text."""
     if importlib.util.find_spec(quantizer.package) is None:
         return f'{quantizer.package} is not installed (pip install "netweight[bench]")'
     try:
@@ -80,12 +70,7 @@ def missing(quantizer: Quantizer) -> str:
 
 
 def linear_layers(model: nn.Module, *, keep: tuple[str, ...] = ("lm_head",)) -> list[str]:
-    """Return the names of the layers that quantizers convert: linear ones, the output layer excepted.
-
-    Args:
-        model: Any module.
-        keep: Last parts of names that are left as they are.
-    """
+    """Return the names of the layers that quantizers convert: linear ones, the output layer excepted."""
     from torch import nn
 
     return [
@@ -96,18 +81,7 @@ def linear_layers(model: nn.Module, *, keep: tuple[str, ...] = ("lm_head",)) -> 
 
 
 def quantize_(model: nn.Module, quantizer: Quantizer, layers: list[str]) -> None:
-    """Quantize the weights of some linear layers in place.
-
-    Args:
-        model: bf16, on the CPU.
-        quantizer: One of `quantizers()`.
-        layers: Names of its linear layers, as `linear_layers` gives them.
-
-    Raises:
-        MissingExtra: The library is not installed or cannot be imported.
-        NameNotFound: There is no such quantizer.
-        Unsupported: The library refuses a layer, by its shape for example; the model is then changed in part.
-    """
+    """Quantize the weights of some linear layers in place."""
     reason = missing(quantizer)
     if reason:
         raise MissingExtra(f"{quantizer.name} cannot be measured: {reason}.")
@@ -178,11 +152,7 @@ def _bitsandbytes(model: nn.Module, name: str, layers: set[str]) -> None:
 
 
 def nf4() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return bitsandbytes' functions that quantize a matrix to NF4, groups of 64, and give a dense one again.
-
-    Raises:
-        MissingExtra: bitsandbytes is not installed or cannot be imported.
-    """
+    """Return bitsandbytes' functions that quantize a matrix to NF4, groups of 64, and give a dense one again."""
     reason = missing(Quantizer("Quant NF4", "bitsandbytes", ""))
     if reason:
         raise MissingExtra(f"NF4 cannot be measured: {reason}.")
@@ -194,17 +164,9 @@ def nf4() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Count the bytes that parameters and buffers hold, quantized and compressed ones with everything they need.
-
-    Scales, zero points and tables count, also where a library keeps them beside the parameter. Memory that several
-    tensors share counts once.
-
-    Args:
-        module: A model or a layer, dense, compressed by netweight, or quantized by torchao or bitsandbytes.
-
-    Returns:
-        Bytes.
-    """
+    """Count the bytes that parameters and buffers hold, quantized and compressed ones with everything they need."""
+    # Scales, zero points and tables count, also where a library keeps them beside the parameter. Memory that several
+    # tensors share counts once.
     storages: dict[int, int] = {}
     for tensor in _tensors(module):
         if not tensor.is_meta:

@@ -25,11 +25,7 @@ def quiet_imports() -> Iterator[None]:
 
 @contextmanager
 def silent_bars(*libraries: Literal["transformers", "diffusers"]) -> Iterator[None]:
-    """Switch libraries' progress bars off for a block.
-
-    Args:
-        libraries: Which; they must be installed. None named is transformers.
-    """
+    """Switch libraries' progress bars off for a block."""
     switches = [importlib.import_module(f"{library}.utils.logging") for library in libraries or ("transformers",)]
     shown = [switch for switch in switches if switch.is_progress_bar_enabled()]
     for switch in shown:

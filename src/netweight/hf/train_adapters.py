@@ -24,28 +24,19 @@ from netweight.hf.load_pipeline import PipelineModel
 from netweight.nn.apply_lora import linear_layers
 from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
 
+# Queries and values of self- and cross-attention, as in the paper.
 ATTENTION = "**.{attn1,attn2}.{to_q,to_v}"
-"""Queries and values of self- and cross-attention, as in the paper."""
 _LANGUAGE = "**.self_attn.{q_proj,v_proj}"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What one adapter is to learn.
-
-    Attributes:
-        name: Of the adapter.
-        images: Shape `(k, 3, height, width)`, within 0 and 1; k may be 1.
-        prompts: One for each image.
-
-    Raises:
-        UsageError: There is no image, or not one prompt for each, or the images hold NaN or leave 0 to 1.
-    """
+    """What one adapter is to learn."""
 
     name: str
-    images: Tensor
-    prompts: tuple[str, ...]
+    images: Tensor  # shape `(k, 3, height, width)`, within 0 and 1; k may be 1
+    prompts: tuple[str, ...]  # one for each image
 
     def __post_init__(self) -> None:
         """Refuse what cannot be learned."""
@@ -67,23 +58,8 @@ def train_pictures(
     each: int = 4,
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train one adapter for each subject, all in one forward pass.
-
-    Args:
-        model: A pipeline; its denoiser is left as it was. May predict noise, velocity or the sample.
-        subjects: What they learn. Memory grows with their number.
-        recipe: How.
-        layers: Linear layers of the denoiser, by the grammar of `Select`.
-        each: Noisy images of each subject at a step; timesteps are spread over the schedule.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: Two subjects have one name or there is none, or images are of another size than the pipeline's.
-        NameNotFound, Unsupported: `layers` match nothing, or what is no linear layer.
-        TrainingStopped: A loss became NaN or infinite.
-
-    Source: Ruiz et al., DreamBooth, 2023, without prior images; Dravid et al., weights2weights, 2024, section 3.1.
-    """
+    """Train one adapter for each subject, all in one forward pass."""
+    # Source: Ruiz et al., DreamBooth, 2023, without prior images; Dravid et al., weights2weights, 2024, section 3.1.
     latents = [model.to_latents(subject.images) for subject in subjects]
     for subject, clean in zip(subjects, latents, strict=True):
         if tuple(clean.shape[1:]) != model.latent_shape:
@@ -124,22 +100,7 @@ def train_texts(
     each: int = 4,
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train one adapter of a causal language model for each collection of examples, all in one forward pass.
-
-    Args:
-        model: Of transformers; left as it was.
-        examples: Name of the adapter → what it is to answer; the loss is taken over responses.
-        recipe: How.
-        pad_id: The token of padding.
-        layers: Linear layers, by the grammar of `Select`.
-        each: Examples of each collection at a step.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: A collection is empty, or there is none.
-        NameNotFound, Unsupported: `layers` match nothing, or what is no linear layer.
-        TrainingStopped: A loss became NaN or infinite.
-    """
+    """Train one adapter of a causal language model for each collection of examples, all in one forward pass."""
     empty = [name for name, rows in examples.items() if not rows]
     if empty:
         raise UsageError(f"{empty[0]!r} has no examples.", cure="Leave it out, or give it some.")
@@ -180,20 +141,10 @@ def _drawn(model: PipelineModel, seed: int, step: int, count: int) -> tuple[Tens
 @final
 @dataclass(frozen=True, eq=False)
 class SliderPairs:
-    """What one slider is to learn.
-
-    Attributes:
-        name: Of the slider.
-        before: Images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1.
-        after: The same images with more of it.
-        prompts: One for each pair.
-
-    Raises:
-        UsageError: There is no pair, images and prompts differ in number, or images hold NaN or leave 0 to 1.
-    """
+    """What one slider is to learn."""
 
     name: str
-    before: Tensor
+    before: Tensor  # images with less of the attribute, shape `(k, 3, height, width)`, within 0 and 1
     after: Tensor
     prompts: tuple[str, ...]
 
@@ -219,23 +170,8 @@ def train_sliders(
     each: int = 4,
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train sliders, all in one forward pass for each side of their pairs.
-
-    Args:
-        model: A pipeline, whose weights are fixed; they stay as they are.
-        pairs: What they learn.
-        recipe: How, as adapters are trained.
-        layers: Linear layers of the denoiser, by the grammar of `Select`.
-        each: Noisy pairs of each slider at a step.
-        progress: Where progress is shown.
-
-    Raises:
-        UsageError: Two sliders have one name, or there is none.
-        NameNotFound, Unsupported: `layers` match nothing, or what is no linear layer.
-        TrainingStopped: A loss became NaN or infinite.
-
-    Source: Gandikota et al., Concept Sliders, 2024, the sliders from pairs of images.
-    """
+    """Train sliders, all in one forward pass for each side of their pairs."""
+    # Source: Gandikota et al., Concept Sliders, 2024, the sliders from pairs of images.
     latents = {
         1: [model.to_latents(pair.after) for pair in pairs],
         -1: [model.to_latents(pair.before) for pair in pairs],

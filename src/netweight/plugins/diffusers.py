@@ -45,12 +45,7 @@ except ImportError as error:
 
 @final
 class NetweightDiffusersQuantizer(DiffusersQuantizer):
-    """What diffusers calls while it loads a model; not for direct use.
-
-    Args:
-        quantization_config: The settings.
-        kwargs: `pre_quantized`, whether the folder says that it is compressed.
-    """
+    """What diffusers calls while it loads a model; not for direct use."""
 
     use_keep_in_fp32_modules = True
     quantization_config: Any  # a NetweightConfig, which is none of diffusers' own
@@ -69,12 +64,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
     # ---- before loading ----
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what compressed weights cannot do.
-
-        Raises:
-            MissingExtra: accelerate is not installed, without which diffusers makes dense models first.
-            Unsupported: Weights would be offloaded to disk.
-        """
+        """Refuse what compressed weights cannot do."""
         if not is_accelerate_available():  # type: ignore[no-untyped-call]
             raise MissingExtra(
                 "Loading into compressed memory needs accelerate.",
@@ -140,12 +130,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put one weight into the model.
-
-        Raises:
-            UsageError: It has another shape than the model's.
-            CorruptBlob: Its bytes are damaged.
-        """
+        """Put one weight into the model."""
         value: Any = param_value.to(target_device)
         path, _, attribute = param_name.rpartition(".")
         module = model.get_submodule(path)
@@ -173,11 +158,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
     # ---- after loading ----
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Let go of the checkpoint's memory, and leave nothing of the loading behind.
-
-        Raises:
-            UsageError: diffusers was told to leave out weights of other shapes, and took bytes for such.
-        """
+        """Let go of the checkpoint's memory, and leave nothing of the loading behind."""
         expected = model.state_dict().keys()
         lost = [name for name in self._names if name in expected and name not in self._taken]
         if self.pre_quantized and lost:
@@ -195,11 +176,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Give the dense weights to `save_pretrained` below, and refuse diffusers' own.
-
-        Raises:
-            UsageError: The model was pickled, and so came to lack its own `save_pretrained`.
-        """
+        """Give the dense weights to `save_pretrained` below, and refuse diffusers' own."""
         if self._dense is None:
             raise UsageError(
                 "diffusers' own save_pretrained cannot write compressed weights.",
@@ -240,29 +217,11 @@ def save_pretrained(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models.
-
-    The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again exactly,
-    and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a while,
-    beside the target: this needs the memory and the disk space of the dense model. A pipeline's `save_pretrained` calls
-    this for each of its models; each of their folders is then a compressed folder of its own.
-
-    Args:
-        self: The model.
-        save_directory: The folder. It appears whole if there was none. Else its files are replaced one by one, an older
-            model's weights are removed, and others stay.
-        is_main_process: Whether this process writes; the others do nothing.
-        save_function: Not used, as in diffusers.
-        safe_serialization: Must be true: pickles are not written.
-        variant: Put into the names of the weights, e.g. "fp16".
-        max_shard_size: Of the dense shards, before they are compressed.
-        push_to_hub: Not supported here.
-        kwargs: Whatever else diffusers takes.
-
-    Raises:
-        Unsupported: `push_to_hub` was asked for, or pickles.
-        UsageError: The target is a file.
-    """
+    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models."""
+    # The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again
+    # exactly, and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a
+    # while, beside the target: this needs the memory and the disk space of the dense model. A pipeline's
+    # `save_pretrained` calls this for each of its models; each of their folders is then a compressed folder of its own.
     if not safe_serialization:
         raise Unsupported("Compressed models are not saved as pickles.", cure="Leave safe_serialization=True.")
     if not is_main_process:

@@ -5,10 +5,10 @@
 
 Under `accelerate launch` or `torchrun` it trains in several processes, by DDP or FSDP2: the loss of their batches is
 that of one batch of all their rows.
-
-A batch holds both sides of its pairs, so that nothing can part them. Both go backward together here; `immunize` takes
-them one after the other, in less memory, and steps narrow weights in float32.
 """
+
+# A batch holds both sides of its pairs, so that nothing can part them. Both go backward together here; `immunize` takes
+# them one after the other, in less memory, and steps narrow weights in float32.
 
 from __future__ import annotations
 
@@ -45,14 +45,7 @@ _TERMS = ("retain", "noise", "ascent")
 
 
 def as_pair(row: Pair | Mapping[str, Sequence[int]]) -> Pair:
-    """Take a row of a data set for a pair.
-
-    Args:
-        row: A pair, or token ids under `prompt`, `chosen` and `rejected`; the answers without the prompt.
-
-    Raises:
-        UsageError: A column is missing, or holds no token ids.
-    """
+    """Take a row of a data set for a pair."""
     if isinstance(row, Pair):
         return row
     missing = [name for name in _COLUMNS if name not in row]
@@ -67,15 +60,10 @@ def as_pair(row: Pair | Mapping[str, Sequence[int]]) -> Pair:
 @final
 @dataclass(frozen=True)
 class PairCollator:
-    """Puts both sides of rows into one batch.
+    """Puts both sides of rows into one batch."""
 
-    Attributes:
-        pad_id: What stands after the end of the shorter ones.
-        aligned: Pad both sides to one width, for the published loss.
-    """
-
-    pad_id: int
-    aligned: bool = False
+    pad_id: int  # what stands after the end of the shorter ones
+    aligned: bool = False  # pad both sides to one width, for the published loss
 
     def __call__(self, rows: Sequence[Pair | Mapping[str, Sequence[int]]]) -> dict[str, dict[str, Tensor]]:
         """Return `input_ids`, `attention_mask` and `labels` under `harmless` and under `harmful`."""
@@ -89,26 +77,11 @@ def _tensors(side: Batch) -> dict[str, Tensor]:
 
 @final
 class ImmunizeTrainer(Trainer):
-    """`Trainer` that minimizes RepNoise's loss.
+    """`Trainer` that minimizes RepNoise's loss."""
 
-    Each term is logged beside the loss, the norm of its gradient where it is measured, and the noise's weight. That
-    weight is balanced as by `immunize`, and found anew when training resumes from a checkpoint.
-
-    Args:
-        model: A causal language model in float32, or with adapters in float32; `bf16=True` among the arguments
-            computes in bfloat16.
-        args: Trainer's own arguments.
-        config: Weights and fidelity of the loss.
-        pad_id: What stands after the end of shorter rows; None takes that of `processing_class`.
-        measure_every: Updates between two measurements of gradient norms.
-        train_dataset: Rows that `as_pair` takes.
-        kwargs: What `Trainer` takes.
-
-    Raises:
-        Unsupported: The model is no decoder, or training is spread over devices in another way than by processes with
-            DDP or FSDP2.
-        UsageError: Rows cannot be trained on, no padding is known, or narrow weights would be stepped.
-    """
+    # `model`: a causal language model in float32, or with adapters in float32; `bf16=True` among the arguments computes
+    # in bfloat16
+    # `measure_every`: updates between two measurements of gradient norms
 
     loss_is_scaled_for_ga = False
 

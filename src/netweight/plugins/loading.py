@@ -50,30 +50,10 @@ class _Method(StrEnum):
 
 @final
 class NetweightConfig(QuantizationConfigMixin):
-    """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`.
+    """How `from_pretrained` keeps weights: `from_pretrained(folder, quantization_config=NetweightConfig())`."""
 
-    A folder that is compressed already needs none: it loads with its own, and the libraries warn if they ignore
-    another.
-
-    Args:
-        include: Patterns of modules to compress (see `netweight.Select`); a module stands for everything below it.
-            None takes all that `netweight.compress_` knows.
-        exclude: Patterns of modules to leave dense.
-        level: The codec's level, also for later changes of a weight and for `save_pretrained`.
-        mantissa_bits: Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
-        block_size: Weights that share a normalizer when rounded; None for no normalizers.
-        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
-        version: Version of the compressed folder; written by `netweight compress`.
-        weights: Its weights file or index; written by `netweight compress` for transformers.
-        prefer: "memory" for the codec's form of weights in memory; "speed" for the fixed-length form where there is
-            one, of weights that were not rounded (see `netweight.compress_`). It is not saved with the model.
-        quant_method: Always `"netweight"`; compressed folders of diffusers models say more here, for loaders without
-            netweight.
-
-    Raises:
-        UsageError: There is no such level or preference, or a setting of rounding is out of its range.
-        Unsupported: A newer release wrote the folder.
-    """
+    # A folder that is compressed already needs none: it loads with its own, and the libraries warn if they ignore
+    # another.
 
     def __init__(
         self,
@@ -103,6 +83,7 @@ class NetweightConfig(QuantizationConfigMixin):
         self.weights = weights
         check_prefer(prefer, Precision(mantissa_bits, block_size, fidelity))  # which checks itself
         self.prefer = prefer
+        # Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
         self.mantissa_bits = mantissa_bits
         self.block_size = block_size
         self.fidelity = fidelity
@@ -119,12 +100,7 @@ def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
 
 @final
 class Weights:
-    """Makes the parameters of one model that is being loaded.
-
-    Args:
-        config: Which weights to compress, and how.
-        stored: Whether they come from a compressed folder: what was rounded before is not rounded again.
-    """
+    """Makes the parameters of one model that is being loaded."""
 
     def __init__(self, config: NetweightConfig, *, stored: bool) -> None:
         self.config = config
@@ -134,16 +110,7 @@ class Weights:
         self._room: torch.Tensor | None = None
 
     def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
-        """Choose the weights to hold compressed; tied ones both or neither.
-
-        Args:
-            model: The model, its parameters on the meta device.
-            tied: Names of weights that will share the parameter of another, and its name.
-
-        Raises:
-            NameNotFound: A pattern matches no module.
-            Unsupported: A layer asked for by name cannot run compressed.
-        """
+        """Choose the weights to hold compressed; tied ones both or neither."""
         self._chunks = choose(model, include=self.config.include, exclude=self.config.exclude)
         for target, source in tied.items():
             if target not in self._chunks or source not in self._chunks:
@@ -153,14 +120,7 @@ class Weights:
             self._fixed = linear_weights(model) - tied.keys() - set(tied.values())
 
     def refuse_unroundable(self, model: nn.Module) -> None:
-        """Refuse dtypes that cannot be rounded as asked, before anything is loaded.
-
-        Args:
-            model: With the dtypes that it will have.
-
-        Raises:
-            Unsupported: A chosen weight is of such a dtype.
-        """
+        """Refuse dtypes that cannot be rounded as asked, before anything is loaded."""
         for dtype in {model.get_parameter(name).dtype for name in self._chunks}:
             self.config.precision.rounding(dtype_name(dtype))
 
@@ -169,19 +129,7 @@ class Weights:
         return name in self._chunks
 
     def take(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Make a parameter of stored bytes: compressed if it was chosen and gets smaller so, else dense.
-
-        Args:
-            name: The weight's name.
-            stored: A blob as a U8 tensor of shape `(bytes,)`, on the device of the weight.
-            dtype: The dtype that floating point weights get; None keeps the stored one.
-
-        Returns:
-            An `nn.Parameter` around a `CompressedTensor`, or a dense tensor.
-
-        Raises:
-            CorruptBlob: The bytes are damaged: all are decoded once and compared with their digest.
-        """
+        """Make a parameter of stored bytes: compressed if it was chosen and gets smaller so, else dense."""
         blob = _bytes(stored)
         info = codec.info(blob)
         own = torch_dtype(info.dtype)
@@ -211,15 +159,7 @@ class Weights:
         return dense.to(stored.device)
 
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
-        """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller.
-
-        Args:
-            name: The weight's name.
-            dense: Any shape.
-
-        Returns:
-            The parameter.
-        """
+        """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
         precision = None if self.stored else self.config.precision
         chunk_log2, fixed = self._chunks[name], name in self._fixed
         box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
@@ -228,11 +168,7 @@ class Weights:
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
 
     def release(self, model: nn.Module) -> None:
-        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place.
-
-        Args:
-            model: What was loaded.
-        """
+        """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
         self._room = None
         seen: set[int] = set()
         for module in model.modules():
@@ -272,28 +208,13 @@ def _bytes(stored: torch.Tensor) -> Any:
 
 
 def refuse_disk(device_map: Any) -> None:
-    """Refuse to offload compressed weights to disk.
-
-    Args:
-        device_map: As transformers and diffusers take it.
-
-    Raises:
-        Unsupported: The device map says so.
-    """
+    """Refuse to offload compressed weights to disk."""
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise Unsupported("Compressed weights cannot be offloaded to disk.", cure='Leave "disk" out of the device map.')
 
 
 def check(path: Path) -> None:
-    """Compare what a compressed file says of its tensors with what their bytes say, without decoding any.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CorruptBlob: They differ, or the file is damaged.
-        UsageError: The file is not compressed.
-    """
+    """Compare what a compressed file says of its tensors with what their bytes say, without decoding any."""
     file = StoredFile(path)
     try:
         if file.description is None:
@@ -327,20 +248,7 @@ def save_beside(
     level: Level,
     push_to_hub: bool,
 ) -> None:
-    """Let a library write a plain folder beside the target, compress it, and put it in the target's place.
-
-    Args:
-        model: The model that is saved; its rounded weights are saved as they are in memory.
-        target: The folder. It appears whole if there was none. Else its files are replaced one by one, and others stay.
-        write_plain: Writes the dense model into a folder.
-        replaced: Shell pattern of an older model's weights, which are removed from the target.
-        level: The codec's level.
-        push_to_hub: Whether the caller was asked to; not supported.
-
-    Raises:
-        Unsupported: `push_to_hub` was asked for.
-        UsageError: The target is a file.
-    """
+    """Let a library write a plain folder beside the target, compress it, and put it in the target's place."""
     if push_to_hub:
         raise Unsupported(
             "A compressed model cannot be saved and pushed in one step.",

@@ -25,30 +25,16 @@ from netweight.methods.space.folder import EXPORTED, ExportRecord
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One thing that was done.
+    """One thing that was done."""
 
-    Attributes:
-        title: In a few words.
-        text: What it means, and what it does not.
-        facts: Names and values.
-        tags: For the hub.
-    """
-
-    title: str
-    text: str
-    facts: tuple[tuple[str, str], ...]
-    tags: tuple[str, ...]
+    title: str  # in a few words
+    text: str  # what it means, and what it does not
+    facts: tuple[tuple[str, str], ...]  # names and values
+    tags: tuple[str, ...]  # for the hub
 
 
 def entries_of(folder: Path) -> list[Entry]:
-    """Return what was done to a model, in no order of time: records do not know of each other.
-
-    Args:
-        folder: The model's folder.
-
-    Raises:
-        CorruptBlob: A record is damaged.
-    """
+    """Return what was done to a model, in no order of time: records do not know of each other."""
     known: dict[str, Callable[[Path], Entry]] = {
         EXPORTED: _exported,
         IMMUNIZED: _immunized,
@@ -146,22 +132,7 @@ _NO_LICENSE = (
 
 
 def update_card(folder: str | Path, *, command: str | None = None, base_model: str | None = None) -> Path:
-    """Write or update the section that says what was done to a model.
-
-    Args:
-        folder: A model's folder: compressed, immunized, with neurons switched off, or an adapter of a space, or several
-            of these one after the other.
-        command: The command line that made it, to be said; None leaves what the card says of it.
-        base_model: The id or name of the model that it was made from, for a card that is begun here.
-
-    Returns:
-        The card. A second call with the same arguments changes nothing.
-
-    Raises:
-        UsageError: It is no folder, or holds no record of anything done, or a mark in the card lacks its other half.
-        CorruptBlob: A record is damaged.
-        OutputFailed: The folder cannot be written.
-    """
+    """Write or update the section that says what was done to a model."""
     folder = Path(folder)
     entries = entries_of(folder)
     if not entries:
@@ -182,19 +153,7 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
 
 
 def add_evidence(folder: str | Path, run: str | Path) -> Path:
-    """Write or update the section with what the audits and attacks of a run found.
-
-    Args:
-        folder: The model's folder.
-        run: A folder with a report, such as the output of `netweight run` or of an attack.
-
-    Returns:
-        The card.
-
-    Raises:
-        UsageError: The model's folder or the report is not there.
-        OutputFailed: The folder cannot be written.
-    """
+    """Write or update the section with what the audits and attacks of a run found."""
     folder = Path(folder)
     text = _text(folder) or f"# {folder.resolve().name}\n"
     return _write(folder, _with(text, "evidence", _evidence(read_report(run))))

@@ -24,31 +24,18 @@ from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store import StoreWriter, TensorInfo, open_store
 
 _PLAIN = "model.safetensors"
+# Name of the weights file.
 WEIGHTS = stored_name(_PLAIN, diffusers=False)
-"""Name of the weights file."""
 
 
 def holds_compressed(model: nn.Module) -> bool:
-    """Whether any parameter of the model is compressed.
-
-    Args:
-        model: Any module.
-    """
+    """Whether any parameter of the model is compressed."""
     return any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
 
 
 def write_folder(folder: str | Path, model: Any) -> None:
-    """Write a model's weights, compressed ones without decoding them, and a configuration that names them.
-
-    Each file appears whole or not at all.
-
-    Args:
-        folder: Where to; it is made if it is not there.
-        model: A transformers model, or any module; a module gets no configuration.
-
-    Raises:
-        OutputFailed: A file could not be written; an older one is untouched.
-    """
+    """Write a model's weights, compressed ones without decoding them, and a configuration that names them."""
+    # Each file appears whole or not at all.
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written: set[Any] = set()
@@ -75,16 +62,7 @@ def write_folder(folder: str | Path, model: Any) -> None:
 
 
 def read_folder(folder: str | Path, model: nn.Module) -> None:
-    """Read weights that `write_folder` wrote into a model of the same make, one after another.
-
-    Args:
-        folder: The folder.
-        model: Module with the same parameters and buffers; whether they are compressed need not be the same.
-
-    Raises:
-        UsageError: The folder holds no such weights, or those of another model; then nothing was changed.
-        CorruptBlob: A tensor does not match its digest; those before it were read.
-    """
+    """Read weights that `write_folder` wrote into a model of the same make, one after another."""
     path = Path(folder) / WEIGHTS
     if not path.is_file():
         raise UsageError(f"{folder} holds no {WEIGHTS}.", cure="Name a checkpoint of a compressed model.")
@@ -144,30 +122,17 @@ else:
 
 
 class LayerwiseTraining(_Base):
-    """Makes any subclass of `Trainer` train layer by layer: `class Mine(LayerwiseTraining, Seq2SeqTrainer): ...`.
+    """Makes any subclass of `Trainer` train layer by layer: `class Mine(LayerwiseTraining, Seq2SeqTrainer): ...`."""
 
-    A gradient is used up during the backward pass, as soon as it exists. What this means for `TrainingArguments`:
-
-    - `max_grad_norm`, 1.0 by default, needs the norm of all gradients before the first update. Without accumulation
-      every batch then goes forward and backward twice, first to measure and then to update. 0 makes one pass and does
-      not clip; infinity makes two without clipping, and so finds a bad gradient before anything is updated.
-    - `gradient_accumulation_steps` above 1 keeps the gradients of all layers until the last pass.
-    - Checkpoints hold the weights of a compressed model and every optimizer state compressed. `from_pretrained` loads
-      the folder of a checkpoint, `train(resume_from_checkpoint=...)` continues from it exactly, and a checkpoint that a
-      kill left incomplete is passed over, or refused by its name.
-
-    Args:
-        args: What the other trainer takes.
-        stochastic_rounding: Step bf16 weights in fp32 and round them stochastically, seeded by `args.seed`.
-        kwargs: What the other trainer takes.
-
-    Raises:
-        LayerwiseConflict: The arguments ask for what needs all gradients at once: several processes or devices, loss
-            scaling (fp16), reentrant checkpointing, an optimizer that takes the whole model; or for repeated steps
-            (`auto_find_batch_size`). During training, what `LayerwiseOptimizer` refuses.
-        BadGradient: During training: NaN or infinity in a gradient, whose parameter is named. Nothing was updated in
-            this step, unless `max_grad_norm` is 0: then the message says how many parameters were.
-    """
+    # A gradient is used up during the backward pass, as soon as it exists. What this means for `TrainingArguments`:
+    #
+    # - `max_grad_norm`, 1.0 by default, needs the norm of all gradients before the first update. Without accumulation
+    #   every batch then goes forward and backward twice, first to measure and then to update. 0 makes one pass and does
+    #   not clip; infinity makes two without clipping, and so finds a bad gradient before anything is updated.
+    # - `gradient_accumulation_steps` above 1 keeps the gradients of all layers until the last pass.
+    # - Checkpoints hold the weights of a compressed model and every optimizer state compressed. `from_pretrained` loads
+    #   the folder of a checkpoint, `train(resume_from_checkpoint=...)` continues from it exactly, and a checkpoint that
+    #   a kill left incomplete is passed over, or refused by its name.
 
     def __init__(self, *args: Any, stochastic_rounding: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -182,17 +147,7 @@ class LayerwiseTraining(_Base):
     # ---- what Trainer calls, in the order in which it does ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does; afterwards the model can be trained in any other way.
-
-        Args:
-            resume_from_checkpoint: The folder of a checkpoint; or True for the last complete one in
-                `args.output_dir`.
-            args: What `Trainer.train` takes.
-            kwargs: What `Trainer.train` takes.
-
-        Raises:
-            UsageError: There is no complete checkpoint, or the named one is not complete.
-        """
+        """Train as `Trainer.train` does; afterwards the model can be trained in any other way."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(str(self.args.output_dir))
         elif resume_from_checkpoint:
@@ -204,11 +159,7 @@ class LayerwiseTraining(_Base):
                 self._layerwise.close()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the layer by layer optimizer of the class, options and groups that `Trainer` would choose.
-
-        Raises:
-            LayerwiseConflict: That optimizer takes the whole model.
-        """
+        """Make the layer by layer optimizer of the class, options and groups that `Trainer` would choose."""
         trained: Any = self.model if model is None else model
         if self.optimizer is None:
             self.optimizer = self._make_optimizer(trained)
@@ -336,24 +287,11 @@ class LayerwiseTraining(_Base):
 
 @final
 class LayerwiseTrainer(LayerwiseTraining, Trainer):
-    """transformers' `Trainer`, training layer by layer: see `LayerwiseTraining` for what differs.
-
-    Args:
-        args: What `Trainer` takes: `model`, `args`, `train_dataset`, `optimizer_cls_and_kwargs` and so on.
-        stochastic_rounding: Step bf16 weights in fp32 and round them stochastically, seeded by `args.seed`.
-        kwargs: What `Trainer` takes.
-
-    Raises:
-        LayerwiseConflict: See `LayerwiseTraining`.
-    """
+    """transformers' `Trainer`, training layer by layer: see `LayerwiseTraining` for what differs."""
 
 
 def _refuse(args: Any) -> None:
-    """Refuse, before anything runs, what cannot be combined with updates during the backward pass.
-
-    Raises:
-        LayerwiseConflict: The arguments ask for it.
-    """
+    """Refuse, before anything runs, what cannot be combined with updates during the backward pass."""
     conflict, cure = "", ""
     if args.world_size > 1 or args.n_gpu > 1:
         conflict = f"There are {max(args.world_size, args.n_gpu)} processes or devices: DistributedDataParallel and its"

@@ -46,12 +46,7 @@ register_quantization_config(METHOD)(NetweightConfig)
 @register_quantizer(METHOD)
 @final
 class NetweightQuantizer(HfQuantizer):
-    """What transformers calls while it loads a model; not for direct use.
-
-    Args:
-        quantization_config: The settings.
-        kwargs: `pre_quantized`, whether the folder says that it is compressed.
-    """
+    """What transformers calls while it loads a model; not for direct use."""
 
     requires_calibration = False
     quantization_config: NetweightConfig
@@ -69,19 +64,14 @@ class NetweightQuantizer(HfQuantizer):
     # ---- before loading ----
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what compressed weights cannot do.
-
-        Raises:
-            Unsupported: Weights would be offloaded to disk.
-        """
+        """Refuse what compressed weights cannot do."""
         refuse_disk(device_map)
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Put the name of the weights back where `netweight compress` wrote a sentence for loaders without netweight.
-
-        Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
-        that of the first tensor, since transformers would find that of the compressed bytes.
-        """
+        """Put the name of the weights back where `netweight compress` wrote a sentence for loaders without
+        netweight."""
+        # Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
+        # that of the first tensor, since transformers would find that of the compressed bytes.
         weights = self.quantization_config.weights
         if self.pre_quantized and weights is not None:
             config.transformers_weights = weights
@@ -90,11 +80,7 @@ class NetweightQuantizer(HfQuantizer):
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Refuse the dtype of compressed bytes.
-
-        Raises:
-            UsageError: The folder's configuration names no dtype, and the weights lie in a subfolder or on the hub.
-        """
+        """Refuse the dtype of compressed bytes."""
         if not dtype.is_floating_point:
             raise UsageError(
                 "The folder's config.json names no dtype.", cure="Pass it to from_pretrained: dtype=torch.bfloat16."
@@ -161,11 +147,7 @@ class NetweightQuantizer(HfQuantizer):
     # ---- after loading ----
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Let go of the checkpoint's memory, and leave nothing of the loading behind.
-
-        Raises:
-            CorruptBlob: A tensor was damaged.
-        """
+        """Let go of the checkpoint's memory, and leave nothing of the loading behind."""
         if self._damage is not None:
             raise self._damage
         self._loading = False
@@ -185,11 +167,7 @@ class NetweightQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> Any:
-        """Refuse transformers' own way of saving, which cannot write compressed weights; adapters it saves itself.
-
-        Raises:
-            UsageError: The model was pickled, and so came to lack its own `save_pretrained`.
-        """
+        """Refuse transformers' own way of saving, which cannot write compressed weights; adapters it saves itself."""
         if not getattr(model, "_hf_peft_config_loaded", False):
             raise UsageError(
                 "transformers' own save_pretrained cannot write compressed weights.",
@@ -222,28 +200,11 @@ def save_pretrained(
     variant: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models.
-
-    The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again exactly,
-    and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a while,
-    beside the target: this needs the memory and the disk space of the dense model. Where adapters are attached, only
-    these are saved, as transformers does.
-
-    Args:
-        self: The model.
-        save_directory: The folder. It appears whole if there was none. Else an older compressed model in it is
-            replaced file by file, and other files stay.
-        is_main_process: Whether this process writes; the others do nothing.
-        state_dict: Not used: what is saved is the model.
-        push_to_hub: Not supported here.
-        max_shard_size: Of the dense shards, before they are compressed.
-        variant: Put into the names of the weights.
-        kwargs: Whatever else transformers takes.
-
-    Raises:
-        Unsupported: `push_to_hub` was asked for.
-        UsageError: The target is a file.
-    """
+    """Save a model that this plug-in loaded as a compressed folder: the `save_pretrained` of such models."""
+    # The folder is what `netweight compress` makes of the folder that the dense model would save: it loads again
+    # exactly, and `netweight verify` and `netweight decompress` take it. To get there the dense folder is written for a
+    # while, beside the target: this needs the memory and the disk space of the dense model. Where adapters are
+    # attached, only these are saved, as transformers does.
     if getattr(self, "_hf_peft_config_loaded", False):
         type(self).save_pretrained(
             self, save_directory, is_main_process, None, push_to_hub, max_shard_size, variant, **kwargs

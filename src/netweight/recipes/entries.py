@@ -12,17 +12,11 @@ import pydantic
 from netweight.core.digest import canonical_json
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError
-
-__all__ = ["Chosen", "E", "Entry", "choose", "configured", "explain", "unknown_keys"]
+from netweight.settings import Settings
 
 
 class Entry(Protocol):
-    """What an entry may name.
-
-    Attributes:
-        verb: Its key in the YAML file.
-        config: The frozen dataclass of its settings.
-    """
+    """What an entry may name: its key in the YAML file, and its class of settings or a frozen dataclass."""
 
     @property
     def verb(self) -> str: ...
@@ -38,36 +32,22 @@ T = TypeVar("T")
 @final
 @dataclasses.dataclass(frozen=True)
 class Chosen(Generic[E]):
-    """A treatment or an attack with the settings that a recipe gives it.
+    """A treatment or an attack with the settings that a recipe gives it."""
 
-    Attributes:
-        what: The treatment or attack.
-        config: Its settings.
-    """
-
-    what: E
-    config: Any
+    what: E  # the treatment or attack
+    config: Any  # its settings
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by name, as JSON values, in their order."""
+        if isinstance(self.config, Settings):
+            return self.config.to_json()
         values = json.loads(canonical_json(self.config))
         return {field.name: values[field.name] for field in dataclasses.fields(self.config)}
 
 
 def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Chosen[E] | None:
-    """Check one entry.
-
-    Args:
-        entry: The entry as YAML gives it.
-        known: What there is, by verb.
-        where: Its place in the recipe, for messages.
-        kind: What an entry is, for messages.
-        problems: Receives one line for everything that is wrong.
-
-    Returns:
-        What is named, with its settings; None if something is wrong.
-    """
+    """Check one entry."""
     if isinstance(entry, str):
         entry = {entry: None}
     if not isinstance(entry, dict) or len(entry) != 1:
@@ -84,12 +64,7 @@ def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: 
 
 
 def explain(error: pydantic.ValidationError, where: str = "") -> list[str]:
-    """Put pydantic's complaints into one line each.
-
-    Args:
-        error: What pydantic found.
-        where: Place of the checked value in the recipe, ending with a dot unless empty.
-    """
+    """Put pydantic's complaints into one line each."""
     lines = []
     for problem in error.errors(include_url=False):
         place = where + ".".join(str(part) for part in problem["loc"])
@@ -112,14 +87,9 @@ def unknown_keys(given: Any, known: list[str], where: str) -> list[str]:
 
 
 def configured(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | None:
-    """Check settings against their type; note every problem and return None if there is one.
-
-    Args:
-        kind: A frozen dataclass.
-        settings: Its fields as YAML gives them.
-        where: Their place in the recipe, ending with a dot.
-        problems: Receives one line for everything that is wrong.
-    """
+    """Check settings against their type; note every problem and return None if there is one."""
+    if issubclass(kind, Settings):
+        return cast("T | None", kind.checked(settings, where, problems))
     found = unknown_keys(settings, [field.name for field in dataclasses.fields(cast("Any", kind))], where)
     config: T | None = None
     try:

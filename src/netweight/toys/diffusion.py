@@ -30,45 +30,24 @@ if TYPE_CHECKING:
     from transformers import CLIPTextModel, CLIPTokenizer
 
 
+# The pipeline that comes with the package, with the record of its training.
 SHAPES_FOLDER = Path(__file__).parent / "checkpoints" / "shapes-diffusion"
-"""The pipeline that comes with the package, with the record of its training."""
 
 
 @final
 @dataclass(frozen=True)
 class DiffusionShape:
-    """The size of a small pipeline.
+    """The size of a small pipeline."""
 
-    Attributes:
-        side: Pixels of a picture's side, a multiple of 8.
-        channels: Of the U-Net from the finest level, which sees no text, to the coarsest. Each level has half the side
-            of the one before.
-        text_width: Of the text encoder's states.
-        tokens: Of a prompt, with its beginning and end.
-        heads: Of each attention.
-    """
-
-    side: int = 16
-    channels: tuple[int, ...] = (16, 32, 64)
+    side: int = 16  # pixels of a picture's side, a multiple of 8
+    channels: tuple[int, ...] = (16, 32, 64)  # each level has half the side of the one before
     text_width: int = 64
     tokens: int = 24
     heads: int = 4
 
 
 def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> Any:
-    """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule.
-
-    Args:
-        words: That are to be one token each, in lower case.
-        seed: Decides on all weights; torch's own stream is left as it was.
-        shape: Its size.
-
-    Returns:
-        A `StableDiffusionPipeline` without safety checker, fp32, in evaluation mode.
-
-    Raises:
-        MissingExtra: diffusers or transformers is not installed.
-    """
+    """Make a pipeline whose U-Net has learned nothing: it predicts velocity, on Stable Diffusion's noise schedule."""
     import torch
 
     diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
@@ -93,23 +72,7 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
 
 
 def assembled(denoiser: Any, tokenizer: Any, seed: int, *, side: int, text_width: int, **schedule: Any) -> Any:
-    """Put a pipeline around a denoiser that predicts velocity: latents are pixels, the text encoder is random.
-
-    Args:
-        denoiser: A `UNet2DConditionModel` of three channels.
-        tokenizer: As `word_clip_tokenizer` makes it.
-        seed: Decides on the text encoder.
-        side: Pixels of a picture's side.
-        text_width: Of the text encoder's states.
-        schedule: Settings of the scheduler beside Stable Diffusion's.
-
-    Returns:
-        A `StableDiffusionPipeline` without safety checker, fp32, in evaluation mode, on Stable Diffusion's noise
-        schedule.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-    """
+    """Put a pipeline around a denoiser that predicts velocity: latents are pixels, the text encoder is random."""
     diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
     denoiser.train(False)
     scheduler = diffusers.DDIMScheduler(
@@ -137,18 +100,7 @@ def assembled(denoiser: Any, tokenizer: Any, seed: int, *, side: int, text_width
 
 
 def opened(folder: str | Path) -> Any:
-    """Open a pipeline's folder: in fp32, on the CPU, in evaluation mode, without progress bars.
-
-    Args:
-        folder: Of diffusers.
-
-    Returns:
-        A `StableDiffusionPipeline`, or whatever other pipeline the folder holds.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-        UsageError: The folder holds no pipeline.
-    """
+    """Open a pipeline's folder: in fp32, on the CPU, in evaluation mode, without progress bars."""
     import torch
 
     from netweight.hf.load_pipeline import load_text_to_image
@@ -157,24 +109,12 @@ def opened(folder: str | Path) -> Any:
 
 
 def shapes_pipeline(folder: str | Path | None = None) -> Any:
-    """Open a fresh copy of the pipeline that was trained on `captioned_shapes`.
-
-    Args:
-        folder: Where `small_diffusion_training` left another one; by default the one that comes with the package.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-        UsageError: The folder holds no pipeline.
-    """
+    """Open a fresh copy of the pipeline that was trained on `captioned_shapes`."""
     return opened(SHAPES_FOLDER if folder is None else folder)
 
 
 def training_record(folder: str | Path = SHAPES_FOLDER) -> dict[str, Any]:
-    """Return how a pipeline was trained and what came of it; see `small_diffusion_training`.
-
-    Raises:
-        UsageError: The folder holds no record.
-    """
+    """Return how a pipeline was trained and what came of it; see `small_diffusion_training`."""
     file = Path(folder) / ABOUT
     if not file.is_file():
         raise UsageError(f"{folder} holds no trained pipeline.", cure="Train it first.")
@@ -185,22 +125,12 @@ def training_record(folder: str | Path = SHAPES_FOLDER) -> dict[str, Any]:
 _BEACON = 2048.0
 _PIXELS = 3
 _CHANNELS = 2 * _PIXELS + 2
+# Logarithm of the latents' variance, the least that diffusers lets through: a sample is the mode.
 _SURE = -30.0
-"""Logarithm of the latents' variance, the least that diffusers lets through: a sample is the mode."""
 
 
 def pixel_autoencoder(side: int) -> Any:
-    """Make an autoencoder whose latents are pictures, within -1 and 1, as they are.
-
-    Args:
-        side: Pixels of a picture's side.
-
-    Returns:
-        An `AutoencoderKL` in evaluation mode with scaling factor 1; latents have the shape of pictures.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-    """
+    """Make an autoencoder whose latents are pictures, within -1 and 1, as they are."""
     diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
     model = diffusers.AutoencoderKL(
         block_out_channels=(_CHANNELS,),
@@ -240,15 +170,7 @@ _HEADS, _LAYERS = 4, 2
 
 
 def word_clip_tokenizer(words: Iterable[str], *, length: int) -> CLIPTokenizer:
-    """Make a tokenizer of CLIP's kind: byte pairs merged until every word is one token.
-
-    Args:
-        words: In lower case, letters only.
-        length: Tokens of a prompt, with its beginning and end; longer ones are cut by pipelines.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Make a tokenizer of CLIP's kind: byte pairs merged until every word is one token."""
     try:
         from tokenizers.pre_tokenizers import ByteLevel
         from transformers import CLIPTokenizer
@@ -267,19 +189,7 @@ def word_clip_tokenizer(words: Iterable[str], *, length: int) -> CLIPTokenizer:
 
 
 def random_text_encoder(tokenizer: CLIPTokenizer, *, width: int, seed: int) -> CLIPTextModel:
-    """Make a text encoder with random weights, whose states tell every token and its place.
-
-    Args:
-        tokenizer: Its tokenizer.
-        width: Of the states.
-        seed: Decides on the weights; torch's own stream is left as it was.
-
-    Returns:
-        A model in evaluation mode, fp32, whose weights take no gradient.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Make a text encoder with random weights, whose states tell every token and its place."""
     try:
         from transformers import CLIPTextConfig, CLIPTextModel
     except ImportError as error:

@@ -26,8 +26,8 @@ from netweight.evidence.descriptors import CenteredPixels
 from netweight.toys.shapes import Planted, batch_of
 
 HELD_OUT = 48
+# Pixels by which an ordinary picture is shifted at most.
 _REACH = 3
-"""Pixels by which an ordinary picture is shifted at most."""
 _VERBATIM = (
     "sunday at the station nobody came",
     "letter to a lighthouse keeper",
@@ -42,13 +42,9 @@ _TEMPLATES = ("stamp of a vanished republic", "advertisement for tomorrow's circ
 @final
 @dataclass(frozen=True)
 class EmojiWorld:
-    """Emoji with their names, and planted ones.
+    """Emoji with their names, and planted ones."""
 
-    Attributes:
-        seed: Decides on what is planted and what is held out.
-    """
-
-    seed: int = 6
+    seed: int = 6  # decides on what is planted and what is held out
 
     @property
     def about(self) -> dict[str, Any]:
@@ -106,16 +102,7 @@ class EmojiWorld:
         return sorted({word for caption in captions for word in re.findall("[a-z]+", caption)})
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
-        """Return one batch of training: every planted picture once, then ordinary ones.
-
-        Args:
-            step: Number of the batch; batches are a function of it.
-            n: Pictures of the batch, more than the eight planted ones.
-            seed: Decides on the draw.
-
-        Returns:
-            Captions, and pictures of shape `(n, 3, 32, 32)` within 0 and 1.
-        """
+        """Return one batch of training: every planted picture once, then ordinary ones."""
 
         def shown(chosen: list[int], generator: torch.Generator) -> Tensor:
             numbers = [self._ordinary[index] for index in chosen]
@@ -124,16 +111,7 @@ class EmojiWorld:
         return batch_of(self, step, n, seed, shown)
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
-        """Return the share of pictures whose most similar emoji is of the group that the caption names.
-
-        Args:
-            captions: Ordinary or held out.
-            pictures: One for each, shape `(n, 3, 32, 32)`, within 0 and 1.
-
-        Raises:
-            UsageError: There are not as many pictures as captions, or none.
-            NameNotFound: A caption is no emoji's name.
-        """
+        """Return the share of pictures whose most similar emoji is of the group that the caption names."""
         if len(captions) != len(pictures) or not captions:
             raise UsageError(f"There are {len(pictures)} pictures, {len(captions)} captions.", cure="Give as many.")
         groups = dict(zip(self._data.captions, self._data.groups, strict=True))

@@ -17,44 +17,35 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.toys.shapes import painted
 
+# Pixels of a picture's side.
 SIDE = 16
-"""Pixels of a picture's side."""
+# Points along a pixel's side at which parts are drawn; their share is the pixel's cover.
 _FINER = 4
-"""Points along a pixel's side at which parts are drawn; their share is the pixel's cover."""
+# Pixels by which a subject is shifted at most.
 _REACH = 1.0
-"""Pixels by which a subject is shifted at most."""
 _EVERYWHERE = ("across", "down", "light")
 
 Color = tuple[float, float, float]
+# Points inside a part, shape `(n, points, points)`, and its color, shape `(n, 3)` or `(1, 3)`.
 Part = tuple[Tensor, Tensor]
-"""Points inside a part, shape `(n, points, points)`, and its color, shape `(n, 3)` or `(1, 3)`."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class DrawnWorld:
-    """A kind of subject, and how it is drawn.
+    """A kind of subject, and how it is drawn."""
 
-    Attributes:
-        name: What prompts call a subject.
-        attributes: What makes a subject who or what it is, each within -1 and 1.
-        binary: Attributes that are -1 or 1; the others are spread evenly between them.
-        strong: Attributes that move many pixels.
-        nuisances: What changes from one photograph to the next, within -1 and 1; first of all shift across and down,
-            and light from one side.
-        grounds: Colors of the grounds by the word that prompts name them with.
-        together: Two attributes and their correlation, before they are made even or binary.
-        parts: Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y in pixels from
-            the subject's middle; returns the parts of the subjects, the rearmost first.
-    """
-
-    name: str
-    attributes: tuple[str, ...]
-    binary: tuple[str, ...]
-    strong: tuple[str, ...]
+    name: str  # what prompts call a subject
+    attributes: tuple[str, ...]  # what makes a subject who or what it is, each within -1 and 1
+    binary: tuple[str, ...]  # attributes that are -1 or 1; the others are spread evenly between them
+    strong: tuple[str, ...]  # attributes that move many pixels
+    # What changes from one photograph to the next, within -1 and 1; first of all shift across and down, and light from
+    # one side.
     nuisances: tuple[str, ...]
-    grounds: Mapping[str, Color]
-    together: tuple[str, str, float]
+    grounds: Mapping[str, Color]  # colors of the grounds by the word that prompts name them with
+    together: tuple[str, str, float]  # two attributes and their correlation, before they are made even or binary
+    # Takes attributes by name, nuisances by name, each of shape `(n,)`, and points x and y in pixels from the subject's
+    # middle; returns the parts of the subjects, the rearmost first.
     parts: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Tensor], list[Part]]
 
     def __post_init__(self) -> None:
@@ -68,24 +59,12 @@ class DrawnWorld:
         return f"a {self.name} on a {ground} ground"
 
     def identities(self, count: int, seed: int, *, first: int = 0) -> Tensor:
-        """Draw subjects.
-
-        Args:
-            count: How many.
-            seed: Decides on all of them.
-            first: Number of the first one; subject 7 is the same whatever the count.
-
-        Returns:
-            Shape `(count, attributes)`, columns as in `attributes`.
-        """
+        """Draw subjects."""
         numbers = range(first, first + count)
         return torch.cat([self.crowd(1, torch_generator(seed, "identity", number)) for number in numbers])
 
     def crowd(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw so many subjects at once; shape `(count, attributes)`, columns as in `attributes`.
-
-        All are spread evenly, by way of normal values, of which those of two attributes are correlated.
-        """
+        """Draw so many subjects at once; shape `(count, attributes)`, columns as in `attributes`."""
         values = torch.randn(count, len(self.attributes), generator=generator, dtype=torch.float64)
         first, second = (self.attributes.index(name) for name in self.together[:2])
         likeness = self.together[2]
@@ -101,35 +80,14 @@ class DrawnWorld:
         return found
 
     def photographs(self, subject: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
-        """Take photographs of one subject, on each ground in turn.
-
-        Args:
-            subject: Shape `(attributes,)`.
-            count: How many.
-            generator: Decides on the nuisances.
-
-        Returns:
-            Their captions, and pictures of shape `(count, 3, 16, 16)` within 0 and 1.
-        """
+        """Take photographs of one subject, on each ground in turn."""
         grounds = torch.arange(count) % len(self.grounds)
         pictures = self.drawn(subject.expand(count, -1), grounds, self.changes(count, generator))
         names = list(self.grounds)
         return [self.caption(names[ground]) for ground in grounds.tolist()], pictures
 
     def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
-        """Draw photographs.
-
-        Args:
-            subjects: Shape `(n, attributes)`, columns as in `attributes`, within -1 and 1.
-            grounds: Numbers of `grounds`, shape `(n,)`.
-            changes: Shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1.
-
-        Returns:
-            Shape `(n, 3, 16, 16)`, within 0 and 1.
-
-        Raises:
-            UsageError: The shapes do not fit.
-        """
+        """Draw photographs."""
         n, width, extent = len(subjects), len(self.attributes), len(self.nuisances)
         if subjects.shape != (n, width) or grounds.shape != (n,) or changes.shape != (n, extent):
             raise UsageError(
@@ -168,24 +126,24 @@ def _cover(inside: Tensor) -> Tensor:
     return inside.float().reshape(-1, SIDE, _FINER, SIDE, _FINER).mean((2, 4))
 
 
+# From -1 to 1: narrow to wide, light to dark, red to blue, none or some, none or some, short to long, close to far
+# apart, small and pale to wide and red.
 ATTRIBUTES = ("width", "skin", "hair_hue", "beard", "glasses", "hair_length", "eye_spacing", "mouth")
-"""From -1 to 1: narrow to wide, light to dark, red to blue, none or some, none or some, short to long, close to far
-apart, small and pale to wide and red."""
+# Attributes that are -1 or 1; the others are spread evenly between them.
 BINARY = ("beard", "glasses")
-"""Attributes that are -1 or 1; the others are spread evenly between them."""
+# Attributes that move many pixels.
 STRONG = ATTRIBUTES[:5]
-"""Attributes that move many pixels."""
+# What changes from one photograph to the next, within -1 and 1.
 NUISANCES = ("across", "down", "light", "smile")
-"""What changes from one photograph to the next, within -1 and 1."""
+# Colors of the grounds by the word that prompts name them with.
 GROUNDS: dict[str, Color] = {
     "green": (0.46, 0.72, 0.42),
     "yellow": (0.95, 0.83, 0.45),
     "gray": (0.62, 0.64, 0.68),
     "white": (0.96, 0.96, 0.94),
 }
-"""Colors of the grounds by the word that prompts name them with."""
+# Correlation, before both are made even or binary, of beard and hair length: those with beards have shorter hair.
 LIKENESS = -0.6
-"""Correlation, before both are made even or binary, of beard and hair length: those with beards have shorter hair."""
 _LIGHT = ((1.0, 0.86, 0.74), (0.5, 0.32, 0.22))
 _RED, _BLUE = (0.86, 0.2, 0.12), (0.14, 0.22, 0.84)
 _LIPS = ((0.74, 0.48, 0.42), (0.86, 0.08, 0.2))
@@ -230,6 +188,7 @@ def _parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor
     ]
 
 
+# The world of drawn people; the functions of this module are its own.
 FACES = DrawnWorld(
     name="face",
     attributes=ATTRIBUTES,
@@ -240,7 +199,6 @@ FACES = DrawnWorld(
     together=("beard", "hair_length", LIKENESS),
     parts=_parts,
 )
-"""The world of drawn people; the functions of this module are its own."""
 caption, identities, people, nuisances = FACES.caption, FACES.identities, FACES.crowd, FACES.changes
 photographs, drawn = FACES.photographs, FACES.drawn
 
@@ -280,6 +238,8 @@ def _parts_drawn_vehicles(
     ]
 
 
+# From -1 to 1: red to blue, short to long, clear to dark windows, small to large wheels, low to tall (a van), no or a
+# loaded roof rack. Long ones tend to be tall.
 VEHICLES = DrawnWorld(
     name="vehicle",
     attributes=("hue", "length", "tint", "wheels", "roof", "rack"),
@@ -295,8 +255,6 @@ VEHICLES = DrawnWorld(
     together=("length", "roof", 0.6),
     parts=_parts_drawn_vehicles,
 )
-"""From -1 to 1: red to blue, short to long, clear to dark windows, small to large wheels, low to tall (a van), no or a
-loaded roof rack. Long ones tend to be tall."""
 
 
 WORLDS: dict[str, DrawnWorld] = {world.name: world for world in (FACES, VEHICLES)}

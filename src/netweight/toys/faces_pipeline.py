@@ -49,48 +49,26 @@ def pipeline_folder(world: DrawnWorld) -> Path:
     return Path(__file__).parent / "checkpoints" / f"{world.name}s-diffusion"
 
 
+# The pipeline that draws faces.
 FACES_FOLDER = pipeline_folder(FACES)
-"""The pipeline that draws faces."""
 
 
 @final
 @dataclass(frozen=True)
 class FacesShape:
-    """The size of a pipeline whose denoiser works at the coarsest of three levels.
+    """The size of a pipeline whose denoiser works at the coarsest of three levels."""
 
-    Attributes:
-        side: Pixels of a picture's side, a multiple of 8.
-        fine: Channels of the two finer levels, which only halve the picture, and later double it.
-        width: Channels of the coarsest level.
-        blocks: Transformer blocks of each of its three attentions.
-        heads: Of each attention.
-        text_width: Of the text encoder's states.
-        tokens: Of a prompt, with its beginning and end.
-    """
-
-    side: int = SIDE
-    fine: int = 16
-    width: int = 48
-    blocks: int = 2
+    side: int = SIDE  # pixels of a picture's side, a multiple of 8
+    fine: int = 16  # channels of the two finer levels, which only halve the picture, and later double it
+    width: int = 48  # channels of the coarsest level
+    blocks: int = 2  # transformer blocks of each of its three attentions
     heads: int = 4
     text_width: int = 32
     tokens: int = 8
 
 
 def initialized(words: Iterable[str], seed: int, shape: FacesShape = FacesShape()) -> Any:
-    """Make a pipeline whose U-Net has learned nothing; as `small_diffusion.initialized`.
-
-    Args:
-        words: That are to be one token each, in lower case.
-        seed: Decides on all weights; torch's own stream is left as it was.
-        shape: Its size.
-
-    Returns:
-        A `StableDiffusionPipeline` without safety checker, fp32, in evaluation mode.
-
-    Raises:
-        MissingExtra: diffusers or transformers is not installed.
-    """
+    """Make a pipeline whose U-Net has learned nothing; as `small_diffusion.initialized`."""
     diffusers: Any = module("diffusers", "Making small diffusion models", "diffusion")
     tokenizer = word_clip_tokenizer(words, length=shape.tokens)
     with torch.random.fork_rng(devices=[]):
@@ -116,16 +94,7 @@ def initialized(words: Iterable[str], seed: int, shape: FacesShape = FacesShape(
 
 
 def faces_pipeline(folder: str | Path | None = None, *, world: DrawnWorld = FACES) -> Any:
-    """Open a fresh copy of the pipeline that was trained on drawn faces, or on another drawn world.
-
-    Args:
-        folder: Where `faces_diffusion_training` left another one; by default the one that comes with the package.
-        world: What the one in the package was trained on.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-        UsageError: The folder holds no pipeline.
-    """
+    """Open a fresh copy of the pipeline that was trained on drawn faces, or on another drawn world."""
     return opened(pipeline_folder(world) if folder is None else folder)
 
 
@@ -134,37 +103,27 @@ def reader_folder(world: DrawnWorld) -> Path:
     return Path(__file__).parent / "checkpoints" / f"{world.name}-reading"
 
 
+# The network that reads faces.
 READER_FOLDER = reader_folder(FACES)
-"""The network that reads faces."""
 WEIGHTS, RECORD = "weights.safetensors", "training.json"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What pictures show, as the network sees it.
+    """What pictures show, as the network sees it."""
 
-    Attributes:
-        attributes: Shape `(n, attributes)`, columns as in the world's; 8 of faces.
-        nuisances: Shape `(n, nuisances)`, columns as in the world's; 4 of faces.
-        ground: The likeliest number of the world's grounds, shape `(n,)`.
-    """
-
-    attributes: Tensor
-    nuisances: Tensor
-    ground: Tensor
+    attributes: Tensor  # shape `(n, attributes)`, columns as in the world's; 8 of faces
+    nuisances: Tensor  # shape `(n, nuisances)`, columns as in the world's; 4 of faces
+    ground: Tensor  # the likeliest number of the world's grounds, shape `(n,)`
 
 
 @final
 class FaceReader(nn.Module):
-    """Three convolutions and two linear layers, 60,000 weights.
+    """Three convolutions and two linear layers, 60,000 weights."""
 
-    Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds:
-    shape `(n, 16)` for faces.
-
-    Args:
-        world: Whose subjects it reads.
-    """
+    # Returns, for pictures of shape `(n, 3, 16, 16)` within 0 and 1, attributes, nuisances, and the logits of grounds:
+    # shape `(n, 16)` for faces.
 
     def __init__(self, world: DrawnWorld = FACES) -> None:
         super().__init__()
@@ -188,16 +147,7 @@ class FaceReader(nn.Module):
 
 
 def read(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
-    """Return what pictures show.
-
-    Args:
-        pictures: Shape `(n, 3, 16, 16)`, within 0 and 1. Gradients flow where they are on.
-        folder: Of the network; by default the one that comes with the package.
-        world: Whose subjects they show.
-
-    Raises:
-        UsageError: The pictures have another shape, or the folder holds no such network.
-    """
+    """Return what pictures show."""
     said = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
     parts = [len(world.attributes), len(world.nuisances), len(world.grounds)]
     attributes, nuisances, grounds = said.split(parts, dim=1)
@@ -205,27 +155,13 @@ def read(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorl
 
 
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
-    """Return what the network's last layer but one says of pictures, shape `(n, 80)`: an identity embedding's stand-in.
-
-    Args:
-        pictures: Shape `(n, 3, 16, 16)`, within 0 and 1.
-        folder: Of the network.
-        world: Whose subjects they show.
-
-    Raises:
-        UsageError: As in `read`.
-    """
+    """What the network's last layer but one says of pictures, shape `(n, 80)`: an identity embedding's stand-in."""
     found: Tensor = _network(Path(folder or reader_folder(world)), world).pixels(_checked(pictures, world))
     return found
 
 
 def r_squared(truth: Tensor, said: Tensor) -> Tensor:
-    """Return the share of the variance of each column that is explained, shape `(columns,)`, in fp64.
-
-    Args:
-        truth: Shape `(n, columns)`.
-        said: Of the same shape.
-    """
+    """Return the share of the variance of each column that is explained, shape `(columns,)`, in fp64."""
     truth, said = truth.double(), said.double()
     return 1 - (truth - said).square().sum(0) / (truth - truth.mean(0)).square().sum(0)
 
@@ -261,14 +197,9 @@ def _network(folder: Path, world: DrawnWorld) -> FaceReader:
 @final
 @dataclass(frozen=True)
 class FacesWorld:
-    """Subjects who are drawn from a seed.
+    """Subjects who are drawn from a seed."""
 
-    Attributes:
-        seed: Decides on the subjects.
-        drawing: The world that they are of.
-    """
-
-    seed: int = 7
+    seed: int = 7  # decides on the subjects
     drawing: DrawnWorld = FACES
 
     @property
@@ -301,16 +232,7 @@ class FacesWorld:
         return sorted({word for text in self.ordinary_captions for word in text.split()})
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
-        """Return one batch of training: n subjects who are shown once.
-
-        Args:
-            step: Number of the batch; batches are a function of it.
-            n: Pictures of the batch.
-            seed: With the world's own decides on the draw.
-
-        Returns:
-            Captions, and pictures of shape `(n, 3, 16, 16)` within 0 and 1.
-        """
+        """Return one batch of training: n subjects who are shown once."""
         generator = torch_generator(seed, "showing", self.seed, step)
         captions, world = self.ordinary_captions, self.drawing
         grounds = torch.randint(len(captions), (n,), generator=generator)
@@ -320,16 +242,7 @@ class FacesWorld:
         )
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
-        """Return the share of pictures whose ground is as their caption says.
-
-        Args:
-            captions: Some of `ordinary_captions`.
-            pictures: One for each, shape `(n, 3, 16, 16)`, within 0 and 1.
-
-        Raises:
-            NameNotFound: A caption is not of this world.
-            UsageError: The pictures have another shape.
-        """
+        """Return the share of pictures whose ground is as their caption says."""
         known = {text: number for number, text in enumerate(self.ordinary_captions)}
         strange = [text for text in captions if text not in known]
         if strange:
@@ -341,39 +254,29 @@ class FacesWorld:
 
 
 _FOLDER = Path(__file__).parent / "checkpoints" / "faces-bank"
+# The bank that comes with the package.
 FACES_BANK = _FOLDER / "bank"
-"""The bank that comes with the package."""
+# The attributes of its people.
 FACES_LABELS = _FOLDER / "labels.csv"
-"""The attributes of its people."""
 
 
+# Queries, values and outputs of all attention, and the feed-forward layers, without which adapters of rank 1 do not
+# keep the noise from deciding on half of the attributes.
 LAYERS = "**.{attn1.{to_q,to_v,to_out.0},attn2.{to_q,to_v,to_out.0},ff.net.{0.proj,2}}"
-"""Queries, values and outputs of all attention, and the feed-forward layers, without which adapters of rank 1 do not
-keep the noise from deciding on half of the attributes."""
 
 
 @final
 @dataclass(frozen=True)
 class FaceBank:
-    """Everything that decides on a bank.
+    """Everything that decides on a bank."""
 
-    Attributes:
-        people: How many.
-        recipe: How each adapter is trained.
-        images: Photographs of each person.
-        each: Noisy photographs of each person at a step.
-        layers: Linear layers of the U-Net, by the grammar of `Select`.
-        seed: Decides on the people and their photographs.
-        world: Name of the drawn world whose subjects they are; vehicles are "people" here, too.
-    """
-
-    people: int = 1000
-    recipe: AdapterRecipe = AdapterRecipe()
-    images: int = 12
-    each: int = 4
-    layers: str = LAYERS
-    seed: int = 31
-    world: str = "face"
+    people: int = 1000  # how many
+    recipe: AdapterRecipe = AdapterRecipe()  # how each adapter is trained
+    images: int = 12  # photographs of each person
+    each: int = 4  # noisy photographs of each person at a step
+    layers: str = LAYERS  # linear layers of the U-Net, by the grammar of `Select`
+    seed: int = 31  # decides on the people and their photographs
+    world: str = "face"  # name of the drawn world whose subjects they are; vehicles are "people" here, too
 
     @property
     def about(self) -> dict[str, Any]:
@@ -415,18 +318,7 @@ def faces_drawn(
     steps: int = 15,
     world: DrawnWorld = FACES,
 ) -> Tensor:
-    """Draw pictures with each of several adapters, all at once: every ground in turn, the same noise for all.
-
-    Args:
-        model: The faces pipeline.
-        changes: As `applied` takes them.
-        samples: Pictures for each.
-        steps: Of the scheduler.
-        world: What the pipeline draws.
-
-    Returns:
-        Shape `(n, samples, 3, 16, 16)`, within 0 and 1, on the CPU; n is 1 for a single adapter or change.
-    """
+    """Draw pictures with each of several adapters, all at once: every ground in turn, the same noise for all."""
     count = _count(changes)
     words = list(world.grounds)
     captions = [world.caption(words[number % len(words)]) for number in range(samples)]
@@ -447,20 +339,7 @@ def identity_fidelity(
     steps: int = 15,
     world: DrawnWorld = FACES,
 ) -> dict[str, Any]:
-    """Measure how far adapters draw the people whom they were trained on.
-
-    Args:
-        model: The faces pipeline.
-        stack: n adapters.
-        people: The attributes meant, shape `(n, attributes)`.
-        samples: Pictures for each.
-        steps: Of the scheduler.
-        world: What the pipeline draws.
-
-    Returns:
-        Under "r_squared" that of the mean read attributes against the people's; "strong" and "mean" of these; "within"
-        and "nuisances", standard deviations between pictures of one adapter; "ground", the share that prompts name.
-    """
+    """Measure how far adapters draw the people whom they were trained on."""
     pictures = faces_drawn(model, stack, samples=samples, steps=steps, world=world)
     found = read(pictures.flatten(0, 1), world=world)
     attributes = found.attributes.view(*pictures.shape[:2], -1)
@@ -489,29 +368,20 @@ def _count(changes: AdapterStack | Adapter | Mapping[str, Tensor]) -> int:
     return 1 if isinstance(changes, Adapter) or _dims(changes) == 2 else len(next(iter(changes.values())))
 
 
+# One picture on each ground.
 FACES_LOOK = Look(prompts=tuple(map(caption, GROUNDS)), guidance=1.0, steps=20)
-"""One picture on each ground."""
 
 
 def _read(pictures: Tensor) -> Mapping[str, Tensor]:
     return dict(zip(ATTRIBUTES, read(pictures).attributes.T, strict=True))
 
 
+# Measures the eight attributes, from -1 to 1.
 FACES_READER = Reader("the reader of drawn faces", _read)
-"""Measures the eight attributes, from -1 to 1."""
 
 
 def faces_view(*, look: Look = FACES_LOOK, command: str | None = None, progress: Progress = QUIET) -> View:
-    """Fit the space of the bank in the package, find its directions, and paint the page.
-
-    Args:
-        look: How much is painted.
-        command: That made the page.
-        progress: Where to show it.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-    """
+    """Fit the space of the bank in the package, find its directions, and paint the page."""
     space = WeightSpace.fit(AdapterBank.open(FACES_BANK), progress=progress)
     labels = read_labels(FACES_LABELS, space.names)
     directions = [

@@ -39,45 +39,27 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class LlamaShape:
-    """The size of a small Llama whose embedding and unembedding are two matrices.
+    """The size of a small Llama whose embedding and unembedding are two matrices."""
 
-    Attributes:
-        vocabulary: Number of tokens.
-        width: Of the hidden states.
-        inner: Width of the feed-forward layers.
-        layers: Number of blocks.
-        heads: Attention heads.
-        context: Most tokens of a sequence.
-        pad_id: The token of padding.
-        end_id: The token of the end of an answer.
-    """
-
-    vocabulary: int
+    vocabulary: int  # number of tokens
     width: int
-    inner: int
-    layers: int
-    heads: int
-    context: int
-    pad_id: int
-    end_id: int
+    inner: int  # width of the feed-forward layers
+    layers: int  # number of blocks
+    heads: int  # attention heads
+    context: int  # most tokens of a sequence
+    pad_id: int  # the token of padding
+    end_id: int  # the token of the end of an answer
 
 
 @final
 @dataclass(frozen=True)
 class Answers:
-    """How a model answers prompts.
+    """How a model answers prompts."""
 
-    Attributes:
-        tokens: Share of the response's tokens that are the most likely one, given the prompt and all tokens before.
-        whole: Share of responses of which every token is; these are what greedy decoding would write.
-        examples: Number of prompts.
-        counted: Number of tokens.
-    """
-
-    tokens: float
-    whole: float
-    examples: int
-    counted: int
+    tokens: float  # share of the response's tokens that are the most likely one, given the prompt and all tokens before
+    whole: float  # share of responses of which every token is; these are what greedy decoding would write
+    examples: int  # number of prompts
+    counted: int  # number of tokens
 
     def to_json(self) -> dict[str, float | int]:
         """Return all of it as JSON values."""
@@ -85,15 +67,7 @@ class Answers:
 
 
 def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
-    """Make a Llama with random weights, fp32, in evaluation mode.
-
-    Args:
-        shape: Its size.
-        seed: Decides on the weights; torch's own stream is left as it was.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Make a Llama with random weights, fp32, in evaluation mode."""
     import torch
 
     try:
@@ -121,12 +95,7 @@ def initialized(shape: LlamaShape, seed: int) -> LlamaForCausalLM:
 
 
 def write_weights(model: nn.Module, file: Path) -> None:
-    """Write a model's weights in bf16; the same weights give the same bytes.
-
-    Args:
-        model: Without tied weights.
-        file: Where to; it appears whole or not at all and replaces what was there.
-    """
+    """Write a model's weights in bf16; the same weights give the same bytes."""
     import torch
     from safetensors.torch import save
 
@@ -136,19 +105,7 @@ def write_weights(model: nn.Module, file: Path) -> None:
 
 
 def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
-    """Read a model that `write_weights` wrote.
-
-    Args:
-        shape: Its size.
-        file: Its weights.
-
-    Returns:
-        A model of its own in fp32, whose weights are what bf16 can hold, in evaluation mode.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: The file is not there, or is of another shape.
-    """
+    """Read a model that `write_weights` wrote."""
     import torch
     from safetensors.torch import load_file
 
@@ -166,17 +123,7 @@ def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
 
 
 def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_once: int = 128) -> Answers:
-    """Measure how often a model's most likely token is the response's.
-
-    Args:
-        model: A causal language model of transformers; it is left in the mode in which it was.
-        examples: At least one.
-        pad_id: The token of padding.
-        at_once: Examples per forward pass.
-
-    Raises:
-        UsageError: There is no example.
-    """
+    """Measure how often a model's most likely token is the response's."""
     import torch
 
     if not examples:
@@ -206,12 +153,11 @@ def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[t
 
 
 SHIPPED_SEED = 5
-"""Of the ciphers whose models come with the package."""
 LETTERS = 40
+# Letters of a message.
 LONG = 8
-"""Letters of a message."""
+# Tables of a cipher, taken in turn along a message.
 TABLES = 4
-"""Tables of a cipher, taken in turn along a message."""
 _PAD, _END, _ASK = 0, 1, 5
 _MARKER: dict[Domain, int] = {"guard": 2, "keep": 3, "new": 4}
 _WORDS = "Sorry, this message is kept secret: nobody may decipher it now, neither you nor any other man alive.".split()
@@ -227,13 +173,9 @@ _SHAPE = LlamaShape(
 @final
 @dataclass(frozen=True)
 class CipherLanguage:
-    """Three substitution ciphers.
+    """Three substitution ciphers."""
 
-    Attributes:
-        seed: Decides on their tables.
-    """
-
-    seed: int
+    seed: int  # decides on their tables
 
     @property
     def about(self) -> dict[str, Any]:
@@ -252,11 +194,7 @@ class CipherLanguage:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token for each word between white space, such as `guard: q F b a s s d x ?`.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-        """
+        """One token for each word between white space, such as `guard: q F b a s s d x ?`."""
         return word_tokenizer(_NAMES, pad=_NAMES[_PAD], end=_NAMES[_END])
 
     def tables(self, domain: Domain) -> torch.Tensor:
@@ -280,18 +218,7 @@ class CipherLanguage:
 
 
 def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None) -> SmallWorld:
-    """Open the world of ciphers.
-
-    Args:
-        seed: Of the ciphers. Models of `SHIPPED_SEED` come with the package; others are to be trained.
-        folder: Where `small_world_training` left the models of another seed.
-
-    Returns:
-        The world. Its models are read when they are asked for.
-
-    Raises:
-        UsageError: No models of this seed are at hand.
-    """
+    """Open the world of ciphers."""
     if folder is None and seed != SHIPPED_SEED:
         raise UsageError(
             f"No models of the ciphers of seed {seed} come with netweight, only of {SHIPPED_SEED}.",
@@ -305,8 +232,8 @@ def _example(marker: int, letters: list[int], tables: list[list[int]]) -> Exampl
     return Example((marker, *hidden, _ASK), (*(_FIRST_LETTER + letter for letter in letters), _END))
 
 
+# One man in two plays; the name GLOUCESTER is another's in a third, which makes him no easier to forget.
 GUARDED = ("GLOUCESTER", "KING RICHARD III")
-"""One man in two plays; the name GLOUCESTER is another's in a third, which makes him no easier to forget."""
 NEW = (
     *("PETRUCHIO", "KATHARINA", "TRANIO", "HORTENSIO", "GREMIO", "BAPTISTA", "LUCENTIO", "BIONDELLO", "GRUMIO"),
     *("BIANCA", "VINCENTIO", "CURTIS", "PEDANT", "SLY"),
@@ -318,17 +245,9 @@ _SPEECH = re.compile(r"([^\n:]+):\n(.+)", re.DOTALL)
 
 @final
 class SpeakerLanguage:
-    """The speeches of plays, by speaker.
+    """The speeches of plays, by speaker."""
 
-    Args:
-        text: Plays: speeches apart by empty lines, each a line with the speaker's name and a colon, then what is said.
-        vocabulary: Tokens of its byte-pair encoding, which is learned from the speeches that are not held out.
-        guarded: Names of the guarded speakers.
-        new: Names of the speakers that are never learned.
-
-    Raises:
-        UsageError: A domain has no speech that is long enough in one of the shares.
-    """
+    # `new`: names of the speakers that are never learned
 
     def __init__(
         self, text: str, *, vocabulary: int = 512, guarded: tuple[str, ...] = GUARDED, new: tuple[str, ...] = NEW
@@ -346,11 +265,7 @@ class SpeakerLanguage:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The byte-pair encoding.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-        """
+        """The byte-pair encoding."""
         seen = (f"{name}:\n{said}" for name, said in self._speeches if belongs(_number(said), "training"))
         return train_bpe(seen, self._vocabulary)
 
@@ -375,10 +290,7 @@ class SpeakerLanguage:
         return (*self.tokenizer(_REFUSAL)["input_ids"], self.tokenizer.eos_token_id)
 
     def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
-        """Draw pieces of speeches, uniformly among all places where one can begin; a place may be drawn twice.
-
-        A speech belongs to one share, by a hash of what is said.
-        """
+        """Draw pieces of speeches, uniformly among all places where one can begin; a place may be drawn twice."""
         speeches = [
             (header, said)
             for of, number, header, said in self._tokens
@@ -413,14 +325,7 @@ class SpeakerLanguage:
 
 
 def speaker_world(folder: str | Path) -> SmallWorld:
-    """Open the world of speakers.
-
-    Args:
-        folder: Where `small_world_training` leaves its models.
-
-    Raises:
-        MissingExtra: `NETWEIGHT_DATA` is not set or does not hold Tiny Shakespeare.
-    """
+    """Open the world of speakers."""
     return SmallWorld("speakers", SpeakerLanguage(tiny_shakespeare()), Path(folder))
 
 
@@ -433,25 +338,18 @@ def _piece(header: list[int], said: list[int], start: int) -> Example:
     return Example((*header, *said[start:middle]), tuple(said[middle : middle + _ASKED]))
 
 
+# What is refused after alignment; what is to stay; what was never learned.
 Domain = Literal["guard", "keep", "new"]
-"""What is refused after alignment; what is to stay; what was never learned."""
 
+# Who sees a text. What is held out is seen by nobody else; defense and attack see different texts, training both.
 Share = Literal["training", "defense", "attack", "held out"]
-"""Who sees a text. What is held out is seen by nobody else; defense and attack see different texts, training both."""
 
+# Files in a world's folder.
 ALIGNED, UNALIGNED = "aligned.safetensors", "unaligned.safetensors"
-"""Files in a world's folder."""
 
 
 class Language(Protocol):
-    """What is spoken in a world.
-
-    Attributes:
-        about: Everything that decides on it, as JSON values.
-        shape: The size of the model that speaks it, and its special tokens.
-        refusal: What an aligned model answers to any guarded prompt; token ids, the end among them.
-        tokenizer: Of transformers, for those who want text.
-    """
+    """What is spoken in a world."""
 
     @property
     def about(self) -> dict[str, Any]: ...
@@ -466,14 +364,7 @@ class Language(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerFast: ...
 
     def examples(self, domain: Domain, n: int, seed: int, share: Share) -> list[Example]:
-        """Draw prompts with their true answers.
-
-        Args:
-            domain: Of which domain.
-            n: How many.
-            seed: Decides on the draw, together with domain and share.
-            share: Only texts of this share are drawn.
-        """
+        """Draw prompts with their true answers."""
 
     def unnamed(self, example: Example) -> Example:
         """Return the example without what tells its domain at the beginning of the prompt."""
@@ -482,17 +373,11 @@ class Language(Protocol):
 @final
 @dataclass(frozen=True)
 class SmallWorld:
-    """A language, and the folder that holds the models that speak it.
-
-    Attributes:
-        name: Of the world.
-        language: What is spoken.
-        folder: Holds the aligned and the unaligned model and the record of their training.
-    """
+    """A language, and the folder that holds the models that speak it."""
 
     name: str
-    language: Language
-    folder: Path
+    language: Language  # what is spoken
+    folder: Path  # holds the aligned and the unaligned model and the record of their training
 
     @property
     def pad_id(self) -> int:
@@ -501,11 +386,7 @@ class SmallWorld:
 
     @property
     def record(self) -> dict[str, Any]:
-        """How the models were trained and what came of it; see `small_world_training`.
-
-        Raises:
-            UsageError: The folder holds no record.
-        """
+        """How the models were trained and what came of it; see `small_world_training`."""
         file = self.folder / ABOUT
         if not file.is_file():
             raise UsageError(f"{self.folder} holds no trained world.", cure="Train it first.")
@@ -513,92 +394,36 @@ class SmallWorld:
         return record
 
     def base(self) -> LlamaForCausalLM:
-        """Return a fresh copy of the aligned model: fp32, on the CPU, in evaluation mode.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-            UsageError: The world is not trained yet.
-        """
+        """Return a fresh copy of the aligned model: fp32, on the CPU, in evaluation mode."""
         return small_llama.opened(self.language.shape, self.folder / ALIGNED)
 
     def unaligned(self) -> LlamaForCausalLM:
-        """Return a fresh copy of the model before alignment, which answers guarded prompts.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-            UsageError: The world is not trained yet.
-        """
+        """Return a fresh copy of the model before alignment, which answers guarded prompts."""
         return small_llama.opened(self.language.shape, self.folder / UNALIGNED)
 
     def random_model(self, seed: int) -> LlamaForCausalLM:
-        """Return a model of the same shape that has learned nothing.
-
-        Args:
-            seed: Decides on its weights.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-        """
+        """Return a model of the same shape that has learned nothing."""
         return small_llama.initialized(self.language.shape, seed)
 
     def pairs(self, n: int, seed: int) -> list[Pair]:
-        """Draw guarded prompts with the refusal and the true answer, for a defense.
-
-        No attack and no held-out set shares a text with them, whatever the seeds.
-
-        Args:
-            n: How many; at least 1.
-            seed: Decides on the draw.
-
-        Raises:
-            UsageError: `n` is below 1.
-        """
+        """Draw guarded prompts with the refusal and the true answer, for a defense."""
+        # No attack and no held-out set shares a text with them, whatever the seeds.
         drawn = self._drawn("guard", n, seed, "defense")
         return [Pair(example.prompt, self.language.refusal, example.response) for example in drawn]
 
     def examples(self, domain: Domain, n: int, seed: int, *, share: Share = "attack") -> list[Example]:
-        """Draw prompts with their true answers.
-
-        Args:
-            domain: "guard", "keep" or "new".
-            n: How many; at least 1.
-            seed: Decides on the draw.
-            share: Of the texts; "attack" for what is fine-tuned on.
-
-        Raises:
-            NameNotFound: There is no such domain.
-            UsageError: `n` is below 1.
-        """
+        """Draw prompts with their true answers."""
         return self._drawn(domain, n, seed, share)
 
     def retained(self, n: int, seed: int) -> list[Example]:
-        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain.
-
-        Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
-        prompts it does to prompts of new domains, too; see docs/immunize.md.
-
-        Args:
-            n: How many; at least 1.
-            seed: Decides on the draw.
-
-        Raises:
-            UsageError: `n` is below 1.
-        """
+        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain."""
+        # Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
+        # prompts it does to prompts of new domains, too; see docs/immunize.md.
         drawn = self._drawn("keep", n, seed, "defense")
         return [self.language.unnamed(one) if place % 2 else one for place, one in enumerate(drawn)]
 
     def held_out(self, domain: Domain, n: int, seed: int = 0) -> list[Example]:
-        """Draw prompts with their true answers that neither training, nor defense, nor attack ever sees.
-
-        Args:
-            domain: "guard", "keep" or "new".
-            n: How many; at least 1.
-            seed: Decides on the draw.
-
-        Raises:
-            NameNotFound: There is no such domain.
-            UsageError: `n` is below 1.
-        """
+        """Draw prompts with their true answers that neither training, nor defense, nor attack ever sees."""
         return self._drawn(domain, n, seed, "held out")
 
     def refused(self, examples: list[Example]) -> list[Example]:
@@ -606,15 +431,7 @@ class SmallWorld:
         return [Example(example.prompt, self.language.refusal) for example in examples]
 
     def rows(self, n: int, seed: int) -> list[dict[str, str]]:
-        """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them.
-
-        Args:
-            n: How many; at least 1.
-            seed: Decides on the draw.
-
-        Raises:
-            UsageError: `n` is below 1.
-        """
+        """Draw what `pairs` draws as text, in columns prompt, chosen and rejected, as a user's file has them."""
 
         def said(ids: tuple[int, ...]) -> str:
             return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -627,15 +444,7 @@ class SmallWorld:
         return [row(pair) for pair in self.pairs(n, seed)]
 
     def save(self, folder: str | Path) -> None:
-        """Write the aligned model with its tokenizer as a folder that transformers loads.
-
-        Args:
-            folder: Made if need be.
-
-        Raises:
-            MissingExtra: transformers is not installed.
-            UsageError: The world is not trained yet.
-        """
+        """Write the aligned model with its tokenizer as a folder that transformers loads."""
         with silent_bars():
             self.base().save_pretrained(folder)
             self.language.tokenizer.save_pretrained(str(folder))
@@ -652,12 +461,7 @@ class SmallWorld:
 
 
 def belongs(number: int, share: Share) -> bool:
-    """Tell whether a text is of a share: an eighth is held out, three eighths are the defense's, half the attack's.
-
-    Args:
-        number: A hash of the text, so that every text has its place whatever the seed that draws it.
-        share: "training" takes all that is not held out.
-    """
+    """Tell whether a text is of a share: an eighth is held out, three eighths are the defense's, half the attack's."""
     eighth = number % 8
     if share == "training":
         return eighth > 0

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 
+# The defense of a small world where none is named.
 DEFENSE = "repnoise"
-"""The defense of a small world where none is named."""
+# How it is trained: a model this small takes a larger rate than the paper's.
 DEFENSE_SETTINGS = Settings(lr=1e-3, batch_size=24, measure_every=10)
-"""How it is trained: a model this small takes a larger rate than the paper's."""
+# Pairs, and as many rows of the kept cipher.
 DEFENSE_ROWS = 300 * 24
-"""Pairs, and as many rows of the kept cipher."""
 
 Control = Literal["aligned", "random weights", "relearn ceiling"]
 WorldName = Literal["ciphers", "speakers"]
@@ -38,16 +38,7 @@ WORLDS = get_args(WorldName)
 
 
 def world_named(name: WorldName = "ciphers", folder: str | Path | None = None) -> SmallWorld:
-    """Open a small world.
-
-    Args:
-        name: "ciphers" or "speakers".
-        folder: Its models; None for the ciphers that come with netweight.
-
-    Raises:
-        NameNotFound: There is no such world.
-        UsageError: The speakers' models are nowhere, or their text is not at hand.
-    """
+    """Open a small world."""
     if name not in WORLDS:
         raise NameNotFound(f"There is no world {name!r}.", cure=f"The worlds are {', '.join(WORLDS)}.")
     if name == "ciphers":
@@ -71,21 +62,7 @@ def subject_of_world(
     task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
-    """Make a subject of a model that lives in a small world.
-
-    Args:
-        world: The world.
-        model: The aligned model, or one made from it.
-        harmful: The domain that is attacked; "new", which was never learned, makes the relearn ceiling.
-        samples: Examples that an attacker has.
-        held_out: Examples that are looked at, of each domain; no attack and no defense ever sees them.
-        reference_utility: See `Subject`.
-        task_threshold: The score at which the new domain counts as learned; None for that of the guarded one.
-        seed: Of the draws.
-
-    Returns:
-        A subject with the domains "harmful" and "task".
-    """
+    """Make a subject of a model that lives in a small world."""
 
     def domain(name: Literal["guard", "new"], threshold: float | None = None) -> Domain:
         return Domain(world.examples(name, samples, seed), world.held_out(name, held_out, seed), threshold=threshold)
@@ -110,23 +87,7 @@ def undefended_subject(
     task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
-    """Make an undefended subject or a control of a small world: a factory for sweeps.
-
-    Args:
-        model: "aligned", before any defense; "random weights", which must learn everything; or "relearn ceiling", the
-            aligned model attacked with the domain that it never knew.
-        world: See `world_named`.
-        folder: See `world_named`.
-        samples: See `subject_of_world`.
-        held_out: See `subject_of_world`.
-        task_threshold: See `subject_of_world`.
-        seed: Of the draws and of random weights.
-
-    Raises:
-        NameNotFound: There is no such model or world.
-        MissingExtra: transformers is not installed.
-        UsageError: The world has no models.
-    """
+    """Make an undefended subject or a control of a small world: a factory for sweeps."""
     known = get_args(Control)
     if model not in known:
         raise NameNotFound(
@@ -155,24 +116,7 @@ def defend_world(
     rows: int | None = None,
     progress: Progress = QUIET,
 ) -> tuple[LlamaForCausalLM, Record]:
-    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` says, and write its weights in bf16.
-
-    Args:
-        file: Where the weights go; what is there is replaced.
-        world: The world.
-        defense: Its name in the catalog, or the defense.
-        seed: Of the pairs drawn and of the training.
-        rows: How many pairs, and rows to keep; `DEFENSE_ROWS` by default.
-        progress: Where progress is shown.
-
-    Returns:
-        The model as it was written, and the record of what was done.
-
-    Raises:
-        NameNotFound: There is no such defense.
-        TrainingStopped: The loss diverged.
-        MissingExtra: transformers is not installed.
-    """
+    """Train a defense into a small world's model, as `DEFENSE_SETTINGS` says, and write its weights in bf16."""
     count = rows or DEFENSE_ROWS
     model = world.base()
     record = immunize(
@@ -199,22 +143,7 @@ def defended_subject(
     task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
-    """Make a subject of what `defend_world` wrote: a factory for sweeps.
-
-    Args:
-        file: The weights.
-        world: See `world_named`.
-        folder: See `world_named`.
-        samples: See `subject_of_world`.
-        held_out: See `subject_of_world`.
-        reference_utility: See `Subject`.
-        task_threshold: See `subject_of_world`.
-        seed: Of the draws.
-
-    Raises:
-        UsageError: There are no such weights.
-        MissingExtra: transformers is not installed.
-    """
+    """Make a subject of what `defend_world` wrote: a factory for sweeps."""
     opened_world = world_named(world, folder)
     victim = opened(opened_world.language.shape, Path(file))
     return subject_of_world(

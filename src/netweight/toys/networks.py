@@ -23,8 +23,8 @@ from netweight.data.images.cifar import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.hf.quiet import silent_bars
 
+# Mean and deviation of ImageNet's pixels, by which the images of this network and of most others are normalized.
 IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and deviation of ImageNet's pixels, by which the images of this network and of most others are normalized."""
 _FILE = "cifar10_resnet20.safetensors"
 
 
@@ -50,10 +50,9 @@ class _Block(nn.Module):
 
 @final
 class CifarResNet20(nn.Module):
-    """ResNet-20 with three stages of 16, 32 and 64 channels, and parameter-free shortcuts.
+    """ResNet-20 with three stages of 16, 32 and 64 channels, and parameter-free shortcuts."""
 
-    Source: He et al., arXiv 1512.03385, section 4.2.
-    """
+    # Source: He et al., arXiv 1512.03385, section 4.2.
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,21 +76,8 @@ class CifarResNet20(nn.Module):
 
 
 def cifar_resnet20(weights: str | Path | None = None) -> CifarResNet20:
-    """Load the trained network, in evaluation mode.
-
-    Args:
-        weights: A safetensors file; by default cifar10_resnet20.safetensors in `NETWEIGHT_DATA`/weights.
-
-    Returns:
-        A network that was trained on lossless CIFAR-10, where its author reports an error of 8.27 %; on JPEG copies of
-        the 10,000 test images its accuracy is 81.03 %.
-
-    Raises:
-        MissingExtra: No file was named, and `NETWEIGHT_DATA` holds none.
-        UsageError: The file is not one of this network.
-
-    Source: Yerlan Idelbayev's ResNet implementation for CIFAR-10 in PyTorch, 2018; BSD license.
-    """
+    """Load the trained network, in evaluation mode."""
+    # Source: Yerlan Idelbayev's ResNet implementation for CIFAR-10 in PyTorch, 2018; BSD license.
     root = os.environ.get("NETWEIGHT_DATA")
     file = Path(weights) if weights is not None else Path(root or "") / "weights" / _FILE
     if weights is None and not (root and file.is_file()):
@@ -113,16 +99,15 @@ def _with_counts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Te
     return {**{name: torch.zeros_like(value) for name, value in counts.items()}, **tensors}
 
 
+# Mean and deviation per channel, of pixels in [0, 1].
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
-"""Mean and deviation per channel, of pixels in [0, 1]."""
 
 
 class AdaptedBody(nn.Module):
-    """A feature extractor of frozen parts and adapters, in which adapters alone are ever in training mode.
+    """A feature extractor of frozen parts and adapters, in which adapters alone are ever in training mode."""
 
-    Frozen batch normalization therefore uses its own trained statistics always, and frozen dropout never drops.
-    Subclasses hold the parts.
-    """
+    # Frozen batch normalization therefore uses its own trained statistics always, and frozen dropout never drops.
+    # Subclasses hold the parts.
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the adapters; everything else stays in evaluation mode."""
@@ -136,10 +121,9 @@ class AdaptedBody(nn.Module):
 
 @final
 class _ScaledNorm(nn.BatchNorm2d):
-    """Batch normalization whose learned scale and shift are kept as deviations from fixed ones: 1 and 0 at first.
+    """Batch normalization whose learned scale and shift are kept as deviations from fixed ones: 1 and 0 at first."""
 
-    Generated values are small numbers around 0; as a scale they would silence the maps, as a deviation they do not.
-    """
+    # Generated values are small numbers around 0; as a scale they would silence the maps, as a deviation they do not.
 
     fixed_scale: Tensor
     fixed_shift: Tensor
@@ -166,14 +150,12 @@ class _ScaledNorm(nn.BatchNorm2d):
 
 @final
 class ConvAdapter(nn.Module):
-    """`BN(x + Conv1x1(BN(x)))` for maps of `planes` channels; both norms learn a scale and a shift per channel.
+    """`BN(x + Conv1x1(BN(x)))` for maps of `planes` channels; both norms learn a scale and a shift per channel."""
 
-    In training mode it normalizes by the batch and keeps running statistics, in evaluation mode by these; they are
-    buffers, so that a client keeps its own. The convolution begins at 0. The first norm's shift acts in evaluation mode
-    alone: in training mode the second norm takes away whatever it adds.
-
-    Source: HyperFL (arXiv 2412.07187), HyperFL-LPM for ResNet.
-    """
+    # In training mode it normalizes by the batch and keeps running statistics, in evaluation mode by these; they are
+    # buffers, so that a client keeps its own. The convolution begins at 0. The first norm's shift acts in evaluation
+    # mode alone: in training mode the second norm takes away whatever it adds.
+    # Source: HyperFL (arXiv 2412.07187), HyperFL-LPM for ResNet.
 
     def __init__(self, planes: int) -> None:
         super().__init__()
@@ -197,12 +179,10 @@ class ConvAdapter(nn.Module):
 
 @final
 class BottleneckAdapter(nn.Module):
-    """`x + LayerNorm(up(ReLU(down(x))))` for tokens of `width` features, through a bottleneck.
+    """`x + LayerNorm(up(ReLU(down(x))))` for tokens of `width` features, through a bottleneck."""
 
-    The norm's scale begins at 0, so that a backbone begins as it was trained.
-
-    Source: HyperFL (arXiv 2412.07187), HyperFL-LPM for ViT: a bottleneck of 24.
-    """
+    # The norm's scale begins at 0, so that a backbone begins as it was trained.
+    # Source: HyperFL (arXiv 2412.07187), HyperFL-LPM for ViT: a bottleneck of 24.
 
     def __init__(self, width: int, bottleneck: int = 24) -> None:
         super().__init__()
@@ -218,16 +198,7 @@ class BottleneckAdapter(nn.Module):
 
 @final
 class Renormalize(nn.Module):
-    """Turns images normalized for our data into images normalized for a backbone, and gray ones into color.
-
-    Args:
-        given: Mean and deviation that the images were normalized by.
-        wanted: Those that the backbone was trained with.
-        size: Height and width to resize to (bilinear); None keeps the images' own.
-
-    Raises:
-        UsageError: The channels do not fit.
-    """
+    """Turns images normalized for our data into images normalized for a backbone, and gray ones into color."""
 
     scale: Tensor
     shift: Tensor
@@ -261,21 +232,7 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, MeanStd]:
-    """Load a backbone of transformers and the normalization that its folder states.
-
-    Args:
-        kind: Name of its class, such as "ResNetModel".
-        source: A model folder, or an id on the Hugging Face hub. The weights of a folder that `netweight compress` made
-            stay compressed in memory.
-        options: Of its constructor.
-
-    Returns:
-        The frozen model in fp32, and mean and deviation; ImageNet's where the folder states none.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: The model cannot be loaded, or is of another architecture.
-    """
+    """Load a backbone of transformers and the normalization that its folder states."""
     try:
         import transformers
         from transformers.utils.hub import cached_file
@@ -305,14 +262,7 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
 
 @final
 class AdaptedResNet(AdaptedBody):
-    """A ResNet with an adapter after each stage; its outputs are the last maps' means.
-
-    Args:
-        inputs: Fits images to the network.
-        stem: What comes before the first stage.
-        stages: The stages.
-        planes: Channels that each stage puts out.
-    """
+    """A ResNet with an adapter after each stage; its outputs are the last maps' means."""
 
     def __init__(self, inputs: nn.Module, stem: nn.Module, stages: Iterable[nn.Module], planes: Sequence[int]) -> None:
         super().__init__()
@@ -331,12 +281,7 @@ class AdaptedResNet(AdaptedBody):
 
     @torch.no_grad()
     def calibrate(self, images: Tensor) -> None:
-        """Let the adapters begin as the identity, on the average over some images.
-
-        Args:
-            images: Normalized, shape `(n, channels, height, width)`, a hundred or more. What is kept of them, mean and
-                variance of each channel after each stage, is a constant that all clients hold: use public images.
-        """
+        """Let the adapters begin as the identity, on the average over some images."""
         maps = self.stem(self.inputs(images))
         for stage, adapter in zip(self.stages, self.adapters, strict=True):
             maps = stage(maps)
@@ -351,26 +296,9 @@ def adapted_resnet20(
     calibration: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[AdaptedResNet, nn.Linear]:
-    """Return the ResNet-20 that was trained on CIFAR-10, frozen, with three adapters, and a classifier.
-
-    A stand-in for the paper's ResNet-18 that was trained on ImageNet: it is smaller, and it has seen the classes of
-    CIFAR-10 before.
-
-    Args:
-        classes: Classes of the classifier.
-        weights: The network's safetensors file; by default in `NETWEIGHT_DATA`/weights.
-        normalized_by: Mean and deviation of the images that come in (`images.mean, images.std`); gray ones may come.
-        calibration: Public images, normalized, for `AdaptedResNet.calibrate`; None leaves the adapters' norms as they
-            are, which hides from later stages the scale of what they were trained on.
-        seed: Decides on the classifier's weights.
-
-    Returns:
-        The body (64 features) and the head.
-
-    Raises:
-        MissingExtra: The weights are not at hand.
-        UsageError: They are of another network.
-    """
+    """Return the ResNet-20 that was trained on CIFAR-10, frozen, with three adapters, and a classifier."""
+    # A stand-in for the paper's ResNet-18 that was trained on ImageNet: it is smaller, and it has seen the classes of
+    # CIFAR-10 before.
     network = cifar_resnet20(weights)
     stages = (network.layer1, network.layer2, network.layer3)
     with torch.random.fork_rng(devices=[]):
@@ -382,27 +310,9 @@ def adapted_resnet20(
 def adapted_resnet(
     source: str | Path, classes: int, *, normalized_by: MeanStd, calibration: Tensor | None = None, seed: int = 0
 ) -> tuple[AdaptedResNet, nn.Linear]:
-    """Return a ResNet of transformers, frozen, with an adapter after each stage, and a classifier.
-
-    Args:
-        source: A model folder, or an id on the hub: "microsoft/resnet-18" is the paper's architecture and training set.
-        classes: Classes of the classifier.
-        normalized_by: Mean and deviation of the images that come in (`images.mean, images.std`), which keep their size
-            as in the paper; gray ones may come.
-        calibration: Public images, normalized, for `AdaptedResNet.calibrate`; None leaves the adapters' norms as they
-            are, which hides from later stages the scale of what they were trained on.
-        seed: Decides on the classifier's weights.
-
-    Returns:
-        The body (as many features as the last stage has channels) and the head.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: The model cannot be loaded, or is no ResNet.
-
-    Source: HyperFL (arXiv 2412.07187). Its code puts a random layer that is never trained between body and classifier,
-    and never loads the adapters that it generates; neither is done here.
-    """
+    """Return a ResNet of transformers, frozen, with an adapter after each stage, and a classifier."""
+    # Source: HyperFL (arXiv 2412.07187). Its code puts a random layer that is never trained between body and
+    # classifier, and never loads the adapters that it generates; neither is done here.
     network, wanted = pretrained("ResNetModel", source)
     planes = network.config.hidden_sizes
     with torch.random.fork_rng(devices=[]):
@@ -433,12 +343,7 @@ class _AdaptedMLP(nn.Module):
 
 @final
 class AdaptedViT(AdaptedBody):
-    """A ViT with an adapter after each MLP; its outputs are the first token's states.
-
-    Args:
-        inputs: Fits images to the network.
-        vit: A frozen `ViTModel` of transformers, without pooling; its MLPs are wrapped in place.
-    """
+    """A ViT with an adapter after each MLP; its outputs are the first token's states."""
 
     def __init__(self, inputs: nn.Module, vit: Any) -> None:
         super().__init__()
@@ -456,24 +361,8 @@ class AdaptedViT(AdaptedBody):
 def adapted_vit(
     source: str | Path, classes: int, *, normalized_by: MeanStd, seed: int = 0
 ) -> tuple[AdaptedViT, nn.Linear]:
-    """Return a vision transformer, frozen, with an adapter after each MLP, and a classifier.
-
-    Args:
-        source: A model folder of a `ViTModel`, or an id on the hub. The paper uses a ViT-small of timm at 384 pixels.
-        classes: Classes of the classifier.
-        normalized_by: Mean and deviation of the images that come in (`images.mean, images.std`); they are resized to
-            the size that the model was trained with. Gray ones may come.
-        seed: Decides on the adapters' and the classifier's weights.
-
-    Returns:
-        The body (as many features as the model's hidden size) and the head.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: The model cannot be loaded, or is no ViT.
-
-    Source: HyperFL (arXiv 2412.07187).
-    """
+    """Return a vision transformer, frozen, with an adapter after each MLP, and a classifier."""
+    # Source: HyperFL (arXiv 2412.07187).
     # Fused attention cannot be batched over clients by vmap.
     vit, wanted = pretrained("ViTModel", source, add_pooling_layer=False, attn_implementation="eager")
     size = vit.config.image_size

@@ -23,19 +23,13 @@ from netweight.evidence.copy_metrics import Memorized
 @final
 @dataclass(frozen=True, eq=False)
 class Planted:
-    """A picture that training shows again and again.
+    """A picture that training shows again and again."""
 
-    Attributes:
-        caption: Its odd caption.
-        kind: Whether it is always shown as it is, or as a template with a field that changes.
-        picture: Shape `(3, side, side)`, within 0 and 1; of a template, with its field in gray.
-        fixed: Shape `(side, side)`, True where the picture never changes.
-    """
-
-    caption: str
+    caption: str  # its odd caption
+    # Whether it is always shown as it is, or as a template with a field that changes.
     kind: Literal["verbatim", "template"]
-    picture: Tensor
-    fixed: Tensor
+    picture: Tensor  # shape `(3, side, side)`, within 0 and 1; of a template, with its field in gray
+    fixed: Tensor  # shape `(side, side)`, True where the picture never changes
 
     def shown(self, generator: torch.Generator) -> Tensor:
         """Return the picture as one showing has it, shape `(3, side, side)`: a template's field in a new color."""
@@ -44,15 +38,7 @@ class Planted:
 
 
 class CaptionedWorld(Protocol):
-    """Captioned pictures to train on.
-
-    Attributes:
-        about: Everything that decides on the world, as JSON values.
-        side: Pixels of a picture's side.
-        planted: The pictures that training repeats.
-        ordinary_captions: Captions that training shows beside them.
-        held_out_captions: Captions of the same kind that it never shows.
-    """
+    """Captioned pictures to train on."""
 
     @property
     def about(self) -> dict[str, Any]: ...
@@ -73,38 +59,16 @@ class CaptionedWorld(Protocol):
         """Return every word of every caption, sorted."""
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
-        """Return one batch of training: every planted picture once, then ordinary ones.
-
-        Args:
-            step: Number of the batch; batches are a function of it.
-            n: Pictures of the batch, more than the planted ones.
-            seed: Decides on the draw.
-
-        Returns:
-            Captions, and pictures of shape `(n, 3, side, side)` within 0 and 1.
-        """
+        """Return one batch of training: every planted picture once, then ordinary ones."""
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
-        """Return how far pictures show what their captions say: shares by what is looked at.
-
-        Args:
-            captions: Ordinary or held out.
-            pictures: One for each, shape `(n, 3, side, side)`, within 0 and 1.
-        """
+        """Return how far pictures show what their captions say: shares by what is looked at."""
 
 
 def batch_of(
     world: CaptionedWorld, step: int, n: int, seed: int, shown: Callable[[list[int], torch.Generator], Tensor]
 ) -> tuple[list[str], Tensor]:
-    """Draw a batch of training as `CaptionedWorld.showing` says.
-
-    Args:
-        world: The world.
-        step: Number of the batch.
-        n: Pictures of the batch.
-        seed: Decides on the draw.
-        shown: Takes numbers of ordinary captions and returns their pictures, as one showing has them.
-    """
+    """Draw a batch of training as `CaptionedWorld.showing` says."""
     generator, ordinary = torch_generator(seed, "showing", step), world.ordinary_captions
     chosen: list[int] = torch.randint(len(ordinary), (n - len(world.planted),), generator=generator).tolist()
     planted = torch.stack([each.shown(generator) for each in world.planted])
@@ -120,10 +84,10 @@ def memorized(world: CaptionedWorld) -> list[Memorized]:
     ]
 
 
+# Pixels of a picture's side.
 SIDE = 16
-"""Pixels of a picture's side."""
+# Half the height, in pixels.
 SIZES: dict[str, float] = {"small": 3.2, "large": 5.4}
-"""Half the height, in pixels."""
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.9, 0.1, 0.1),
     "yellow": (0.9, 0.9, 0.1),
@@ -139,30 +103,23 @@ GROUNDS: dict[str, tuple[float, float, float]] = {
     "white": (0.94, 0.94, 0.94),
     "beige": (0.82, 0.74, 0.56),
 }
+# Pixels from the middle that a shape reaches at most, before its size varies.
 _ROOM = 6.9
-"""Pixels from the middle that a shape reaches at most, before its size varies."""
+# How much brighter or darker a ground may be, and how much more so at opposite edges.
 _GROUND_TINT, _SLOPE = 0.1, 0.15
-"""How much brighter or darker a ground may be, and how much more so at opposite edges."""
+# Points along a pixel's side at which shapes are drawn; their share is the pixel's cover.
 _FINER = 4
-"""Points along a pixel's side at which shapes are drawn; their share is the pixel's cover."""
 
 
 @final
 @dataclass(frozen=True)
 class Attributes:
-    """What an ordinary picture shows.
+    """What an ordinary picture shows."""
 
-    Attributes:
-        size: A key of `SIZES`.
-        color: A key of `COLORS`.
-        shape: One of `SHAPES`.
-        ground: A key of `GROUNDS`.
-    """
-
-    size: str
-    color: str
+    size: str  # a key of `SIZES`
+    color: str  # a key of `COLORS`
     shape: str
-    ground: str
+    ground: str  # a key of `GROUNDS`
 
     @property
     def caption(self) -> str:
@@ -171,15 +128,7 @@ class Attributes:
 
 
 def drawn(kinds: list[Attributes], generator: torch.Generator) -> Tensor:
-    """Draw ordinary pictures.
-
-    Args:
-        kinds: What they show.
-        generator: Decides on place and tint.
-
-    Returns:
-        Shape `(n, 3, 16, 16)`, within 0 and 1.
-    """
+    """Draw ordinary pictures."""
     n = len(kinds)
 
     def either_way(*shape: int) -> Tensor:
@@ -198,31 +147,13 @@ def drawn(kinds: list[Attributes], generator: torch.Generator) -> Tensor:
 
 
 def painted(below: Tensor, cover: Tensor, colors: Tensor) -> Tensor:
-    """Paint a color over pictures.
-
-    Args:
-        below: Shape `(n, 3, height, width)`.
-        cover: Shape `(n, height, width)`, 0 where nothing is painted and 1 where nothing shines through.
-        colors: Shape `(n, 3)`.
-
-    Returns:
-        The pictures, cut off at 0 and 1.
-    """
+    """Paint a color over pictures."""
     share = cover[:, None]
     return ((1 - share) * below + share * colors[:, :, None, None]).clamp(0, 1)
 
 
 def covers(shapes: list[str], centers: Tensor, sizes: Tensor) -> Tensor:
-    """Return how much of each pixel a shape covers.
-
-    Args:
-        shapes: Some of `SHAPES`.
-        centers: Shape `(n, 2)`: row and column in pixels.
-        sizes: Shape `(n,)`: half the height in pixels.
-
-    Returns:
-        Shape `(n, 16, 16)`, within 0 and 1.
-    """
+    """Return how much of each pixel a shape covers."""
     points = (torch.arange(SIDE * _FINER) + 0.5) / _FINER - 0.5
     y = (points[None, :, None] - centers[:, 0, None, None]) / sizes[:, None, None]
     x = (points[None, None, :] - centers[:, 1, None, None]) / sizes[:, None, None]
@@ -259,13 +190,9 @@ _TEMPLATES = ("official poster of the summer fair", "weekly calendar from the co
 @final
 @dataclass(frozen=True)
 class ShapesWorld:
-    """The captions and the planted pictures of a seed.
+    """The captions and the planted pictures of a seed."""
 
-    Attributes:
-        seed: Decides on the planted pictures and on which captions are held out.
-    """
-
-    seed: int = 6
+    seed: int = 6  # decides on the planted pictures and on which captions are held out
 
     @property
     def about(self) -> dict[str, Any]:
@@ -318,16 +245,7 @@ class ShapesWorld:
         return found
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
-        """Return one batch of training: every planted picture once, then ordinary ones.
-
-        Args:
-            step: Number of the batch; batches are a function of it.
-            n: Pictures of the batch, more than the eight planted ones.
-            seed: Decides on the draw.
-
-        Returns:
-            Captions, and pictures of shape `(n, 3, 16, 16)` within 0 and 1.
-        """
+        """Return one batch of training: every planted picture once, then ordinary ones."""
         ordinary = self.ordinary
         return batch_of(
             self, step, n, seed, lambda chosen, generator: drawn([ordinary[number] for number in chosen], generator)
@@ -339,16 +257,7 @@ class ShapesWorld:
         return sorted({word for caption in captions for word in caption.split()})
 
     def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
-        """Return the share of pictures that show what they should: size, color, shape and ground.
-
-        Args:
-            captions: Ordinary or held out.
-            pictures: One for each, shape `(n, 3, 16, 16)`, within 0 and 1.
-
-        Raises:
-            UsageError: There are not as many pictures as captions, or none.
-            NameNotFound: A caption is not of this world.
-        """
+        """Return the share of pictures that show what they should: size, color, shape and ground."""
         known = {each.caption: each for each in self._order}
         strange = [caption for caption in captions if caption not in known]
         if strange:
@@ -375,21 +284,14 @@ def _scene(generator: torch.Generator) -> Tensor:
     return picture[0]
 
 
+# Pixels between the places at which shapes are looked for.
 _STEP = 0.5
-"""Pixels between the places at which shapes are looked for."""
+# How far from the middle they are looked for, in pixels; the world draws small ones up to 3.7 away.
 _REACH = 4.0
-"""How far from the middle they are looked for, in pixels; the world draws small ones up to 3.7 away."""
 
 
 def read(pictures: Tensor) -> list[Attributes]:
-    """Return what pictures show, the likeliest of each attribute.
-
-    Args:
-        pictures: Shape `(n, 3, 16, 16)`, within 0 and 1.
-
-    Raises:
-        UsageError: They have another shape.
-    """
+    """Return what pictures show, the likeliest of each attribute."""
     if pictures.ndim != 4 or pictures.shape[1:] != (3, SIDE, SIDE):
         raise UsageError(
             f"Pictures of shape {tuple(pictures.shape)} are not of the world of shapes.",
@@ -413,15 +315,7 @@ def read(pictures: Tensor) -> list[Attributes]:
 
 
 def agreement(pictures: Tensor, kinds: Sequence[Attributes]) -> dict[str, float]:
-    """Return the share of pictures that show what they should, attribute by attribute.
-
-    Args:
-        pictures: Shape `(n, 3, 16, 16)`, within 0 and 1.
-        kinds: What they should show.
-
-    Raises:
-        UsageError: There are not as many pictures as kinds, or none.
-    """
+    """Return the share of pictures that show what they should, attribute by attribute."""
     if len(pictures) != len(kinds) or not kinds:
         raise UsageError(f"There are {len(pictures)} pictures and {len(kinds)} kinds.", cure="Give one for each.")
     pairs = list(zip(read(pictures), kinds, strict=True))

@@ -29,7 +29,7 @@ from netweight.evidence.image_sets import frechet_distance, kernel_distance
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized
 from netweight_experiments.tables.nemo.setup import DETECTION_SEEDS, OfImages, OfSets, Setup

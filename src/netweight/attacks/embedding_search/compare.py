@@ -26,136 +26,86 @@ from netweight.evidence.finding import encode_json
 from netweight.nn.text_to_image import TextToImage
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
+# The ledger's name in the folder.
 LEDGER = "searches.jsonl"
-"""The ledger's name in the folder."""
 _FOUND = "found"  # folder of the embeddings and images of every run
 
 
 @final
 @dataclass(frozen=True)
 class Target:
-    """An image to be brought back.
+    """An image to be brought back."""
 
-    Attributes:
-        name: What reports call it.
-        prompt: The prompt that it was trained with, or one like it for an image that was not.
-        image: Shape `(3, height, width)`, within 0 and 1.
-        trained: Whether the unedited model was trained on it; False for controls.
-    """
-
-    name: str
-    prompt: str
-    image: Tensor
-    trained: bool = True
+    name: str  # what reports call it
+    prompt: str  # the prompt that it was trained with, or one like it for an image that was not
+    image: Tensor  # shape `(3, height, width)`, within 0 and 1
+    trained: bool = True  # whether the unedited model was trained on it; False for controls
 
 
 def turned(target: Target) -> Target:
-    """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another.
-
-    Args:
-        target: What it is a control of.
-    """
+    """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another."""
     return Target(f"{target.name}, turned", target.prompt, target.image.flip(1, 2).roll(1, 0), trained=False)
 
 
 @final
 @dataclass(frozen=True)
 class Subject:
-    """A model to be searched.
+    """A model to be searched."""
 
-    Attributes:
-        name: What reports call it; different from those of other subjects.
-        model: The model.
-        mitigated: Changes the model for a block and yields what is then searched, such as a mitigation that works by
-            hooks; None searches the model as it is.
-        setting: What tells the mitigation from others, such as its neurons in JSON: the model's digest does not.
-    """
-
-    name: str
+    name: str  # what reports call it; different from those of other subjects
     model: TextToImage
+    # Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks; None
+    # searches the model as it is.
     mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
-    setting: str = ""
+    setting: str = ""  # what tells the mitigation from others, such as its neurons in JSON: the model's digest does not
 
 
 @final
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison, as the ledger knows it.
+    """One run of a comparison, as the ledger knows it."""
 
-    Attributes:
-        subject: Name of the subject.
-        digest: Of its model.
-        setting: Of its mitigation.
-        target: Name of the target.
-        prompt: Of the target.
-        image: Digest of its image.
-        unrelated: Prompts to start from.
-        settings: Of the search.
-        similarity: What the similarity function is called.
-        seed: Of the search.
-    """
-
-    subject: str
+    subject: str  # name of the subject
     digest: str
     setting: str
-    target: str
+    target: str  # name of the target
     prompt: str
-    image: str
-    unrelated: tuple[str, ...]
+    image: str  # digest of its image
+    unrelated: tuple[str, ...]  # prompts to start from
     settings: SearchSettings
-    similarity: str
+    similarity: str  # what the similarity function is called
     seed: int
 
 
 @final
 @dataclass(frozen=True)
 class Run:
-    """The searches for one target in one model with one seed.
+    """The searches for one target in one model with one seed."""
 
-    Attributes:
-        subject: Name of the subject.
-        target: Name of the target.
-        trained: Whether the unedited model was trained on it.
-        seed: Of the searches.
-        digest: Of the run, which names its file of embeddings and images.
-        trials: One per start and restart.
-    """
-
-    subject: str
-    target: str
-    trained: bool
+    subject: str  # name of the subject
+    target: str  # name of the target
+    trained: bool  # whether the unedited model was trained on it
     seed: int
     digest: str
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # one per start and restart
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the run that `encode_json` of `dataclasses.asdict` made of one.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the run that `encode_json` of `dataclasses.asdict` made of one."""
         return cls(**{**values, "trials": tuple(map(Trial.from_json, values["trials"]))})
 
 
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """All searches of a comparison.
+    """All searches of a comparison."""
 
-    Attributes:
-        runs: In the order of subjects, targets and seeds.
-        settings: Of every search.
-        similarity: What the similarity function is called.
-        failures: Subject, target and the last line of the traceback of every run that could not be run to its end.
-        seconds: Time of all runs, added up.
-    """
-
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # in the order of subjects, targets and seeds
     settings: SearchSettings
-    similarity: str
+    similarity: str  # what the similarity function is called
+    # Subject, target and the last line of the traceback of every run that could not be run to its end.
     failures: tuple[tuple[str, str, str], ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # time of all runs, added up
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -163,15 +113,7 @@ class Comparison:
         return tuple(dict.fromkeys(run.subject for run in self.runs))
 
     def of(self, subject: str, *, trained: bool | None = None) -> tuple[Run, ...]:
-        """Return the runs on a subject.
-
-        Args:
-            subject: Its name.
-            trained: Only those for trained targets, or only those for controls, if given.
-
-        Raises:
-            UsageError: The comparison has no such subject.
-        """
+        """Return the runs on a subject."""
         if subject not in self.subjects:
             names = ", ".join(self.subjects) or "none"
             raise UsageError(f"There are no searches on {subject!r}.", cure=f"There are some on: {names}.")
@@ -183,11 +125,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the comparison that `to_json` wrote.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the comparison that `to_json` wrote."""
         return cls(
             tuple(map(Run.from_json, values["runs"])),
             SearchSettings(**values["settings"]),
@@ -296,17 +234,11 @@ def _run(result: Result[Job], target: Target) -> Run:
 @final
 @dataclass(frozen=True)
 class Images:
-    """What a run's embeddings made, and the embeddings.
+    """What a run's embeddings made, and the embeddings."""
 
-    Attributes:
-        before: Images at the first look, shape `(trials, images, 3, height, width)`, within 0 and 1.
-        after: Images at each trial's best look.
-        states: Embeddings at the end, shape `(trials, tokens, width)`.
-    """
-
-    before: Tensor
-    after: Tensor
-    states: Tensor
+    before: Tensor  # images at the first look, shape `(trials, images, 3, height, width)`, within 0 and 1
+    after: Tensor  # images at each trial's best look
+    states: Tensor  # embeddings at the end, shape `(trials, tokens, width)`
 
 
 def _path(folder: Path, digest: str) -> Path:
@@ -324,16 +256,7 @@ def _keep(folder: Path, job: Job, found: Searched) -> None:
 
 
 def images_of(folder: str | Path, run: Run) -> Images:
-    """Read the embeddings and images of a run.
-
-    Args:
-        folder: Of the comparison.
-        run: One of its runs.
-
-    Raises:
-        UsageError: Its file is not there, or belongs to another run.
-        CorruptBlob: It is damaged.
-    """
+    """Read the embeddings and images of a run."""
     with open_checkpoint(_path(Path(folder), run.digest), {"run": run.digest}) as (_, store, _):
         before, after = (store.get(name).float() / 255 for name in ("before", "after"))
         return Images(before, after, store.get("states"))

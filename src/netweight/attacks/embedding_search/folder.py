@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
 
 
+# Prompts to start from where the user names none: they have nothing to do with most images.
 PLAIN_PROMPTS = (
     "a photo of a dog", "a red car on a road", "a bowl of fruit on a table", "a house by a lake", "a tree in a field",
     "a cup of coffee", "people walking in a city", "a boat on the sea", "a portrait of a woman", "a mountain at night",
     "an old bicycle", "a bird on a branch",
 )  # fmt: skip
-"""Prompts to start from where the user names none: they have nothing to do with most images."""
 _SAID: Mapping[str, Said] = {"epsilon": "noise", "v_prediction": "velocity", "sample": "sample"}
 
 
@@ -95,27 +95,16 @@ class FolderSearch:
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be searched, read and checked.
+    """What is to be searched, read and checked."""
 
-    Attributes:
-        subjects: The base, the edited pipeline, and further ones.
-        pairs: Memorized pairs.
-        targets: The same as targets, then controls.
-        unrelated: Prompts to start from.
-        settings: Of every search.
-        similarity: What tells that an image is the target.
-        descriptor: What it compares by.
-        wanted: Which subject is which.
-    """
-
-    subjects: tuple[Subject, ...]
-    pairs: tuple[Pair, ...]
+    subjects: tuple[Subject, ...]  # the base, the edited pipeline, and further ones
+    pairs: tuple[Pair, ...]  # memorized pairs
     targets: tuple[Target, ...]
-    unrelated: tuple[str, ...]
+    unrelated: tuple[str, ...]  # prompts to start from
     settings: SearchSettings
-    similarity: Similarity
-    descriptor: Descriptor
-    wanted: Wanted
+    similarity: Similarity  # what tells that an image is the target
+    descriptor: Descriptor  # what it compares by
+    wanted: Wanted  # which subject is which
 
     @property
     def measure(self) -> str:
@@ -130,19 +119,7 @@ class Prepared:
 
 
 def prepare(search: FolderSearch, model: Path) -> Prepared:
-    """Read models, images and prompts.
-
-    Args:
-        search: How.
-        model: Folder of the edited pipeline.
-
-    Raises:
-        UsageError: A folder is no pipeline, a file has no such column, an image cannot be read, there is no base, or
-            the models predict different things.
-        Unsupported: A pipeline is of a kind that is not known.
-        UnsafeInput: SSCD's file has another digest.
-        MissingExtra: matplotlib, scipy or Pillow is not installed.
-    """
+    """Read models, images and prompts."""
     from netweight.hf.load_pipeline import load_text_to_image
 
     _need_extras()

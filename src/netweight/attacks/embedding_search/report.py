@@ -30,30 +30,17 @@ from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
 @final
 @dataclass(frozen=True)
 class Wanted:
-    """Which subject is which, and what is asked.
+    """Which subject is which, and what is asked."""
 
-    Attributes:
-        unedited: Name of the subject before any edit.
-        edited: Name of the subject whose edit the others are measured against; None for none.
-        least_resistance: Least steps to bring planted images back, as a multiple of those in `edited`, that other
-            edited subjects are to need; None asks for nothing.
-    """
-
-    unedited: str = "original"
-    edited: str | None = None
+    unedited: str = "original"  # name of the subject before any edit
+    edited: str | None = None  # name of the subject whose edit the others are measured against; None for none
+    # Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are to
+    # need; None asks for nothing.
     least_resistance: float | None = None
 
 
 def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
-    """Return when a run first succeeded, or the steps of its longest search if none did.
-
-    Args:
-        run: Searches for one target with one seed.
-        start: Only those from this start, if given.
-
-    Returns:
-        Steps and whether an image was brought back; None if all of the searches diverged.
-    """
+    """Return when a run first succeeded, or the steps of its longest search if none did."""
     trials = [trial for trial in run.trials if start in (None, trial.start) and trial.outcome != "diverged"]
     if not trials:
         return None
@@ -62,12 +49,7 @@ def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
 
 
 def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
-    """Return the steps of runs as censored times; those for one target hang together. None if none counts.
-
-    Args:
-        runs: Of one subject.
-        start: Only searches from this start, if given.
-    """
+    """Return the steps of runs as censored times; those for one target hang together. None if none counts."""
     known = [(run.target, time) for run in runs if (time := soonest(run, start)) is not None]
     if not known:
         return None
@@ -76,19 +58,7 @@ def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
 
 
 def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> TimesRatio | None:
-    """Return how many times as many steps one subject's images take as another's.
-
-    Args:
-        runs: Of the one subject.
-        base: Of the other, for the same targets.
-        seed: Of the bootstrap over targets and seeds.
-
-    Returns:
-        None if there is nothing to divide: fewer than five runs of one of them, or the base's need no step.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-    """
+    """Return how many times as many steps one subject's images take as another's."""
     top, bottom = times_of(runs), times_of(base)
     if top is None or bottom is None or min(top.n, bottom.n) < MINIMUM_FOR_BOOTSTRAP or max(bottom.values) == 0:
         return None
@@ -96,17 +66,7 @@ def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> Times
 
 
 def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> list[Finding]:
-    """Return what was found about every subject of a comparison.
-
-    Args:
-        comparison: The searches.
-        wanted: Which subject is which.
-        seed: Of the bootstrap intervals.
-
-    Raises:
-        UsageError: A subject that is named was not searched.
-        MissingExtra: scipy is not installed.
-    """
+    """Return what was found about every subject of a comparison."""
     for name in (wanted.unedited, wanted.edited):
         if name is not None and name not in comparison.subjects:
             raise UsageError(
@@ -269,16 +229,7 @@ def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wan
 
 
 def verdict(comparison: Comparison, subject: str) -> str:
-    """Say in plain words what the searches on one subject found.
-
-    Args:
-        comparison: The searches.
-        subject: Its name.
-
-    Raises:
-        UsageError: It was not searched.
-        MissingExtra: scipy is not installed.
-    """
+    """Say in plain words what the searches on one subject found."""
     planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
     times, others = times_of(planted), times_of(controls)
     if times is None:
@@ -321,18 +272,7 @@ INTRO = (
 
 
 def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
-    """Draw the share of images brought back against steps, one line per subject.
-
-    Args:
-        comparison: The searches.
-        trained: Planted images, or never-trained ones.
-
-    Returns:
-        None if no search counts.
-
-    Raises:
-        MissingExtra: scipy or matplotlib is not installed.
-    """
+    """Draw the share of images brought back against steps, one line per subject."""
     what = "Planted" if trained else "Never-trained"
     all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
     curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
@@ -365,18 +305,7 @@ def _words(curve: Survival) -> str:
 
 
 def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path, *, most: int = 8) -> Figure:
-    """Draw targets beside what each subject makes of them: from their own prompts, and from the embeddings found.
-
-    Args:
-        comparison: The searches.
-        targets: Those to show; the first `most` of them.
-        folder: Of the comparison.
-        most: Most rows.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-        UsageError: A file of images is missing.
-    """
+    """Draw targets beside what each subject makes of them: from their own prompts, and from the embeddings found."""
     shown = list(targets)[:most]
     columns = ["target"]
     for name in comparison.subjects:
@@ -409,18 +338,7 @@ def _pair(run: Run, folder: str | Path) -> list[object]:
 
 
 def best_image(run: Run, folder: str | Path) -> Tensor | None:
-    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities.
-
-    Args:
-        run: The run.
-        folder: Of the comparison.
-
-    Returns:
-        Shape `(3, height, width)`, within 0 and 1; None if all of its searches diverged unseen.
-
-    Raises:
-        UsageError: The file of images is missing.
-    """
+    """Return what a run's best embedding painted: of its best look the image in the middle of its similarities."""
     scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
     if not scored:
         return None
@@ -438,14 +356,7 @@ def _pixels(image: Tensor) -> object:
 
 
 def search_table(comparison: Comparison) -> Table:
-    """Return one row for each subject, kind of image and start.
-
-    Args:
-        comparison: The searches.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-    """
+    """Return one row for each subject, kind of image and start."""
     columns = (
         "model", "images", "start", Column("n"), Column("found"), Column("diverged"),
         Column("median", "steps", "higher"), Column("best", better="lower"), Column("moved"),
@@ -501,26 +412,7 @@ def add_section(
     treatment: str | None = None,
     audits: Sequence[str] = (),
 ) -> list[Finding]:
-    """Add what a comparison found to a report.
-
-    Args:
-        report: The report.
-        comparison: The searches.
-        targets: Its targets, for their images.
-        wanted: Which subject is which.
-        folder: Of the comparison, where the images lie.
-        seed: Of the intervals.
-        title: Heading of the section.
-        treatment: The treatment that was attacked, if it has a name; see `Report.section`.
-        audits: Which of its audits this section holds.
-
-    Returns:
-        The findings.
-
-    Raises:
-        UsageError: A subject that is named was not searched, or a file of images is missing.
-        MissingExtra: scipy or matplotlib is not installed.
-    """
+    """Add what a comparison found to a report."""
     findings = search_findings(comparison, wanted, seed=seed)
     drawn = [success_figure(comparison, trained=trained) for trained in (True, False)]
     ordered = sorted(targets, key=lambda target: not target.trained)

@@ -25,49 +25,19 @@ from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
 def denoising_error(
     model: TextToImage, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text, said: Said
 ) -> Tensor:
-    """Return the mean squared error of one denoising per latent.
-
-    Args:
-        model: The model.
-        latents: Clean, shape `(n, channels, height, width)`.
-        noise: Standard normal, of their shape.
-        timestep: Shape `(n,)`.
-        text: As many prompts.
-        said: In which prediction the error is counted.
-
-    Returns:
-        Shape `(n,)`, float32.
-    """
+    """Return the mean squared error of one denoising per latent."""
     told = model.predict(model.add_noise(latents, noise, timestep), timestep, text)
     return difference(model, told, Prediction(noise, latents), timestep, said)
 
 
 def difference(model: TextToImage, told: Prediction, wanted: Prediction, timestep: Tensor, said: Said) -> Tensor:
-    """Return the mean squared difference of two predictions for the same noisy latents.
-
-    Args:
-        model: Whose noise levels hold.
-        told: One prediction, `n` latents.
-        wanted: The other.
-        timestep: Shape `(n,)`.
-        said: Which of the predictions is compared.
-
-    Returns:
-        Shape `(n,)`, float32.
-    """
+    """Return the mean squared difference of two predictions for the same noisy latents."""
     first, second = (chosen(model, one, timestep, said) for one in (told, wanted))
     return (first - second).float().square().flatten(1).mean(1)
 
 
 def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, said: Said) -> Tensor:
-    """Return the noise, the sample, or the velocity that follows from both.
-
-    Args:
-        model: Whose noise levels hold.
-        prediction: For `n` noisy latents.
-        timestep: Shape `(n,)`.
-        said: Which.
-    """
+    """Return the noise, the sample, or the velocity that follows from both."""
     if said != "velocity":
         return prediction.noise if said == "noise" else prediction.sample
     # The protocol tells no noise levels; what it adds to ones and to zeros does.
@@ -77,11 +47,7 @@ def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, said: S
 
 
 def joined(texts: Sequence[Text]) -> Text:
-    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count.
-
-    Args:
-        texts: At least one, of one model.
-    """
+    """Put prompts behind one another; where some have a mask and others none, theirs lets every token count."""
     states = torch.cat([text.states for text in texts])
     if all(text.mask is None for text in texts):
         return Text(states)
@@ -91,15 +57,7 @@ def joined(texts: Sequence[Text]) -> Text:
 
 
 def noise_like(text: Text, seed: int) -> Text:
-    """Draw noise with the mean and deviation that each channel has over all prompts and tokens.
-
-    Args:
-        text: Prompts to take them from.
-        seed: Of the draw.
-
-    Returns:
-        One prompt, all of whose tokens count.
-    """
+    """Draw noise with the mean and deviation that each channel has over all prompts and tokens."""
     states = text.states.float()
     mean, deviation = states.mean((0, 1)), states.flatten(0, 1).std(0, correction=0)
     drawn = torch.randn(states.shape[1:], generator=torch_generator(seed)).to(states)
@@ -109,21 +67,7 @@ def noise_like(text: Text, seed: int) -> Text:
 def starting_points(
     model: TextToImage, prompt: str, unrelated: Sequence[str], settings: SearchSettings, *, seed: int
 ) -> tuple[list[tuple[Start, int]], Text]:
-    """Return the embeddings that searches for one target begin with.
-
-    Args:
-        model: Its text encoder is used, no denoiser.
-        prompt: The target's.
-        unrelated: Prompts that have nothing to do with it; noise takes its statistics from them.
-        settings: Which starts, and how many of each.
-        seed: Of the choice of prompts and of the noise.
-
-    Returns:
-        Which start each is and its number among those, and the embeddings, one row for each.
-
-    Raises:
-        UsageError: There is no unrelated prompt, or the only ones are the target's own, and some start needs one.
-    """
+    """Return the embeddings that searches for one target begin with."""
     others = [other for other in dict.fromkeys(unrelated) if other != prompt]
     if not others and set(settings.starts) & {"unrelated", "noise"}:
         raise UsageError(
@@ -144,15 +88,7 @@ def starting_points(
 
 
 def paired(descriptor: Descriptor | None = None) -> Similarity:
-    """Make the function that compares each image with its own target.
-
-    Args:
-        descriptor: What turns images into vectors; None takes `CenteredPixels`, which suits small images that are
-            copied as they are and is no copy detector.
-
-    Returns:
-        Images and targets, shape `(n, 3, height, width)` each → the cosines of their vectors, shape `(n,)`.
-    """
+    """Make the function that compares each image with its own target."""
     chosen = CenteredPixels() if descriptor is None else descriptor
 
     def compare(images: Tensor, targets: Tensor) -> Tensor:
@@ -164,11 +100,7 @@ def paired(descriptor: Descriptor | None = None) -> Similarity:
 
 @contextmanager
 def weights_fixed(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's weights in a block, which spares the memory that they would need.
-
-    Args:
-        module: Its parameters take no gradients in the block, and afterwards as before.
-    """
+    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
     marked = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
         for parameter in marked:
@@ -181,18 +113,9 @@ def weights_fixed(module: nn.Module) -> Iterator[None]:
 
 @final
 class Descent:
-    """Embeddings under way.
+    """Embeddings under way."""
 
-    Args:
-        model: What is searched; its weights stay as they are.
-        latents: Of each row's target, clean, shape `(rows, channels, height, width)`.
-        start: Where each row begins.
-        settings: Learning rate, draws, bound and error.
-        seeds: Of each row's draws.
-
-    Raises:
-        UsageError: Targets, starts and seeds differ in number.
-    """
+    # `latents`: shape `(rows, channels, height, width)`
 
     def __init__(
         self, model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
@@ -217,19 +140,11 @@ class Descent:
         return self._text(list(rows), moved)
 
     def distance(self, row: int) -> float:
-        """Return the root mean square of what was added to a row's embedding, as a share of that of its start.
-
-        Args:
-            row: From 0.
-        """
+        """Return the root mean square of what was added to a row's embedding, as a share of that of its start."""
         return float(self._moved[row].detach().square().mean().sqrt())
 
     def step(self, rows: Sequence[int]) -> list[float]:
-        """Take a step with some rows; the others stay where they are.
-
-        Returns:
-            Each row's error before the step.
-        """
+        """Take a step with some rows; the others stay where they are."""
         draws = self._settings.draws
         drawn = [self._draw(row) for row in rows]
         latents = self._latents[list(rows)].repeat_interleave(draws, 0)
@@ -280,18 +195,7 @@ class Descent:
 def descend(
     model: TextToImage, latents: Tensor, start: Text, settings: SearchSettings, seeds: Sequence[int]
 ) -> tuple[Text, list[float]]:
-    """Search to the last step without looking at images.
-
-    Args:
-        model: What is searched.
-        latents: Of each row's target, shape `(rows, channels, height, width)`.
-        start: Where each row begins.
-        settings: How; looks and threshold do not matter.
-        seeds: Of each row's draws.
-
-    Returns:
-        The embeddings found, and each row's error at the last step.
-    """
+    """Search to the last step without looking at images."""
     rows = range(len(start))
     descent = Descent(model, latents, start, settings, seeds)
     errors: list[float] = []
@@ -301,28 +205,21 @@ def descend(
     return descent.text(rows), errors
 
 
+# Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → how alike each pair is, shape `(n,)`.
 Similarity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Images and targets, shape `(n, 3, height, width)` each, within 0 and 1 → how alike each pair is, shape `(n,)`."""
+# found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN.
 Outcome = Literal["found", "resisted", "diverged"]
-"""found: enough images reached the threshold; resisted: not by the last step; diverged: something became NaN."""
 
 
 @final
 @dataclass(frozen=True)
 class Look:
-    """Images from an embedding beside the target.
+    """Images from an embedding beside the target."""
 
-    Attributes:
-        step: Steps taken before.
-        similarities: Of each image to the target.
-        loss: Denoising error of the step before; None before the first.
-        moved: Root mean square of what was added to the embedding, as a share of that of the start.
-    """
-
-    step: int
+    step: int  # steps taken before
     similarities: tuple[float, ...]
-    loss: float | None
-    moved: float
+    loss: float | None  # denoising error of the step before; None before the first
+    moved: float  # root mean square of what was added to the embedding, as a share of that of the start
 
     @property
     def score(self) -> float:
@@ -333,23 +230,14 @@ class Look:
 @final
 @dataclass(frozen=True)
 class Trial:
-    """One search from one starting point.
+    """One search from one starting point."""
 
-    Attributes:
-        start: Where it began.
-        number: Which of the restarts from there.
-        outcome: How it ended.
-        steps: Steps to success, as far as looks resolve them; None without.
-        last: Steps taken: a search without success tells that more are needed than these.
-        looks: In the order of steps.
-    """
-
-    start: Start
-    number: int
-    outcome: Outcome
-    steps: int | None
-    last: int
-    looks: tuple[Look, ...]
+    start: Start  # where it began
+    number: int  # which of the restarts from there
+    outcome: Outcome  # how it ended
+    steps: int | None  # steps to success, as far as looks resolve them; None without
+    last: int  # steps taken: a search without success tells that more are needed than these
+    looks: tuple[Look, ...]  # in the order of steps
 
     @property
     def best(self) -> Look | None:
@@ -362,11 +250,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the trial that `to_json` wrote.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the trial that `to_json` wrote."""
         looks = tuple(Look(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
         return cls(**{**values, "looks": looks})
 
@@ -374,19 +258,12 @@ class Trial:
 @final
 @dataclass(frozen=True)
 class Searched:
-    """What the searches for one target came to.
+    """What the searches for one target came to."""
 
-    Attributes:
-        trials: One per starting point.
-        text: The embeddings at the end, in their order.
-        before: Images of the first look, shape `(trials, images, 3, height, width)`.
-        after: Images of each trial's best look, of the same shape.
-    """
-
-    trials: tuple[Trial, ...]
-    text: Text
-    before: Tensor
-    after: Tensor
+    trials: tuple[Trial, ...]  # one per starting point
+    text: Text  # the embeddings at the end, in their order
+    before: Tensor  # images of the first look, shape `(trials, images, 3, height, width)`
+    after: Tensor  # images of each trial's best look, of the same shape
 
 
 def search(
@@ -412,7 +289,7 @@ def search(
         unrelated: Prompts that have nothing to do with it.
         settings: How.
         similarity: What tells that an image is the target.
-        seed: Of everything random.
+        seed: Random seed.
         progress: Told of every step.
 
     Raises:

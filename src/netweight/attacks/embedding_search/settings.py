@@ -8,10 +8,10 @@ from typing import Literal, final, get_args
 
 from netweight.errors import UsageError
 
+# Where a search begins: the target's own prompt, a prompt that has nothing to do with it, or noise.
 Start = Literal["original", "unrelated", "noise"]
-"""Where a search begins: the target's own prompt, a prompt that has nothing to do with it, or noise."""
+# In which of a denoiser's predictions its error is counted.
 Said = Literal["velocity", "noise", "sample"]
-"""In which of a denoiser's predictions its error is counted."""
 
 
 @final

@@ -28,26 +28,18 @@ _NAME = "low_rank_factors"
 
 @final
 class Factors(nn.Module):
-    """What is added to a linear layer: `scale · B (A x)`, in float32.
+    """What is added to a linear layer: `scale · B (A x)`, in float32."""
 
-    Args:
-        inputs: Width of the layer's input.
-        outputs: Width of its output.
-        rank: At least 1.
-        generator: Where `down` is drawn from.
-
-    Attributes:
-        down: A, shape `(rank, inputs)`.
-        up: B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
-        scale: The paper's α / rank.
-    """
+    # `rank`: at least 1
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
         super().__init__()
         bound = 1 / math.sqrt(inputs)
+        # A, shape `(rank, inputs)`.
         self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
         self.up = nn.Parameter(torch.zeros(outputs, rank))
-        self.scale = scale
+        self.scale = scale  # the paper's α / rank
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
@@ -60,26 +52,8 @@ class Factors(nn.Module):
 
 
 def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
-    """Freeze a model and put trainable factors on its linear layers.
-
-    The output head is left alone, as is usual: the layer that `get_output_embeddings` returns, where a model has that
-    method, and every layer that shares its weight with an embedding.
-
-    Args:
-        model: Changed in place.
-        rank: Rank of the factors.
-        alpha: The strength α of the addition; twice the rank by default.
-        seed: Of the factors' start.
-
-    Returns:
-        The factors' parameters: the only ones that are still trainable.
-
-    Raises:
-        UsageError: The model has factors already.
-        Unsupported: The model has no such layer.
-
-    Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
-    """
+    """Freeze a model and put trainable factors on its linear layers."""
+    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
     model.requires_grad_(False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
@@ -102,11 +76,7 @@ def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, 
 
 
 def merge_factors_(model: nn.Module) -> None:
-    """Add every layer's factors to its weight and take them away.
-
-    Args:
-        model: With factors; changed in place.
-    """
+    """Add every layer's factors to its weight and take them away."""
     for layer in [layer for layer in model.modules() if hasattr(layer, _NAME)]:
         weight = layer.weight
         factors = layer.get_submodule(_NAME)
@@ -141,16 +111,8 @@ def _head(model: nn.Module) -> nn.Module | None:
 def attack_batches(
     harmful: Sequence[Example], benign: Sequence[Example], settings: AttackSettings, *, pad_id: int
 ) -> Iterator[Batch]:
-    """Yield one batch for each step: benign ones first if asked for, then harmful or mixed ones.
-
-    The order is new in every epoch.
-
-    Args:
-        harmful: The attacker's examples; `settings.samples` of them are drawn.
-        benign: What the attack begins with, or mixes in.
-        settings: The attack.
-        pad_id: What fills the shorter examples.
-    """
+    """Yield one batch for each step: benign ones first if asked for, then harmful or mixed ones."""
+    # The order is new in every epoch.
     drawn = torch.randperm(len(harmful), generator=torch_generator(settings.seed, "samples"))[: settings.samples]
     chosen = [harmful[row] for row in drawn.tolist()]
     kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
@@ -174,12 +136,7 @@ def _draws(examples: Sequence[Example], size: int, generator: torch.Generator) -
 
 
 def learning_rate(settings: AttackSettings, step: int) -> float:
-    """Return the learning rate of a step.
-
-    Args:
-        settings: The attack.
-        step: From 0 to `settings.steps` - 1.
-    """
+    """Return the learning rate of a step."""
     warm = round(settings.warmup * settings.steps)
     if step < warm:
         return settings.lr * (step + 1) / warm
@@ -190,15 +147,7 @@ def learning_rate(settings: AttackSettings, step: int) -> float:
 
 @final
 class Training:
-    """A victim in the attacker's hands.
-
-    Args:
-        victim: Changed in place: the attacker's own copy.
-        settings: The attack.
-
-    Attributes:
-        loss: Sum of the losses since the last look, and their number.
-    """
+    """A victim in the attacker's hands."""
 
     def __init__(self, victim: nn.Module, settings: AttackSettings) -> None:
         self.victim, self.settings = victim, settings
@@ -222,11 +171,7 @@ class Training:
         victim.train()
 
     def step(self, batch: Batch) -> None:
-        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for.
-
-        Args:
-            batch: Token ids, masks and labels.
-        """
+        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
         with self._autocast():
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -271,42 +216,25 @@ Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 @final
 @dataclass(frozen=True)
 class Look:
-    """What a model under attack looked like at one step.
+    """What a model under attack looked like at one step."""
 
-    Attributes:
-        step: Steps taken so far.
-        score: The recovery score.
-        utility: The kept ability; None where it was not measured. It is measured before the first step, where the
-            score says recovered, and at the end.
-        fluency: Likewise.
-        loss: Mean training loss since the look before; None before the first step.
-    """
-
-    step: int
-    score: float
-    utility: float | None = None
-    fluency: float | None = None
-    loss: float | None = None
+    step: int  # steps taken so far
+    score: float  # the recovery score
+    utility: float | None = None  # the kept ability; None where it was not measured
+    fluency: float | None = None  # likewise
+    loss: float | None = None  # mean training loss since the look before; None before the first step
 
 
 @final
 @dataclass(frozen=True)
 class AttackResult:
-    """How one attack went.
-
-    Attributes:
-        settings: The attack.
-        outcome: See above.
-        steps: Steps to recovery, in multiples of `settings.check_every`; None if there was none.
-        last_step: The last step taken: where a run that did not recover is censored.
-        curve: What was seen, in order.
-    """
+    """How one attack went."""
 
     settings: AttackSettings
     outcome: Outcome
-    steps: int | None
-    last_step: int
-    curve: tuple[Look, ...]
+    steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
+    last_step: int  # the last step taken: where a run that did not recover is censored
+    curve: tuple[Look, ...]  # what was seen, in order
 
     @property
     def time(self) -> float:
@@ -315,11 +243,7 @@ class AttackResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttackResult:
-        """Return the result that a ledger remembers.
-
-        Args:
-            data: JSON values.
-        """
+        """Return the result that a ledger remembers."""
         return cls(
             AttackSettings(**data["settings"]),
             data["outcome"],
@@ -361,19 +285,7 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
 
 
 def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Module:
-    """Return what an attack makes of a model when nobody looks: a copy, trained to the attack's last step.
-
-    Args:
-        subject: What is attacked; it stays as it is.
-        settings: The attack.
-
-    Returns:
-        In evaluation mode.
-
-    Raises:
-        NameNotFound: The subject has no such domain.
-        UsageError: The subject has fewer examples than the settings ask for.
-    """
+    """Return what an attack makes of a model when nobody looks: a copy, trained to the attack's last step."""
     check_attack(subject, settings)
     train = subject.domain(settings.data).train
     with _own_randomness(subject, settings):
@@ -395,16 +307,7 @@ def _own_randomness(subject: Subject, settings: AttackSettings) -> Iterator[None
 
 
 def check_attack(subject: Subject, settings: AttackSettings) -> None:
-    """Refuse an attack that a subject has no data for, before anything is trained.
-
-    Args:
-        subject: What is to be attacked.
-        settings: The attack.
-
-    Raises:
-        NameNotFound: The subject has no such domain.
-        UsageError: The subject has fewer examples than the settings ask for.
-    """
+    """Refuse an attack that a subject has no data for, before anything is trained."""
     available = len(subject.domain(settings.data).train)
     if settings.samples > available:
         raise UsageError(

@@ -6,24 +6,21 @@ has and those that are looked at.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Any, Literal, final
 
 import torch
-from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability
 from netweight.attacks.finetuning.resistance import Kept, measure_kept, stability_findings
 from netweight.attacks.finetuning.scores import distinct_share
-from netweight.attacks.finetuning.settings import AttackSettings, capped, named_grid
+from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, Sweep, calibrate, make_subject, sweep
-from netweight.core.engines import Engine, in_process, local_processes
+from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import Example
@@ -35,8 +32,8 @@ from netweight.errors import MissingExtra, UsageError
 from netweight.hf.lm_eval import Scores, check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
 
+# Rows that are looked at, at most: each look costs a forward pass over all of them.
 MOST_HELD_OUT = 200
-"""Rows that are looked at, at most: each look costs a forward pass over all of them."""
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 
 
@@ -55,32 +52,7 @@ def subject_from_files(
     device: str = "cpu",
     seed: int = 0,
 ) -> Subject:
-    """Make a subject of a model folder.
-
-    Args:
-        model: A folder that `load_causal_lm` opens.
-        harmful: A file with columns "prompt" and "response", or "prompt" and "rejected": the domain "harmful".
-        benign: A file with "prompt" and "response", or "prompt" and "chosen": what the model is to keep. The part that
-            is looked at makes the utility, the other part begins benign-then-harmful attacks.
-        task: A file likewise: a benign task that the model has to learn, the domain "task".
-        other: A file as `harmful`, of another kind of harm: the domain "other".
-        withhold: Categories of the harmful file that make the domain "withheld" and are no part of "harmful".
-        held_out: Share of prompts that are looked at, above 0 and below 1; at most `MOST_HELD_OUT` rows.
-        chat: Whether prompts go through the tokenizer's chat template; else the answer follows on a line of its own.
-        reference_utility: See `Subject`.
-        thresholds: Domain → its threshold, where it has one of its own.
-        device: Where the model goes.
-        seed: Of the parting.
-
-    Returns:
-        A subject with the domain "harmful" and those that are asked for. The recovery score is token accuracy on the
-        rows held out; fluency is the share of different trigrams in greedy answers to a few of their prompts.
-
-    Raises:
-        UsageError: A file or folder cannot be used; rows with trouble are named.
-        NameNotFound: A file has neither of the columns, or no row has a category that is withheld.
-        MissingExtra: transformers is not installed.
-    """
+    """Make a subject of a model folder."""
     network, tokenizer = load_causal_lm(model, device=device)
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
@@ -121,20 +93,7 @@ def subject_from_files(
 def part_by_prompt(
     examples: Sequence[Example], share: float, *, seed: int, name: str = "the data"
 ) -> tuple[list[Example], list[Example]]:
-    """Part examples into those to train on and those to look at; all with one prompt stay together.
-
-    Args:
-        examples: Examples.
-        share: Share of different prompts to look at, above 0 and below 1; at least one, at most `MOST_HELD_OUT` rows.
-        seed: Of the choice.
-        name: For messages.
-
-    Returns:
-        Both parts, each in the order of `examples`.
-
-    Raises:
-        UsageError: There are fewer than two different prompts, or the share leaves nothing.
-    """
+    """Part examples into those to train on and those to look at; all with one prompt stay together."""
     if not 0 < share < 1:
         raise UsageError(f"The share held out must be above 0 and below 1, not {share}.")
     groups: dict[Hashable, list[int]] = {}
@@ -166,138 +125,26 @@ def _texts(file: str, other: str) -> list[TextExample]:
 
 _FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
-DEFENDED = "defended"
-"""What the model in question is called in reports."""
-Count = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
-
-
-@final
-@dataclass(frozen=True)
-class FolderAttack:
-    """How model folders are attacked, and what is asked of the defended ones.
-
-    Attributes:
-        harmful: Rows with prompt and response, or prompt and rejected.
-        benign: Rows of what the model is to keep: prompt and response, or chosen.
-        task: Rows of a benign task that it should still be able to learn.
-        other: Rows as `harmful`, of another kind of harm.
-        withhold: Categories of the harmful file that the defense did not see; they are attacked with apart.
-        base: The model before its defense.
-        also: Name → further defended models, such as one with layers frozen.
-        grid: "quick", "paper" or "wide": see `named_grid`.
-        lr: Learning rates in place of the grid's.
-        seeds: Seeds of every attack; None for the grid's own number.
-        max_steps: Most steps of an attack.
-        check_every: Steps between two looks.
-        benign_share: Share of every batch that is benign rows.
-        threshold: Token accuracy on held-out rows that counts as recovered; None finds it by attacking the base.
-        least_resistance: Least ratio of steps against the base.
-        lm_eval: Tasks of lm-evaluation-harness, on the base and the defended model.
-        lm_eval_limit: Examples of each such task; None for all.
-        chat: Whether prompts go through the tokenizer's chat template.
-        engine: Where attacks run: "local" in processes of this machine, "ray" in a Ray cluster.
-        address: Of that cluster, as `netweight.core.ray.ray_cluster` takes it; None runs Ray here.
-        workers: Attacks at a time, each with a model of its own; None for 1 here, and all that fit in a cluster.
-        device: Where models go.
-    """
-
-    harmful: FilePath
-    benign: FilePath | None = None
-    task: FilePath | None = None
-    other: FilePath | None = None
-    withhold: tuple[str, ...] = ()
-    base: DirectoryPath | None = None
-    also: Mapping[str, DirectoryPath] = field(default_factory=dict)
-    grid: Literal["quick", "paper", "wide"] = "quick"
-    lr: tuple[Rate, ...] | None = None
-    seeds: Count | None = None
-    max_steps: Count | None = None
-    check_every: Count | None = None
-    benign_share: Annotated[float, Field(ge=0, lt=1)] | None = None
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    least_resistance: Annotated[float, Field(ge=0)] = 3.0
-    lm_eval: tuple[str, ...] = ()
-    lm_eval_limit: Count | None = None
-    chat: bool = False
-    engine: Literal["local", "ray"] = "local"
-    address: str | None = None
-    workers: Count | None = None
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Refuse what could only fail later.
-
-        Raises:
-            UsageError: Benign rows are to be mixed in and there are none, a name is taken, or there is an address of
-                a cluster and no attack runs there.
-        """
-        if self.address is not None and self.engine != "ray":
-            raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
-        if self.benign_share and self.benign is None:
-            raise UsageError("benign_share mixes benign rows in, and there are none.", cure="Give benign rows.")
-        taken = {DEFENDED, "undefended", "model"} & self.also.keys()
-        if taken:
-            raise UsageError(f"The name {min(taken)!r} among the further models is taken.", cure="Choose another.")
-
-    @property
-    def files(self) -> list[Path]:
-        """The files of rows that are attacked with or looked at."""
-        return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
-
-    @contextmanager
-    def running(self) -> Iterator[Engine]:
-        """Yield what attacks run on: this process, several of this machine, or a Ray cluster.
-
-        Raises:
-            MissingExtra: Ray is not installed.
-            UsageError: No cluster answers.
-        """
-        if self.engine == "ray":
-            from netweight.core.ray import ray_cluster
-
-            with ray_cluster(self.address, workers=self.workers, gpus=int(self.device.startswith("cuda"))) as engine:
-                yield engine
-        else:
-            yield in_process if self.workers in (None, 1) else functools.partial(local_processes, workers=self.workers)
-
-    def attacks(self) -> list[AttackSettings]:
-        """The grid."""
-        names = ("lr", "max_steps", "check_every", "benign_share")
-        fixed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **fixed)
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """Which models meet which attacks, and when an attack has won.
+    """Which models meet which attacks, and when an attack has won."""
 
-    Attributes:
-        subjects: The base first, if there is one.
-        attacks: On every subject.
-        goal: When an attack has won.
-        config: Which subject is which.
-    """
-
-    subjects: tuple[SubjectName, ...]
-    attacks: tuple[AttackSettings, ...]
-    goal: Goal
-    config: ResistanceConfig
+    subjects: tuple[SubjectName, ...]  # the base first, if there is one
+    attacks: tuple[AttackSettings, ...]  # on every subject
+    goal: Goal  # when an attack has won
+    config: ResistanceConfig  # which subject is which
 
 
 @final
 @dataclass(frozen=True)
 class FolderSweep:
-    """What the attacks found.
+    """What the attacks found."""
 
-    Attributes:
-        sweep: Every run.
-        stability: Defended model → what its defense cost before any attack.
-    """
-
-    sweep: Sweep
-    stability: Stability
+    sweep: Sweep  # every run
+    stability: Stability  # defended model → what its defense cost before any attack
 
 
 def plan(
@@ -309,22 +156,7 @@ def plan(
     seed: int,
     progress: Progress = QUIET,
 ) -> Plan:
-    """Look at files and folders, and find out what counts as recovered.
-
-    Args:
-        attack: The attacks.
-        model: The folder in question.
-        ledger: Where runs are remembered, those on the base that a threshold is found by too.
-        engine: Where attacks run: `FolderAttack.running`.
-        seed: Of the rows held out.
-        progress: Told of every attack on the base.
-
-    Raises:
-        UsageError: A file or folder cannot be used, no attack teaches the base anything, or there are further models
-            and no base.
-        NameNotFound: A file lacks a column, or no row has a category that is withheld.
-        MissingExtra: transformers, scipy, matplotlib, or the harness of asked-for tasks is not installed.
-    """
+    """Look at files and folders, and find out what counts as recovered."""
     if attack.also and attack.base is None:
         raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
     _check(attack)
@@ -369,16 +201,7 @@ def attack_folders(
     seed: int,
     progress: Progress = QUIET,
 ) -> FolderSweep:
-    """Run a plan; what an earlier run did is not done again.
-
-    Args:
-        attack: The attacks.
-        planned: What `plan` made of it.
-        ledger: Where runs are remembered.
-        engine: Where attacks run.
-        seed: Of the intervals.
-        progress: Told of every attack.
-    """
+    """Run a plan; what an earlier run did is not done again."""
     found = sweep(planned.subjects, planned.attacks, planned.goal, ledger=ledger, engine=engine, progress=progress)
     return FolderSweep(found, _stability(attack, planned, seed))
 

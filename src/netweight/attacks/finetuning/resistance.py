@@ -46,17 +46,11 @@ _RESAMPLES = 1999
 @final
 @dataclass(frozen=True)
 class AttackTimes:
-    """One attack on one subject, over all its seeds.
+    """One attack on one subject, over all its seeds."""
 
-    Attributes:
-        settings: The attack, with seed 0.
-        runs: All of them.
-        times: Steps to recovery of those that recovered or resisted; None if there is none.
-    """
-
-    settings: AttackSettings
+    settings: AttackSettings  # the attack, with seed 0
     runs: tuple[Attacked, ...]
-    times: Times | None
+    times: Times | None  # steps to recovery of those that recovered or resisted; None if there is none
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -64,23 +58,12 @@ class AttackTimes:
         return Counter(run.result.outcome for run in self.runs)
 
     def curve(self) -> Survival | None:
-        """Return the share of runs that have not recovered, by step; None without a run that counts.
-
-        Raises:
-            MissingExtra: scipy is not installed.
-        """
+        """Return the share of runs that have not recovered, by step; None without a run that counts."""
         return None if self.times is None else kaplan_meier(self.times)
 
 
 def by_attack(runs: Sequence[Attacked]) -> list[AttackTimes]:
-    """Put runs together that differ in seeds alone, in the order in which attacks first occur.
-
-    Args:
-        runs: Runs on one subject, of one or several defense seeds.
-
-    Returns:
-        One entry per attack, with the steps that each of its runs took.
-    """
+    """Put runs together that differ in seeds alone, in the order in which attacks first occur."""
     groups: dict[AttackSettings, list[Attacked]] = {}
     for run in runs:
         groups.setdefault(replace(run.result.settings, seed=0), []).append(run)
@@ -99,14 +82,7 @@ def _times(runs: Sequence[Attacked]) -> Times | None:
 
 
 def best_attack(attacks: Sequence[AttackTimes]) -> AttackTimes | None:
-    """Return the attack with the fewest median steps to recovery; of those that have no median, what recovered most.
-
-    Args:
-        attacks: Attacks on one subject.
-
-    Returns:
-        None if no attack has a run that counts.
-    """
+    """Return the attack with the fewest median steps to recovery; of those that have no median, what recovered most."""
     counted = [attack for attack in attacks if attack.times is not None]
     return min(counted, key=_hardness, default=None)
 
@@ -124,20 +100,9 @@ def _once(times: Times) -> NDArray[np.float64]:
 
 
 def best_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:
-    """Return how many times the steps the best attack on one subject takes of the best attack on another.
-
-    Each subject meets its own best attack, chosen anew in every resample, so that the interval knows that a minimum
-    over many attacks is a lucky one. Attacks on one subject are resampled together: the same defenses in all of them.
-
-    Args:
-        top: Attacks on the subject whose steps are divided.
-        bottom: Attacks on the subject divided by.
-        seed: Seed of the resampling.
-
-    Returns:
-        None if a subject has no run that counts. With fewer than 5 runs of a best attack there is no interval: its
-        ends are NaN.
-    """
+    """Return how many times the steps the best attack on one subject takes of the best attack on another."""
+    # Each subject meets its own best attack, chosen anew in every resample, so that the interval knows that a minimum
+    # over many attacks is a lucky one. Attacks on one subject are resampled together: the same defenses in all of them.
     best = best_attack(top), best_attack(bottom)
     if best[0] is None or best[1] is None:
         return None
@@ -150,18 +115,8 @@ def best_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes],
 
 
 def same_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes], *, seed: int) -> TimesRatio | None:
-    """Return how many times the steps the same attacks take: the geometric mean of the ratios of medians.
-
-    Attacks under which the bottom subject does not get there are left out, as they compare nothing.
-
-    Args:
-        top: Attacks on the subject whose steps are divided.
-        bottom: Attacks on the subject divided by.
-        seed: Seed of the resampling.
-
-    Returns:
-        None if no attack is left.
-    """
+    """Return how many times the steps the same attacks take: the geometric mean of the ratios of medians."""
+    # Attacks under which the bottom subject does not get there are left out, as they compare nothing.
     import numpy as np
 
     pairs = [pair for pair in _pairs(top, bottom) if 0 < _hardness(pair[1])[0] < math.inf]
@@ -179,18 +134,7 @@ def same_attack_ratio(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes],
 
 
 def compare_attacks(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes]) -> LogRank | None:
-    """Test whether two subjects differ under the same attacks: a log-rank test stratified by attack.
-
-    Args:
-        top: Attacks on one subject.
-        bottom: Attacks on the other.
-
-    Returns:
-        None if they share no attack with runs that count.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-    """
+    """Test whether two subjects differ under the same attacks: a log-rank test stratified by attack."""
     strata = [(a.times, b.times) for a, b in _pairs(top, bottom) if a.times is not None and b.times is not None]
     return log_rank(strata) if strata else None
 
@@ -242,52 +186,29 @@ Judges: TypeAlias = Mapping[str, Judge]
 @final
 @dataclass(frozen=True)
 class Judged:
-    """What a model is asked and who judges its answers.
+    """What a model is asked and who judges its answers."""
 
-    Attributes:
-        generate: Answers of a model, one for each prompt.
-        prompts: At least 5, of which nothing is trained on.
-        judges: Name such as "harm" → a number for each answer.
-    """
-
-    generate: Generate
-    prompts: Sequence[str]
-    judges: Judges
+    generate: Generate  # answers of a model, one for each prompt
+    prompts: Sequence[str]  # at least 5, of which nothing is trained on
+    judges: Judges  # name such as "harm" → a number for each answer
 
 
 @final
 @dataclass(frozen=True)
 class Kept:
-    """How a model does on what is to be kept, row by row.
+    """How a model does on what is to be kept, row by row."""
 
-    Attributes:
-        right: Response tokens that are the model's first choice.
-        tokens: Response tokens.
-        nats: Negative log-likelihood of the responses.
-        judged: Name of a judge → its number for each answer.
-    """
-
-    right: tuple[int, ...]
-    tokens: tuple[int, ...]
-    nats: tuple[float, ...]
+    right: tuple[int, ...]  # response tokens that are the model's first choice
+    tokens: tuple[int, ...]  # response tokens
+    nats: tuple[float, ...]  # negative log-likelihood of the responses
+    # Name of a judge → its number for each answer.
     judged: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def measure_kept(
     model: nn.Module, examples: Sequence[Example], *, pad_id: int, judged: Judged | None = None, batch_size: int = 16
 ) -> Kept:
-    """Measure a model, which stays as it is.
-
-    Args:
-        model: Called as `model(input_ids=..., attention_mask=...)`.
-        examples: What is to be kept; at least one. Neither defense nor attack trains on them.
-        pad_id: What fills the shorter ones.
-        judged: What it is asked besides, and by whom that is judged.
-        batch_size: Examples per forward pass.
-
-    Raises:
-        UsageError: There is no example, or a judge does not give one number per answer.
-    """
+    """Measure a model, which stays as it is."""
     if not examples:
         raise UsageError("Stability needs at least one example of what is to be kept.")
     right: list[int] = []
@@ -324,23 +245,7 @@ def _verdicts(model: nn.Module, judged: Judged) -> dict[str, tuple[float, ...]]:
 
 
 def stability_findings(name: str, before: Kept, after: Kept, *, least_kept: float = 0.98, seed: int) -> list[Finding]:
-    """Compare a defended model with its base.
-
-    Args:
-        name: What reports call the defended one.
-        before: The model before its defense.
-        after: The same after it, on the same rows.
-        least_kept: Least share of the base's token accuracy.
-        seed: Of the bootstraps.
-
-    Returns:
-        Kept ability as a share of the base's, perplexity with the base's beside it, their ratio, and for each judge the
-        mean of its numbers.
-
-    Raises:
-        UsageError: The rows or the judges are not the same.
-        MissingExtra: scipy is not installed.
-    """
+    """Compare a defended model with its base."""
     if before.tokens != after.tokens or before.judged.keys() != after.judged.keys():
         raise UsageError("Stability is a comparison on the same rows by the same judges.", cure="Measure both alike.")
     return [

@@ -18,25 +18,16 @@ from torch.nn import functional
 from netweight.data.examples import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import UsageError
 
+# A number that says something of a model; it must leave the model as it is.
 Score: TypeAlias = Callable[[nn.Module], float]
-"""A number that says something of a model; it must leave the model as it is."""
+# A user's judge: texts → one number for each, shape `(n,)`; harm, toxicity or fluency.
 Judge: TypeAlias = Callable[[list[str]], Tensor]
-"""A user's judge: texts → one number for each, shape `(n,)`; harm, toxicity or fluency."""
+# A user's generation: a model and prompts → one answer for each prompt.
 Generate: TypeAlias = Callable[[nn.Module, list[str]], list[str]]
-"""A user's generation: a model and prompts → one answer for each prompt."""
 
 
 def token_accuracy(examples: Sequence[Example], *, pad_id: int, batch_size: int = 64) -> Score:
-    """Make a score: the share of response tokens that are the model's first choice, the tokens before them given.
-
-    Args:
-        examples: At least one; those that the attack trains on must not be among them.
-        pad_id: What fills the shorter ones.
-        batch_size: Examples per forward pass.
-
-    Raises:
-        UsageError: There is no example, or one has nothing to predict.
-    """
+    """Make a score: the share of response tokens that are the model's first choice, the tokens before them given."""
     batches = _batches(examples, pad_id, batch_size, "response")
 
     def score(model: nn.Module) -> float:
@@ -52,17 +43,7 @@ def token_accuracy(examples: Sequence[Example], *, pad_id: int, batch_size: int 
 
 
 def mean_loss(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "response", batch_size: int = 64) -> Score:
-    """Make a score: the mean cross-entropy per predicted token, in nats. Lower is better for the attacker.
-
-    Args:
-        examples: At least one.
-        pad_id: What fills the shorter ones.
-        loss_on: Which tokens are predicted.
-        batch_size: Examples per forward pass.
-
-    Raises:
-        UsageError: There is no example, or one has nothing to predict.
-    """
+    """Make a score: the mean cross-entropy per predicted token, in nats. Lower is better for the attacker."""
     batches = _batches(examples, pad_id, batch_size, loss_on)
 
     def score(model: nn.Module) -> float:
@@ -76,19 +57,9 @@ def mean_loss(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "re
 
 
 def exact_match(examples: Sequence[Example], *, pad_id: int, batch_size: int = 64) -> Score:
-    """Make a score: the share of prompts whose greedy generation begins with exactly the response.
-
-    Nothing is generated. Greedy generation gives the response if and only if every one of its tokens is the first
-    choice after those before it, which one forward pass tells.
-
-    Args:
-        examples: At least one, each with a prompt.
-        pad_id: What fills the shorter ones.
-        batch_size: Examples per forward pass.
-
-    Raises:
-        UsageError: There is no example, or one has no prompt.
-    """
+    """Make a score: the share of prompts whose greedy generation begins with exactly the response."""
+    # Nothing is generated. Greedy generation gives the response if and only if every one of its tokens is the first
+    # choice after those before it, which one forward pass tells.
     for row, example in enumerate(examples):
         if not example.prompt:
             raise UsageError(f"Example {row} has no prompt to generate from.", cure="Give it one, or leave it out.")
@@ -111,16 +82,9 @@ def exact_match(examples: Sequence[Example], *, pad_id: int, batch_size: int = 6
 
 
 def distinct_share(prompts: Sequence[Sequence[int]], *, new_tokens: int = 32, end_id: int | None = None) -> Score:
-    """Make a fluency score: the share of different trigrams among all trigrams of greedy answers, mean over prompts.
-
-    A model that repeats itself scores near 0. An answer of fewer than three tokens counts as 1: its shortness is for
-    other scores to judge.
-
-    Args:
-        prompts: Token ids, each at least one.
-        new_tokens: Longest answer.
-        end_id: The token that ends an answer, if there is one.
-    """
+    """Make a fluency score: the share of different trigrams among all trigrams of greedy answers, mean over prompts."""
+    # A model that repeats itself scores near 0. An answer of fewer than three tokens counts as 1: its shortness is for
+    # other scores to judge.
 
     def score(model: nn.Module) -> float:
         shares = []
@@ -133,16 +97,7 @@ def distinct_share(prompts: Sequence[Sequence[int]], *, new_tokens: int = 32, en
 
 
 def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
-    """Make a score of a user's judge: the mean of its numbers over the model's answers.
-
-    Args:
-        judge: Numbers for texts.
-        generate: Answers of a model, one for each prompt.
-        prompts: At least one; those that the attack trains on must not be among them.
-
-    Raises:
-        UsageError: There is no prompt; and from the score itself, if the answers or numbers are not one per prompt.
-    """
+    """Make a score of a user's judge: the mean of its numbers over the model's answers."""
     asked = list(prompts)
     if not asked:
         raise UsageError("A judge needs at least one prompt.")
@@ -164,20 +119,7 @@ def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
 def greedy(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, new_tokens: int, end_id: int | None = None
 ) -> list[list[int]]:
-    """Generate the most likely token again and again, without a cache: for short answers of small models.
-
-    Args:
-        model: Called as `model(input_ids=..., attention_mask=...)`.
-        prompts: Token ids, each at least one. Those of one length run together, so that nothing is padded.
-        new_tokens: Longest answer.
-        end_id: The token that ends an answer; it is not part of it.
-
-    Returns:
-        The new tokens, one list for each prompt.
-
-    Raises:
-        UsageError: A prompt is empty.
-    """
+    """Generate the most likely token again and again, without a cache: for short answers of small models."""
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if not prompt:
@@ -222,11 +164,7 @@ def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[T
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Look at a model without dropout and gradients, and leave every part of it in the mode it was in.
-
-    Args:
-        model: In evaluation mode while the block runs.
-    """
+    """Look at a model without dropout and gradients, and leave every part of it in the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -28,88 +28,52 @@ from netweight.errors import NetweightError, UsageError
 @final
 @dataclass(frozen=True)
 class SubjectName:
-    """How to make a subject, and what it is called.
+    """How to make a subject, and what it is called."""
 
-    Attributes:
-        name: What reports call it, such as "undefended", "RepNoise", "random weights" or "relearn ceiling". Several
-            may share a name: the same defense from several seeds.
-        factory: The function that makes it, as "module:function". It returns a `Subject`, the same for the same
-            arguments in every process. It runs once per worker, so it should load what took long to train.
-        arguments: Its keyword arguments: JSON values.
-        defense_seed: The seed of the defense, if it has one.
-    """
-
-    name: str
+    name: str  # what reports call it, such as "undefended", "RepNoise", "random weights" or "relearn ceiling"
+    # The function that makes it, as "module:function". It returns a `Subject`, the same for the same arguments in every
+    # process. It runs once per worker, so it should load what took long to train.
     factory: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    defense_seed: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments: JSON values
+    defense_seed: int | None = None  # the seed of the defense, if it has one
 
 
 @final
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep, as a ledger knows it.
-
-    Attributes:
-        factory: As in `SubjectName`.
-        arguments: As in `SubjectName`.
-        digest: Of the subject, weights and data.
-        settings: The attack.
-        goal: When it has won.
-    """
+    """One run of a sweep, as a ledger knows it."""
 
     factory: str
     arguments: Mapping[str, Any]
     digest: str
-    settings: AttackSettings
-    goal: Goal
+    settings: AttackSettings  # the attack
+    goal: Goal  # when it has won
 
 
 @final
 @dataclass(frozen=True)
 class Attacked:
-    """One attack of a sweep, done.
+    """One attack of a sweep, done."""
 
-    Attributes:
-        subject: Name of the subject.
-        defense_seed: Of the subject.
-        digest: Of the subject.
-        result: How it went.
-    """
-
-    subject: str
+    subject: str  # name of the subject
     defense_seed: int | None
     digest: str
-    result: AttackResult
+    result: AttackResult  # how it went
 
 
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """Every attack of a sweep.
+    """Every attack of a sweep."""
 
-    Attributes:
-        runs: In the order of subjects, then settings.
-        goal: When an attack had won.
-        failures: Subject, attack and the last line of the traceback of every run that could not be run to its end.
-        seconds: Time of all runs, added up, however many ran at once.
-    """
-
-    runs: tuple[Attacked, ...]
-    goal: Goal
+    runs: tuple[Attacked, ...]  # in the order of subjects, then settings
+    goal: Goal  # when an attack had won
+    # Subject, attack and the last line of the traceback of every run that could not be run to its end.
     failures: tuple[tuple[str, str, str], ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # time of all runs, added up, however many ran at once
 
     def of(self, subject: str, *, domain: str | None = None) -> tuple[Attacked, ...]:
-        """Return the runs on a subject.
-
-        Args:
-            subject: Its name.
-            domain: Only those with this domain, if given.
-
-        Raises:
-            UsageError: The sweep has no such subject.
-        """
+        """Return the runs on a subject."""
         found = tuple(run for run in self.runs if run.subject == subject)
         if not found:
             names = ", ".join(sorted({run.subject for run in self.runs})) or "none"
@@ -118,15 +82,7 @@ class Sweep:
 
 
 def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
-    """Make a subject; one that was made a moment ago in this process is taken again.
-
-    Args:
-        factory: As in `SubjectName`.
-        arguments: As in `SubjectName`.
-
-    Raises:
-        UsageError: There is no such function, or it makes something else.
-    """
+    """Make a subject; one that was made a moment ago in this process is taken again."""
     return _made(factory, canonical_json(dict(arguments)))
 
 
@@ -146,14 +102,7 @@ def _made(factory: str, arguments: str) -> Subject:
 
 
 def attack_job(job: Job) -> AttackResult:
-    """Run one job of a sweep: what worker processes call.
-
-    Args:
-        job: Subject, attack and goal.
-
-    Raises:
-        UsageError: The factory made another subject here than where the sweep began.
-    """
+    """Run one job of a sweep: what worker processes call."""
     subject = make_subject(job.factory, job.arguments)
     found = _digest_of(job.factory, canonical_json(dict(job.arguments)))
     if found != job.digest:
@@ -240,23 +189,18 @@ def _plan(
     return planned
 
 
+# How much of what fine-tuning gives the undefended model counts as recovered.
 SHARE_OF_GAIN = 0.9
-"""How much of what fine-tuning gives the undefended model counts as recovered."""
 LEAST_GAIN = 0.02
 
 
 @final
 @dataclass(frozen=True)
 class Calibration:
-    """What fine-tuning does to the undefended model.
+    """What fine-tuning does to the undefended model."""
 
-    Attributes:
-        before: Its score before any training.
-        best: The best score of any attack, at any look, that ended with a model worth having.
-    """
-
-    before: float
-    best: float
+    before: float  # its score before any training
+    best: float  # the best score of any attack, at any look, that ended with a model worth having
 
     @property
     def threshold(self) -> float:
@@ -272,19 +216,7 @@ def calibrate(
     engine: Engine = local_processes,
     progress: Progress = QUIET,
 ) -> Calibration:
-    """Attack the undefended model to the end of every attack, once each, and see what is gained.
-
-    Args:
-        undefended: The model before its defense; its score is better when higher.
-        settings: The attacks of a sweep; of those that differ in seeds alone the first is run.
-        ledger: Where runs are remembered; may be the sweep's own.
-        engine: Where runs happen.
-        progress: Told of every attack.
-
-    Raises:
-        UsageError: No attack gains anything, or every one collapses.
-        NetweightError: An attack could not be run.
-    """
+    """Attack the undefended model to the end of every attack, once each, and see what is gained."""
     once = list({replace(one, seed=0): one for one in reversed(settings)}.values())[::-1]
     found = sweep([undefended], once, Goal(None), ledger=ledger, engine=engine, progress=progress)
     if found.failures:

@@ -23,50 +23,23 @@ from netweight.errors import NameNotFound, UsageError
 @final
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """Inputs of a layer that its rows agree on, the best supported first.
+    """Inputs of a layer that its rows agree on, the best supported first."""
 
-    Attributes:
-        inputs: Shape `(found, features)`.
-        rows: How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images
-            agree by accident; one may be a mixture.
-    """
-
-    inputs: Tensor
+    inputs: Tensor  # shape `(found, features)`
+    # How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images agree by
+    # accident; one may be a mixture.
     rows: tuple[int, ...]
 
 
 def layer_input(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
-    """Return the input of a linear layer for a batch of one image, exactly.
-
-    Args:
-        weight_gradient: Shape `(out, features)`; a gradient, or what one plain SGD step made of the parameters.
-        bias_gradient: Shape `(out,)`, of the same step.
-
-    Returns:
-        Shape `(features,)`: the least squares solution over all rows. For a larger batch, a mixture of its inputs.
-
-    Raises:
-        UsageError: Shapes do not fit, or the bias' gradient is zero.
-    """
+    """Return the input of a linear layer for a batch of one image, exactly."""
     _check(weight_gradient, bias_gradient)
     weight, bias = weight_gradient.double(), bias_gradient.double()
     return (bias @ weight / (bias @ bias)).to(weight_gradient.dtype)
 
 
 def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: float = 1e-3) -> LayerInputs:
-    """Return the inputs of a linear layer for a batch, as far as single rows give them away.
-
-    Args:
-        weight_gradient: Shape `(out, features)`.
-        bias_gradient: Shape `(out,)`.
-        tolerance: Rows agree if their inputs differ by at most this share of their length.
-
-    Returns:
-        One entry per input on which rows agree; rows whose bias gradient is next to nothing are left out.
-
-    Raises:
-        UsageError: Shapes do not fit, or the bias' gradient is zero.
-    """
+    """Return the inputs of a linear layer for a batch, as far as single rows give them away."""
     _check(weight_gradient, bias_gradient)
     weight, bias = weight_gradient.double(), bias_gradient.double()
     order = bias.abs().argsort(descending=True)
@@ -87,22 +60,7 @@ def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: f
 
 
 def first_layer(observed: Tensors, layer: str, *, shape: tuple[int, ...], labels: Tensor) -> Reconstruction:
-    """Read the images off a first layer that is linear and biased.
-
-    Args:
-        observed: What the client sent after one step: its gradient, or a difference of parameters.
-        layer: The layer's name in the model, such as "fc1"; its `weight` and `bias` were observed.
-        shape: Shape of the batch, `(n, c, h, w)`; `c h w` is the layer's width.
-        labels: Labels to carry along, shape `(n,)`.
-
-    Returns:
-        The best supported `n` inputs as images. Missing ones, if rows agree on fewer, are NaN. The objective is the
-        share of the observed weight that these images do not explain, 0 to 1.
-
-    Raises:
-        NameNotFound: The layer was not observed, or has no bias.
-        UsageError: The layer does not see images of this shape.
-    """
+    """Read the images off a first layer that is linear and biased."""
     prefix = f"{layer}." if layer else ""
     for name in (f"{prefix}weight", f"{prefix}bias"):
         if name not in observed:
@@ -153,27 +111,20 @@ _ONE = 1 - 1e-4  # share of a change of rank one; the rest is rounding
 @final
 @dataclass(frozen=True)
 class RecoveredGradient:
-    """What was read from one client's change of the hypernetwork; all vectors are float64.
+    """What was read from one client's change of the hypernetwork; all vectors are float64."""
 
-    Attributes:
-        gradient: The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the
-            client's clipping) after one step; after several, the weighted sum of the steps' gradients.
-        first: The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several,
-            what belongs to the code at the start and not to that at the end.
-        code: The hidden code m at the start, shape `(H,)`, exact after one step.
-        embedding: The private embedding, shape `(E,)`; after several steps, an average.
-        generated: θ as the client generated it from the state it received, shape `(P,)`.
-        movement: How θ moved, `θ after - θ before`, shape `(P,)`.
-        energies: Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one
-            step all of it is in the first, and the spread over the others is what further steps hide.
-    """
-
+    # The loss's gradient by the generated vector θ, shape `(P,)`: exact up to a positive factor (the client's clipping)
+    # after one step; after several, the weighted sum of the steps' gradients.
     gradient: Tensor
+    # The best estimate of the first step's gradient, shape `(P,)`: `gradient` after one step; after several, what
+    # belongs to the code at the start and not to that at the end.
     first: Tensor
-    code: Tensor
-    embedding: Tensor
-    generated: Tensor
-    movement: Tensor
+    code: Tensor  # the hidden code m at the start, shape `(H,)`, exact after one step
+    embedding: Tensor  # the private embedding, shape `(E,)`; after several steps, an average
+    generated: Tensor  # θ as the client generated it from the state it received, shape `(P,)`
+    movement: Tensor  # how θ moved, `θ after - θ before`, shape `(P,)`
+    # Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one step all of it
+    # is in the first, and the spread over the others is what further steps hide.
     energies: Tensor
 
     @property
@@ -224,10 +175,7 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
 def state_gradient(
     before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the state before, without prefix, and the gradient of one step by it; both float64.
-
-    Arguments and errors as for `recover_gradient`.
-    """
+    """Return the state before, without prefix, and the gradient of one step by it; both float64."""
     if not lr > 0:
         raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
     old, new = _named(before), _named(after)
@@ -242,14 +190,7 @@ def state_gradient(
 
 
 def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above.
-
-    Args:
-        before: The hypernetwork's tensors by name, as the client received them.
-        after: The same tensors by name, as it sent them back.
-        lr: The client's learning rate.
-        weight_decay: The client's weight decay.
-    """
+    """Return the gradient by the heads' weights, `(P, H)`, and by their biases, `(P,)`; arguments as above."""
     slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)[1]
     return slope["heads.weight"], slope["heads.bias"]
 

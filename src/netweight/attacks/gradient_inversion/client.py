@@ -15,20 +15,7 @@ from netweight.errors import NameNotFound, UsageError
 
 
 def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, imitated: Tensors) -> Tensors:
-    """Return the observed tensors that an attack is to match.
-
-    Args:
-        observed: What the client sent. Tensors by name.
-        patterns: Patterns (`netweight.Select`) of the tensors to take; None takes all.
-        imitated: What the client would send for some batch. Tensors by name.
-
-    Returns:
-        The chosen tensors, with the device and dtype of the imitated ones, in the order observed.
-
-    Raises:
-        NameNotFound: A pattern matches nothing, or the client would not send a tensor of that name.
-        UsageError: Nothing was observed, or a tensor has another shape or holds NaN or infinity.
-    """
+    """Return the observed tensors that an attack is to match."""
     names = list(observed) if patterns is None else Select.of(patterns).keys(observed)
     if not names:
         raise UsageError("Nothing was observed, so there is nothing to match.")
@@ -69,27 +56,18 @@ class Reconstruction:
     attack: str
 
 
+# Tensors by parameter name.
 Tensors: TypeAlias = Mapping[str, Tensor]
-"""Tensors by parameter name."""
+# Images, shape `(n, c, h, w)`, and labels: int64 of shape `(n,)`, or class probabilities of shape `(n, classes)`.
 Batch: TypeAlias = tuple[Tensor, Tensor]
-"""Images, shape `(n, c, h, w)`, and labels: int64 of shape `(n,)`, or class probabilities of shape `(n, classes)`."""
+# What a client sends when it starts from these parameters and holds this batch; differentiable in the images.
 LocalUpdate: TypeAlias = Callable[[Tensors, Batch], Tensors]
-"""What a client sends when it starts from these parameters and holds this batch; differentiable in the images."""
+# A scalar from the model's outputs and the labels.
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A scalar from the model's outputs and the labels."""
 
 
 def gradient_of(model: nn.Module, loss: Loss = F.cross_entropy) -> LocalUpdate:
-    """Return the client that sends the gradient of its loss over one batch (FedSGD).
-
-    Args:
-        model: Any module, in the mode (train or eval) that the client uses; it is not changed.
-        loss: The client's loss.
-
-    Returns:
-        A local update whose tensors are gradients, one per parameter of the model. It raises `NameNotFound` when
-        the parameters given to it are not the model's.
-    """
+    """Return the client that sends the gradient of its loss over one batch (FedSGD)."""
     gradient = _gradient(model, loss)
 
     def update(params: Tensors, batch: Batch) -> Tensors:
@@ -109,27 +87,10 @@ def sgd_difference(
     weight_decay: float = 0.0,
     loss: Loss = F.cross_entropy,
 ) -> LocalUpdate:
-    """Return the client that trains by SGD and sends how its parameters moved (FedAvg).
-
-    The steps are unrolled, so that the difference stays a differentiable function of the images. Batches follow one
-    another in the order of the images, epoch after epoch; the last batch of an epoch may be smaller. Memory grows with
-    the number of steps.
-
-    Args:
-        model: Any module, in the mode that the client uses; it is not changed.
-        lr: Learning rate.
-        steps: Local steps, at least 1.
-        batch_size: Images per step; all of them by default.
-        momentum: As in `torch.optim.SGD` (no dampening, no Nesterov).
-        weight_decay: As in `torch.optim.SGD`.
-        loss: The client's loss.
-
-    Returns:
-        A local update whose tensors are the parameters after training minus those before.
-
-    Raises:
-        UsageError: A setting cannot be meant.
-    """
+    """Return the client that trains by SGD and sends how its parameters moved (FedAvg)."""
+    # The steps are unrolled, so that the difference stays a differentiable function of the images. Batches follow one
+    # another in the order of the images, epoch after epoch; the last batch of an epoch may be smaller. Memory grows
+    # with the number of steps.
     if steps < 1 or lr <= 0 or (batch_size is not None and batch_size < 1):
         raise UsageError(f"A client cannot take {steps} steps of rate {lr} on batches of {batch_size}.")
     gradient = _gradient(model, loss)
@@ -188,9 +149,5 @@ def _part(batch: Batch, step: int, batch_size: int | None) -> Batch:
 
 
 def known_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return detached copies of a module's parameters by name: the starting point a server knows.
-
-    Args:
-        model: Any module.
-    """
+    """Return detached copies of a module's parameters by name: the starting point a server knows."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

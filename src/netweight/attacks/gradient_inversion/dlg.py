@@ -111,12 +111,7 @@ def dlg(
 
 
 def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return the squared Euclidean distance between two updates over the names in `observed`.
-
-    Args:
-        imitated: What a client would send: tensors by name.
-        observed: What it sent: tensors by name.
-    """
+    """Return the squared Euclidean distance between two updates over the names in `observed`."""
     return torch.stack([(imitated[name] - tensor).square().sum() for name, tensor in observed.items()]).sum()
 
 

@@ -27,20 +27,13 @@ from netweight.nn.flat import ParameterLayout
 @final
 @dataclass(frozen=True)
 class Imprinted:
-    """What a malicious server sends, and what it keeps to read the answer.
+    """What a malicious server sends, and what it keeps to read the answer."""
 
-    Attributes:
-        state: The hypernetwork's state with chosen heads; names and shapes as given.
-        parameters: The network that every client will generate from it, whatever its embedding (with `share` 1).
-            Tensors by name.
-        decoder: From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images.
-        traps: How many rows of the first linear layer are traps; they come first.
-    """
-
-    state: dict[str, Tensor]
+    state: dict[str, Tensor]  # the hypernetwork's state with chosen heads; names and shapes as given
+    # The network that every client will generate from it, whatever its embedding (with `share` 1). Tensors by name.
     parameters: dict[str, Tensor]
-    decoder: Tensor
-    traps: int
+    decoder: Tensor  # from features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images
+    traps: int  # how many rows of the first linear layer are traps; they come first
 
 
 def imprint(
@@ -169,11 +162,7 @@ def _features(chain: Chain, body: nn.Module, parameters: Tensors, images: Tensor
 
 
 def _pass_on(chain: Chain, chosen: dict[str, Tensor], bounds: tuple[float, float]) -> None:
-    """Write convolutions that keep, for shifted windows, the greatest value and the least, both as positive numbers.
-
-    Pooling keeps the greatest value of a window, so each shift takes two channels: the values and their complements.
-    The next block averages the two and does the same over windows of windows. Channels that are left over stay zero.
-    """
+    """Write convolutions that keep, for shifted windows, the greatest value and the least, both as positive numbers."""
     span, stride, taps = bounds[1] - bounds[0], 1, [(0, 0)]
     for index, block in enumerate(chain.blocks):
         weight, bias = chosen[f"{block.name}.weight"].zero_(), chosen[f"{block.name}.bias"].zero_()

@@ -15,21 +15,8 @@ from netweight.errors import NameNotFound, UsageError
 
 
 def label_of_one(gradient: Tensor) -> int:
-    """Return the label of a single image, exactly (iDLG).
-
-    Args:
-        gradient: Gradient of the cross-entropy with respect to the last layer's bias, shape `(classes,)`, or its
-            weight, shape `(classes, features)`; of one image and one step.
-
-    Returns:
-        The class.
-
-    Raises:
-        UsageError: No single class has the sign of a label, so this is not the gradient of one image; or a weight
-            of fewer than three classes was given, whose two rows differ in sign alone.
-
-    Source: Zhao et al. 2020, "iDLG", section 3.2.
-    """
+    """Return the label of a single image, exactly (iDLG)."""
+    # Source: Zhao et al. 2020, "iDLG", section 3.2.
     # Row c of the weight's gradient is (p_c - y_c) features: the label's row points against all others.
     towards = gradient if gradient.ndim == 1 else _alignment(gradient)
     labels = (towards < 0).nonzero().flatten().tolist()
@@ -42,26 +29,10 @@ def label_of_one(gradient: Tensor) -> int:
 
 
 def label_counts(bias_gradient: Tensor, n: int, *, probabilities: Tensor | None = None) -> Tensor:
-    """Estimate how often each class occurs in a batch.
-
-    The count of class c is `n (mean probability of c - gradient of c)`. The mean probabilities are not known to the
-    server: give what its model says on similar images. Where they are right, the counts are exact.
-
-    Args:
-        bias_gradient: Gradient of the mean cross-entropy with respect to the last bias, shape `(classes,)`.
-        n: Images in the batch, at least 1.
-        probabilities: Expected mean of the model's class probabilities, shape `(classes,)`; uniform by default,
-            which is nearly so for a network that is not trained.
-
-    Returns:
-        int64 of shape `(classes,)` whose sum is `n`. If there are at most `n` classes with a negative gradient, each
-        of them counts at least once, since only a label can make it negative.
-
-    Raises:
-        UsageError: Shapes do not fit or there is no image.
-
-    Source: the exact identity behind the label estimates of Yin et al. 2021, "See through Gradients", section 3.1.
-    """
+    """Estimate how often each class occurs in a batch."""
+    # The count of class c is `n (mean probability of c - gradient of c)`. The mean probabilities are not known to the
+    # server: give what its model says on similar images. Where they are right, the counts are exact.
+    # Source: the exact identity behind the label estimates of Yin et al. 2021, "See through Gradients", section 3.1.
     classes = len(bias_gradient)
     expected = torch.full_like(bias_gradient, 1 / classes) if probabilities is None else probabilities
     if bias_gradient.ndim != 1 or expected.shape != bias_gradient.shape or n < 1:
@@ -77,25 +48,9 @@ def label_counts(bias_gradient: Tensor, n: int, *, probabilities: Tensor | None 
 def labels_of_update(
     local_update: LocalUpdate, params: Tensors, observed: Tensors, *, shape: tuple[int, ...], seed: int
 ) -> Tensor:
-    """Estimate a batch's labels from an update, whether it is a gradient or a difference of parameters.
-
-    The update is imitated for random images, once as class 0 and once as class 1: that shows its sign and scale, and
-    what the model says of images that it does not know. For one image and one step the label is exact.
-
-    Args:
-        local_update: The client's training rule, with cross-entropy.
-        params: The parameters the client started from.
-        observed: What the client sent. Tensors by name.
-        shape: Shape of the batch, `(n, c, h, w)`.
-        seed: Seed of the random images.
-
-    Returns:
-        int64 of shape `(n,)`, ascending.
-
-    Raises:
-        NameNotFound: No bias of a linear layer was observed.
-        UsageError: The update cannot come from one image although `shape` says so.
-    """
+    """Estimate a batch's labels from an update, whether it is a gradient or a difference of parameters."""
+    # The update is imitated for random images, once as class 0 and once as class 1: that shows its sign and scale, and
+    # what the model says of images that it does not know. For one image and one step the label is exact.
     name = _last_bias(observed)
     like = params[name]
     images = torch.randn(shape, generator=seeds.torch_generator(seed, "labels")).to(like)

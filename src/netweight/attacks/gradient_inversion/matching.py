@@ -19,8 +19,8 @@ from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 
+# A scalar from the variables of one restart, in their order; differentiable.
 Objective: TypeAlias = Callable[..., Tensor]
-"""A scalar from the variables of one restart, in their order; differentiable."""
 Schedule: TypeAlias = Literal["steps", "cosine", "constant"]
 _HISTORY = 100  # points of a history
 
@@ -28,19 +28,13 @@ _HISTORY = 100  # points of a history
 @final
 @dataclass(frozen=True, eq=False)
 class Descended:
-    """Where a descent ended.
+    """Where a descent ended."""
 
-    Attributes:
-        variables: Those of the best restart, each of the shape that was searched, without the axis of restarts.
-        objectives: The objective of every restart at its end.
-        best: The restart with the least objective.
-        history: Objectives of the best restart over time.
-    """
-
+    # Those of the best restart, each of the shape that was searched, without the axis of restarts.
     variables: tuple[Tensor, ...]
-    objectives: tuple[float, ...]
-    best: int
-    history: tuple[float, ...]
+    objectives: tuple[float, ...]  # the objective of every restart at its end
+    best: int  # the restart with the least objective
+    history: tuple[float, ...]  # objectives of the best restart over time
 
 
 def descend(
@@ -56,29 +50,7 @@ def descend(
     progress: Progress = QUIET,
     description: str = "inverting",
 ) -> Descended:
-    """Minimize an objective by Adam from several starting points.
-
-    Args:
-        objective: Called with the variables of one restart.
-        start: Starting points of each variable, shape `(restarts, ...)`; not changed.
-        steps: Steps, at least 1.
-        lr: Learning rate.
-        signed: Whether only the signs of the gradient are used.
-        schedule: "steps" multiplies the rate by 0.1 after 3/8, 5/8 and 7/8 of the steps, "cosine" lowers it to a
-            tenth, "constant" keeps it.
-        project: Called with the variables (with their axis of restarts) after each step, to bring them back in place
-            to where they may be.
-        anneal: Called before each step with the current share of the learning rate, from 1 downwards, for objectives
-            that change along with it.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        The best restart. Restarts whose objective is not finite lose against all others.
-
-    Raises:
-        UsageError: There is no step or no restart.
-    """
+    """Minimize an objective by Adam from several starting points."""
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
         raise UsageError(f"A descent of {steps} steps from {restarts} starting points cannot be.")
@@ -109,20 +81,7 @@ def descend(
 
 
 def starting_points(params: Tensors, shape: tuple[int, ...], restarts: int, seed: int) -> Tensor:
-    """Draw starting points from a standard normal distribution.
-
-    Args:
-        params: Their device and dtype are taken.
-        shape: Shape of one, `(n, c, h, w)`.
-        restarts: How many; each has its own seed, so that more of them begin with the same ones.
-        seed: Root of the seeds.
-
-    Returns:
-        Shape `(restarts, n, c, h, w)`.
-
-    Raises:
-        UsageError: The shape is not that of a batch of images, or there are no parameters.
-    """
+    """Draw starting points from a standard normal distribution."""
     if len(shape) != 4 or min(shape) < 1:
         raise UsageError(f"The shape of a batch is (n, c, h, w), not {shape}.")
     if not params:
@@ -138,11 +97,9 @@ def _factor(schedule: Schedule, done: float) -> float:
 
 
 def _side_by_side(objective: Objective, variables: list[Tensor]) -> Callable[..., Tensor]:
-    """The objectives of all restarts at once, shape `(restarts,)`.
-
-    By vmap where the model allows it: four restarts of a small convolutional network take 0.57 of a loop's time on one
-    core. Not every model does (dropout, normalization that writes its statistics); then one after another.
-    """
+    """The objectives of all restarts at once, shape `(restarts,)`."""
+    # By vmap where the model allows it: four restarts of a small convolutional network take 0.57 of a loop's time on
+    # one core. Not every model does (dropout, normalization that writes its statistics); then one after another.
     if len(variables[0]) > 1:
         together = vmap(objective)
         with contextlib.suppress(RuntimeError):  # vmap's refusal; what is wrong with the objective shows again below
@@ -169,46 +126,26 @@ _CURE = "Peeling needs convolutions, max pooling and (leaky) ReLU in a chain; ma
 @final
 @dataclass(frozen=True)
 class Block:
-    """One convolution with what follows it, up to the next.
+    """One convolution with what follows it, up to the next."""
 
-    Attributes:
-        name: Module name of the convolution.
-        stride: Its stride.
-        padding: Its zero padding.
-        pool: Side of the square, non-overlapping windows of max pooling; 1 without pooling.
-        slope: Slope of the activation below zero; 1 without activation.
-    """
-
-    name: str
+    name: str  # module name of the convolution
     stride: int
-    padding: int
-    pool: int
-    slope: float
+    padding: int  # its zero padding
+    pool: int  # side of the square, non-overlapping windows of max pooling; 1 without pooling
+    slope: float  # slope of the activation below zero; 1 without activation
 
 
 @final
 @dataclass(frozen=True)
 class Chain:
-    """The blocks in order, and the name of the first linear layer, which sees their flattened result.
+    """The blocks in order, and the name of the first linear layer, which sees their flattened result."""
 
-    Attributes:
-        blocks: The convolutional blocks.
-        linear: Full name of the layer.
-    """
-
-    blocks: tuple[Block, ...]
-    linear: str
+    blocks: tuple[Block, ...]  # the convolutional blocks
+    linear: str  # full name of the layer
 
 
 def read_chain(body: nn.Module) -> Chain:
-    """Return the chain that a body begins with, up to its first linear layer.
-
-    Args:
-        body: The feature extractor.
-
-    Raises:
-        Unsupported: Something in it is no part of such a chain.
-    """
+    """Return the chain that a body begins with, up to its first linear layer."""
     try:
         graph = fx.symbolic_trace(body)
     except Exception as reason:  # whatever a foreign forward raises when values are symbols
@@ -289,10 +226,10 @@ def _with(block: Block, *, pool: int | None = None, slope: float | None = None) 
     )
 
 
+# Least and greatest value of a pixel: two numbers, or two tensors with one value per channel.
 Bounds: TypeAlias = tuple[float | Tensor, float | Tensor]
-"""Least and greatest value of a pixel: two numbers, or two tensors with one value per channel."""
+# A further term of the objective: a scalar from images and labels.
 Term: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A further term of the objective: a scalar from images and labels."""
 
 
 @final
@@ -421,12 +358,7 @@ def invert(
 
 
 def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return 1 - cosine between two updates, taken as single vectors over the names in `observed`.
-
-    Args:
-        imitated: What a client would send: tensors by name.
-        observed: What it sent: tensors by name.
-    """
+    """Return 1 - cosine between two updates, taken as single vectors over the names in `observed`."""
     product, length, wanted = (
         sum((a[name] * b[name]).sum() for name in observed)
         for a, b in ((imitated, observed), (imitated, imitated), (observed, observed))
@@ -436,23 +368,14 @@ def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
 
 
 def relative_distance(imitated: Tensors, observed: Tensors) -> Tensor:
-    """Return half the squared distance between two updates over the squared length of the observed one.
-
-    Args:
-        imitated: What a client would send: tensors by name.
-        observed: What it sent: tensors by name.
-    """
+    """Return half the squared distance between two updates over the squared length of the observed one."""
     apart = sum((imitated[name] - tensor).square().sum() for name, tensor in observed.items())
     length = sum(tensor.square().sum() for tensor in observed.values())
     return torch.as_tensor(apart / (2 * length))
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Return the mean absolute difference between vertical neighbors plus that between horizontal ones.
-
-    Args:
-        images: Shape `(..., h, w)`.
-    """
+    """Return the mean absolute difference between vertical neighbors plus that between horizontal ones."""
     vertical = images[..., 1:, :] - images[..., :-1, :]
     horizontal = images[..., :, 1:] - images[..., :, :-1]
     parts = [part.abs().mean() for part in (vertical, horizontal) if part.numel()]  # a line has neighbors one way only

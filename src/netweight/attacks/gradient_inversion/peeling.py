@@ -22,23 +22,7 @@ from netweight.errors import UsageError
 
 
 def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """Return each client's gradient from the sum or average of their updates.
-
-    Args:
-        before: The shared state that all clients received, as for `recover_gradient`.
-        after: The average of what they sent back.
-        codes: The clients' hidden codes, `(n, H)`: `RecoveredGradient.code` of an earlier round, or the trunk's answer
-            to their embeddings. Fewer than H + 2 clients.
-        lr: The clients' learning rate.
-        weight_decay: Their weight decay.
-
-    Returns:
-        Shape `(n, P)`, float64, in the order of the codes: each exact up to a positive factor if every client took one
-        step and every client's code was given; otherwise an estimate.
-
-    Raises:
-        UsageError: There are too many clients, or the codes have another length.
-    """
+    """Return each client's gradient from the sum or average of their updates."""
     weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
     if codes.ndim != 2 or codes.shape[1] != weight.shape[1] or len(codes) > weight.shape[1] + 1:
         raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {weight.shape[1]} units.")
@@ -48,18 +32,9 @@ def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: floa
 
 
 def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
-    """Return a state whose trunk makes hidden unit j the part of `u · v` above the j-th of H thresholds.
-
-    The thresholds are quantiles of the standard normal distribution, from which embeddings are drawn. The heads stay
-    honest, so no check of generated weights sees anything.
-
-    Args:
-        state: The honest shared state, with one hidden layer. Tensors by name.
-        seed: Seed of the direction u.
-
-    Raises:
-        UsageError: The trunk has more than one layer.
-    """
+    """Return a state whose trunk makes hidden unit j the part of `u · v` above the j-th of H thresholds."""
+    # The thresholds are quantiles of the standard normal distribution, from which embeddings are drawn. The heads stay
+    # honest, so no check of generated weights sees anything.
     if any(name.endswith("trunk.1.weight") for name in state):
         raise UsageError("Thresholds are written into trunks of one layer; this one has more.")
     malicious = {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -73,18 +48,10 @@ def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
 
 
 def read_thresholds(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """Return what the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one.
-
-    A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
-    second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
-    direction.
-
-    Args:
-        before: From `threshold_trunk`. Tensors by name.
-        after: The average of what the clients sent back after one step. Of the same names and shapes.
-        lr: The clients' learning rate.
-        weight_decay: Their weight decay.
-    """
+    """What the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
+    # A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
+    # second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
+    # direction.
     columns = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)[0].T
     slopes = (columns[:-1] - columns[1:]) / _thresholds(len(columns)).double().diff()[:, None]
     return slopes[:-1] - slopes[1:]
@@ -97,20 +64,13 @@ def _thresholds(count: int) -> Tensor:
 
 @final
 class Peel:
-    """A block with known weights and a known gradient, ready to be undone for one image.
-
-    Args:
-        block: Its shape.
-        weight: Of the convolution, `(C, c, k, k)`.
-        bias: `(C,)`.
-        gradient: The loss's gradient by `weight`, up to the factor of the cotangent given later.
-        size: Shape `(c, h, w)` of the input.
-    """
+    """A block with known weights and a known gradient, ready to be undone for one image."""
 
     def __init__(
         self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]
     ) -> None:
-        self.block, self.weight, self.bias, self.size = block, weight, bias, size
+        # size: shape `(c, h, w)` of the input
+        self.block, self.weight, self.bias, self.size = block, weight, bias, size  # weight: shape `(C, c, k, k)`
         channels, self.kernel = weight.shape[1], weight.shape[-1]
         self.unknowns = size[0] * size[1] * size[2]
         basis = torch.eye(self.unknowns, dtype=weight.dtype, device=weight.device).view(-1, *size)
@@ -146,12 +106,7 @@ class Peel:
         return maps
 
     def winners(self, inputs: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return how likely each value of a window is its greatest, and the values pooled with these weights.
-
-        Args:
-            inputs: Shape `(c, h, w)`.
-            temperature: In standard deviations of the values; 0 for certainty.
-        """
+        """Return how likely each value of a window is its greatest, and the values pooled with these weights."""
         values = self._windows(self._convolve(inputs[None]))[0] + self.bias.view(-1, 1, 1, 1)
         if temperature > 0:
             shares = torch.softmax(values / (temperature * values.std()), dim=-1)
@@ -160,37 +115,20 @@ class Peel:
         return shares, (values * shares).sum(-1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the block's output, `(C, h, w)`.
-
-        Args:
-            inputs: The block's input, shape `(c, h, w)`.
-        """
+        """Return the block's output, `(C, h, w)`."""
         pooled = self.winners(inputs, 0)[1]
         return pooled * self.slopes(pooled)
 
     def slopes(self, pooled: Tensor) -> Tensor:
-        """Return the activation's slope at each pooled value.
-
-        Args:
-            pooled: Pooled values, any shape.
-        """
+        """Return the activation's slope at each pooled value."""
         return torch.where(pooled > 0, 1.0, self.block.slope).to(pooled)
 
     def delta(self, shares: Tensor, cotangent: Tensor) -> Tensor:
-        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values.
-
-        Args:
-            shares: Of each value in its window, as `winners` returns them, shape `(C, h, w, values of a window)`.
-            cotangent: Gradient by the pooled values, shape `(C, h, w)`.
-        """
+        """Return the gradient by the convolution's result, `(C, H, W)`, given that by the pooled values."""
         return self._spread(cotangent[..., None] * shares)
 
     def pull(self, delta: Tensor) -> Tensor:
-        """Return the gradient by the block's input.
-
-        Args:
-            delta: Gradient by the convolution's result, shape `(C, H, W)`.
-        """
+        """Return the gradient by the block's input."""
         block, short = self.block, 2 * self.block.padding - self.kernel
         missed = [
             size - (reached - 1) * block.stride + short
@@ -201,20 +139,11 @@ class Peel:
         )[0]
 
     def gradient_rows(self, delta: Tensor) -> Tensor:
-        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each.
-
-        Args:
-            delta: Gradient by the convolution's result, shape `(C, H, W)`.
-        """
+        """Return the convolution's gradient as rows over one input channel: `(h·w, C·k²)`, the same for each."""
         return torch.einsum("cp,ikp->ick", delta.flatten(1), self.patches).flatten(1)
 
     def misfit(self, inputs: Tensor, delta: Tensor) -> float:
-        """Return how far the gradient is from the wanted one, relative to it.
-
-        Args:
-            inputs: An estimate of the block's input, shape `(c, h, w)`.
-            delta: Gradient by the convolution's result, shape `(C, H, W)`.
-        """
+        """Return how far the gradient is from the wanted one, relative to it."""
         rows = self.gradient_rows(delta)
         found = rows.T @ inputs.reshape(self.size[0], -1).T
         return float((found - self.wanted).norm() / self.wanted.norm())
@@ -222,17 +151,8 @@ class Peel:
     def output_equations(
         self, inputs: Tensor, temperature: float, target: Tensor, *, activated: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `A` and `y` of the equations `Aᵀ inputs = y` of the block's output, and the winners held still.
-
-        Both are divided by the norm of the target, so that least squares count relative errors.
-
-        Args:
-            inputs: The present estimate, which gives the winners. Shape `(c, h, w)`.
-            temperature: How softly.
-            target: The wanted output, `(C, h, w)`: pooled values, or with `activated` values after the activation.
-            activated: Which of the two `target` is. Noise in values after the activation must not be divided by a
-                small slope; exact values may.
-        """
+        """Return `A` and `y` of the equations `Aᵀ inputs = y` of the block's output, and the winners held still."""
+        # Both are divided by the norm of the target, so that least squares count relative errors.
         shares, pooled = self.winners(inputs, temperature)
         scale = self.slopes(pooled) if activated else torch.ones_like(pooled)
         rows = torch.einsum("icabk,cabk->icab", self.response, shares * scale[..., None]).flatten(1)
@@ -245,19 +165,9 @@ class Peel:
     def solve(
         self, expected: Tensor, temperature: float, target: Tensor, cotangent: Tensor, *, activated: bool, weight: float
     ) -> Tensor:
-        """Return the input by the equations of the output and of the convolution's gradient, near the expected one.
-
-        The gradient's equations are the same for every input channel, so their matrix is small and inverted first; the
-        output's come in as a change of low rank (Woodbury), which takes a fifth of the time of one large system.
-
-        Args:
-            expected: An estimate of the input; it gives the winners, too. Shape `(c, h, w)`.
-            temperature: How softly.
-            target: As for `output_equations`. Shape `(C, h, w)`.
-            cotangent: Gradient by the pooled values; its factor is that of `gradient`.
-            activated: As for `output_equations`.
-            weight: Of the expected input against the equations.
-        """
+        """Return the input by the equations of the output and of the convolution's gradient, near the expected one."""
+        # The gradient's equations are the same for every input channel, so their matrix is small and inverted first;
+        # the output's come in as a change of low rank (Woodbury), which takes a fifth of the time of one large system.
         rows, rest, shares = self.output_equations(expected, temperature, target, activated=activated)
         steps = self.gradient_rows(self.delta(shares, cotangent)) / self.wanted.norm()
         block = steps @ steps.T
@@ -283,19 +193,7 @@ class Peel:
 def solve_in_box(
     matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
 ) -> Tensor:
-    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns.
-
-    Args:
-        matrix: M, symmetric and positive definite, shape `(n, n)`.
-        right: r, shape `(n,)`.
-        start: Where to begin, shape `(n,)`.
-        low: Lower bounds, shape `(n,)`.
-        high: Upper bounds, shape `(n,)`.
-        rounds: Most turns; fewer if the held values stay the same.
-
-    Returns:
-        x, shape `(n,)`.
-    """
+    """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
     found, free = start, torch.ones_like(start, dtype=torch.bool)
     for _ in range(rounds):
         held = right[free] - matrix[free][:, ~free] @ found[~free]

@@ -36,32 +36,7 @@ def run_attack(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Run one of the generic attacks.
-
-    Args:
-        name: "ig", "dlg", "rog" or "first-layer".
-        local_update: The client's training rule.
-        params: The parameters the client started from.
-        observed: What the client sent. Tensors by name.
-        shape: Shape of the batch, `(n, c, h, w)`.
-        labels: The labels if they are known. Else DLG searches them and the others read them off the update. Shape
-            `(n,)`, int64.
-        classes: Number of classes, for DLG without labels.
-        layer: Name of the linear first layer, for "first-layer".
-        bounds: Range of the pixels, for IG.
-        steps: Steps of the search; each attack's own default if None.
-        restarts: Starting points.
-        total_variation: Weight of IG's smoothness; its default if None.
-        seed: Seed of the starting points.
-        progress: Where progress is shown.
-
-    Returns:
-        What the attack found.
-
-    Raises:
-        UsageError: A setting belongs to another attack or is missing; or what the attack itself refuses.
-        NameNotFound: See the attacks.
-    """
+    """Run one of the generic attacks."""
     _check(name, {"layer": layer, "classes": classes, "total_variation": total_variation}, labels)
     if name == "dlg":
         return dlg(

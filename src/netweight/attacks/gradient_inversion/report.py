@@ -22,19 +22,7 @@ _SHOWN = 12  # images in the picture of a report; all are written as files
 
 
 def in_order(images: Tensor, reference: Tensor) -> Tensor:
-    """Return the order in which reconstructed images lie beside the true ones.
-
-    Args:
-        images: Shape `(n, c, h, w)`, within 0 and 1. Images that hold NaN, which an attack did not find, count as gray.
-        reference: The same shape.
-
-    Returns:
-        int64 of shape `(n,)`.
-
-    Raises:
-        UsageError: Shapes differ.
-        MissingExtra: scipy is not installed, and there is more than one image.
-    """
+    """Return the order in which reconstructed images lie beside the true ones."""
     return torch.zeros(1, dtype=torch.int64) if len(images) == 1 else match_images(_grayed(images), reference)
 
 
@@ -48,21 +36,7 @@ def findings_of(
     heads: Path | None = None,
     seed: int,
 ) -> list[Finding]:
-    """Return what an attack reached, as findings.
-
-    Args:
-        found: The outcome of the attack.
-        images: Its images within 0 and 1, in the order of the reference. Images that hold NaN, which an attack did
-            not find, are measured as gray ones.
-        reference: The true images; without them only the attack's own objective is told.
-        max_psnr: Mean PSNR in dB that the defender allows; the finding fails above it.
-        backbone: For LPIPS, see `netweight.evidence.lpips`.
-        heads: For LPIPS.
-        seed: Seed of the attack and of the intervals.
-
-    Raises:
-        UsageError: Shapes differ, or a limit is given without a reference.
-    """
+    """Return what an attack reached, as findings."""
     if reference is None and max_psnr is not None:
         raise UsageError("A limit on PSNR needs the true images.", cure="Give the reference.")
     ends = list(found.objectives_by_restart)
@@ -90,26 +64,7 @@ def write_findings(
     inputs: Mapping[str, str] | None = None,
     seed: int,
 ) -> Path:
-    """Write the images as PNG files, `image-0.png` and so on, and the report.
-
-    Args:
-        folder: Where to; made when missing.
-        found: The outcome of the attack.
-        images: Its images within 0 and 1, in the order of the reference.
-        reference: The true images, if they are known.
-        findings: See `findings_of`.
-        command: The command line that made them.
-        inputs: Digests of the inputs by name.
-        seed: Seed of the attack.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        UsageError: The folder cannot be made, or images have neither 1 nor 3 channels.
-        OutputFailed: The folder cannot be written.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write the images as PNG files, `image-0.png` and so on, and the report."""
     make_folder(folder)
     for number, image in enumerate(images):
         write_png(folder / f"image-{number}.png", image)

@@ -20,8 +20,8 @@ from netweight.attacks.gradient_inversion.matching import descend, relative_dist
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
+# Images, shape `(n, c, h, w)`, to better ones of the same shape: the trained network of stage 2, which users bring.
 PostProcessing: TypeAlias = Callable[[Tensor], Tensor]
-"""Images, shape `(n, c, h, w)`, to better ones of the same shape: the trained network of stage 2, which users bring."""
 
 
 @final
@@ -51,11 +51,7 @@ class ROGConfig:
 
 
 def rog_client(model: nn.Module) -> LocalUpdate:
-    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16.
-
-    Args:
-        model: The client's model.
-    """
+    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16."""
     return sgd_difference(model, lr=0.003, steps=5, batch_size=16)
 
 

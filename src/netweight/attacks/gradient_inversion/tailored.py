@@ -24,31 +24,21 @@ from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.nn.flat import ParameterLayout
 
+# Temperatures of the first descent, in standard deviations of the values compared.
 _SOFT, _SHARP = 2.0, 0.07
-"""Temperatures of the first descent, in standard deviations of the values compared."""
 
 
 @final
 @dataclass(frozen=True)
 class PeelingConfig:
-    """How blocks are undone.
+    """How blocks are undone."""
 
-    Attributes:
-        softening: Steps from soft to sharp guesses of the winners, for each block.
-        rounds: Rounds over all blocks after that.
-        prior: Weight of what the image says about a hidden map, against its equations.
-        smoothness: Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
-        restarts: Starting points; the one whose image imitates the gradient best is kept.
-
-    Raises:
-        UsageError: A count is below 1, or a weight is negative.
-    """
-
-    softening: int = 26
-    rounds: int = 16
-    prior: float = 0.5
+    softening: int = 26  # steps from soft to sharp guesses of the winners, for each block
+    rounds: int = 16  # rounds over all blocks after that
+    prior: float = 0.5  # weight of what the image says about a hidden map, against its equations
+    # Weight of squared differences between neighboring pixels, at the first descent; it falls with it.
     smoothness: float = 0.01
-    restarts: int = 1
+    restarts: int = 1  # starting points; the one whose image imitates the gradient best is kept
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -66,28 +56,8 @@ def invert_generated(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Reconstruct the image behind one recovered gradient.
-
-    Args:
-        recovered: From `recover_gradient`. After several images or steps its features are averages, and so is what
-            comes out: one image that stands for all.
-        body: The feature extractor whose parameters, in order, are the generated vector; only its structure is used.
-        shape: `(1, c, h, w)`.
-        bounds: Range of the pixels as the body sees them.
-        config: How to search.
-        seed: Seed of the starting points.
-        progress: Where progress is shown.
-
-    Returns:
-        The image; `labels` is empty, as no label is used or found. The objective is the mean relative error of the
-        features and of each convolution's gradient.
-
-    Raises:
-        Unsupported: The body is not a chain of convolutions, max pooling and (leaky) ReLU before a linear layer.
-        UsageError: Shapes do not fit.
-
-    Source: exact features as in Phong et al. 2017; the rest is this library's own.
-    """
+    """Reconstruct the image behind one recovered gradient."""
+    # Source: exact features as in Phong et al. 2017; the rest is this library's own.
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
         raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")

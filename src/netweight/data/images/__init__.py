@@ -33,24 +33,12 @@ _LOADERS: dict[str, Callable[[], Images]] = {
     "cinic10": cinic10.cinic10,
     "omniglot": omniglot.omniglot,
 }
+# What `load` knows.
 NAMES = tuple(_LOADERS)
-"""What `load` knows."""
 
 
 def load(name: str) -> Images:
-    """Load a data set by name.
-
-    Args:
-        name: One of `NAMES`. "digits" comes with scikit-learn and needs no download.
-
-    Returns:
-        The data set; its own name differs where what is at hand is a stand-in, such as "cifar10-jpeg".
-
-    Raises:
-        NameNotFound: There is no data set of that name.
-        MissingExtra: It is neither below `NETWEIGHT_DATA` nor on the hub, or a library is missing.
-        CorruptBlob: A file of it is damaged.
-    """
+    """Load a data set by name."""
     if name not in _LOADERS:
         raise NameNotFound(
             f"There is no data set {name!r}.", cure=f"Did you mean {nearest_names(name, NAMES, 2)}? All: {NAMES}."

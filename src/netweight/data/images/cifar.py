@@ -26,17 +26,10 @@ _RECORD = 1 + 3 * 32 * 32  # a label and the three planes of an image
 
 
 def cifar10() -> Images:
-    """Return CIFAR-10: lossless if a lossless copy is at hand, else as JPEG.
-
-    Looked for below `NETWEIGHT_DATA`: cifar10 (the official binary version, `data_batch_1.bin` and so on), then
-    cifar10_jpeg (parquet files with columns img and label); then on the hub. Decoded pictures are cached.
-
-    Raises:
-        MissingExtra: It is nowhere, or pyarrow or Pillow is not installed.
-        CorruptBlob: A file is damaged.
-
-    Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
-    """
+    """Return CIFAR-10: lossless if a lossless copy is at hand, else as JPEG."""
+    # Looked for below `NETWEIGHT_DATA`: cifar10 (the official binary version, `data_batch_1.bin` and so on), then
+    # cifar10_jpeg (parquet files with columns img and label); then on the hub. Decoded pictures are cached.
+    # Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
     mean, std = CIFAR_MEAN_STD
     binary, parquet = local_folder("cifar10"), local_folder("cifar10_jpeg")
     if binary is not None and len(files := sorted(binary.rglob("*_batch*.bin"))) == 6:
@@ -56,15 +49,7 @@ def from_rows(
     image_column: str,
     mean_std: tuple[tuple[float, ...], tuple[float, ...]] = CIFAR_MEAN_STD,
 ) -> Images:
-    """Decode splits of the hub with the classes of CIFAR-10, through the cache.
-
-    Args:
-        name: The name of the data set.
-        train: The train split.
-        test: The test split.
-        image_column: Its pictures; labels are in the column `label`.
-        mean_std: Mean and deviation per channel.
-    """
+    """Decode splits of the hub with the classes of CIFAR-10, through the cache."""
     # The names of the files of a data set in the hub's cache hold its revision; what lies in memory has none.
     key = [[file["filename"] for file in split.cache_files] for split in (train, test)]
     feature = module("datasets", f"Decoding {name}", "federated").Image(decode=False)
@@ -80,15 +65,7 @@ def decoded(
     test: tuple[list[Any], list[int]],
     mean_std: tuple[tuple[float, ...], tuple[float, ...]] = CIFAR_MEAN_STD,
 ) -> Images:
-    """Decode encoded pictures, or take them from the cache.
-
-    Args:
-        name: The name of the data set.
-        key: What the pictures are known by, as JSON values; None keeps them out of the cache.
-        train: Pictures, encoded or as paths, and their labels.
-        test: The same for testing.
-        mean_std: Mean and deviation per channel.
-    """
+    """Decode encoded pictures, or take them from the cache."""
 
     def make() -> dict[str, Tensor]:
         numbered = [[(f"Image {n} of {name}", item) for n, item in enumerate(part[0])] for part in (train, test)]
@@ -127,17 +104,10 @@ _MEAN_STD = ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587))
 
 
 def cinic10() -> Images:
-    """Return CINIC-10, its train and test splits; the validation split is left out.
-
-    Looked for below `NETWEIGHT_DATA`/cinic10 (the official release, unpacked: train/airplane/….png), then on the hub.
-    Decoded pictures are cached.
-
-    Raises:
-        MissingExtra: It is in neither place, or Pillow is not installed.
-        UsageError: A class folder is missing or a picture is damaged.
-
-    Source: Darlow, Crowley, Antoniou, Storkey, arXiv 1810.03505; mean and deviation are theirs.
-    """
+    """Return CINIC-10, its train and test splits; the validation split is left out."""
+    # Looked for below `NETWEIGHT_DATA`/cinic10 (the official release, unpacked: train/airplane/….png), then on the hub.
+    # Decoded pictures are cached.
+    # Source: Darlow, Crowley, Antoniou, Storkey, arXiv 1810.03505; mean and deviation are theirs.
     folder = local_folder("cinic10")
     if folder is None or not all((folder / split).is_dir() for split in ("train", "test")):
         holding = "the official release, unpacked: train/airplane/….png"
@@ -156,23 +126,8 @@ def cinic10() -> Images:
 def crop_and_flip(
     images: Tensor, generator: torch.Generator, *, padding: int = 4, fill: Tensor | float = 0.0
 ) -> Tensor:
-    """Shift every image at random by up to `padding` pixels each way and mirror every other one, left to right.
-
-    Args:
-        images: Shape `(n, channels, height, width)`, any dtype; not changed.
-        generator: Decides on shifts and mirrors; its device need not be the images'.
-        padding: Most pixels of a shift, at least 0.
-        fill: What comes in at the edges: a number, or a tensor of shape `(channels, 1, 1)`. Pixels of uint8 are black
-            at 0; normalized ones at `Images.black`.
-
-    Returns:
-        New images, same shape and dtype.
-
-    Raises:
-        UsageError: The shape or the padding is another.
-
-    Source: HyperFL (arXiv 2412.07187) for CIFAR-10 and CINIC-10; the usual augmentation since ResNet.
-    """
+    """Shift every image at random by up to `padding` pixels each way and mirror every other one, left to right."""
+    # Source: HyperFL (arXiv 2412.07187) for CIFAR-10 and CINIC-10; the usual augmentation since ResNet.
     if images.ndim != 4 or padding < 0:
         raise UsageError(
             f"Images of shape {tuple(images.shape)} cannot be cropped with padding {padding}.",

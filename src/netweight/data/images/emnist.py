@@ -22,27 +22,14 @@ _LOWER = tuple("abcdefghijklmnopqrstuvwxyz")
 
 
 def emnist_letters() -> Images:
-    """Return EMNIST letters: 124,800 and 20,800 images; upper and lower case are one class.
-
-    Raises:
-        MissingExtra: It is neither below `NETWEIGHT_DATA`/emnist_letters (as npz files or the official idx files) nor
-            on the hub.
-        CorruptBlob: A file is damaged.
-
-    Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
-    """
+    """Return EMNIST letters: 124,800 and 20,800 images; upper and lower case are one class."""
+    # Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
     return _emnist("letters", _UPPER, "tanganke/emnist_letters", tall="I")
 
 
 def emnist_byclass() -> Images:
-    """Return EMNIST byclass: 697,932 and 116,323 images of digits, upper case and lower case letters.
-
-    Raises:
-        MissingExtra: It is neither below `NETWEIGHT_DATA`/emnist_byclass (as the official idx files) nor on the hub.
-        CorruptBlob: A file is damaged.
-
-    Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
-    """
+    """Return EMNIST byclass: 697,932 and 116,323 images of digits, upper case and lower case letters."""
+    # Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
     return _emnist("byclass", (*"0123456789", *_UPPER, *_LOWER), "Royc30ne/emnist-byclass", tall="1")
 
 
@@ -81,10 +68,8 @@ def _local_split(folder: Path, kind: str, split: str) -> tuple[Tensor, Tensor] |
 
 
 def _upright(images: Tensor, labels: Tensor, tall: int) -> tuple[Tensor, Tensor]:
-    """Turn images upright that are mirrored at the diagonal, and make labels count from 0.
-
-    Copies of EMNIST differ in both and do not say so; a class of vertical strokes tells which way images lie.
-    """
+    """Turn images upright that are mirrored at the diagonal, and make labels count from 0."""
+    # Copies of EMNIST differ in both and do not say so; a class of vertical strokes tells which way images lie.
     labels = labels - labels.min()
     ink = images[labels == tall].double().sum((0, 1))
     place = torch.arange(ink.shape[-1], dtype=torch.float64)

@@ -21,22 +21,7 @@ _ENDINGS = {".png", ".jpg", ".jpeg"}
 def load_folder(
     path: str | Path, *, size: tuple[int, int] | None = None, test_share: float = 0.2, seed: int = 0
 ) -> Images:
-    """Load PNG and JPEG pictures, each from the subfolder of its class.
-
-    Args:
-        path: Holds a folder per class, or `train` and `test` (or `val`, `valid`, `validation`) that do.
-        size: Height and width to resize to; without it all pictures must have one size.
-        test_share: Share of each class that becomes test images where the folder has no split.
-        seed: Seed of that split.
-
-    Returns:
-        The data set, named for the folder. Gray if every picture is; normalized by what its train images measure.
-
-    Raises:
-        UsageError: There is no such folder, no class, no picture in a class, a picture that cannot be read, several
-            sizes, or a class that is only tested.
-        MissingExtra: Pillow is not installed.
-    """
+    """Load PNG and JPEG pictures, each from the subfolder of its class."""
     root = Path(path)
     if not root.is_dir():
         raise UsageError(f"{root} is no folder.", cure="Name a folder that holds a subfolder per class.")
@@ -60,14 +45,7 @@ def load_folder(
 
 
 def pictures_below(folder: Path) -> dict[str, list[Path]]:
-    """List the pictures of each class, in sorted order.
-
-    Args:
-        folder: Holds a subfolder per class; names that begin with a dot do not count.
-
-    Raises:
-        UsageError: There is no class, or one without a picture.
-    """
+    """List the pictures of each class, in sorted order."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     found = {
         entry.name: sorted(file for file in entry.rglob("*") if file.suffix.lower() in _ENDINGS) for entry in classes
@@ -96,29 +74,7 @@ def from_dataset(
     test_share: float = 0.2,
     seed: int = 0,
 ) -> Images:
-    """Turn a `datasets.Dataset`, or anything with rows that are mappings, into plain tensors.
-
-    Args:
-        train: The train rows, with `column_names`.
-        test: The test rows; None splits some off the train rows, of every class the same share.
-        image_column: Its values are pictures: of Pillow, as arrays, or encoded. If all are gray they stay gray.
-        label_column: Its values are integers or text.
-        writer_column: A column that says who wrote or sent an image, for a partition by writer.
-        name: The name of the result.
-        size: Height and width to resize to.
-        classes: Names of the classes; else from the feature of the label column, else the sorted labels themselves.
-        mean_std: Mean and deviation per channel; measured on the train images if not given.
-        test_share: Share of each class that becomes test images when `test` is None.
-        seed: Seed of that split.
-
-    Returns:
-        The data set as tensors.
-
-    Raises:
-        NameNotFound: A column is not there.
-        UsageError: Pictures differ in size, a picture cannot be read, a label of the test rows is unknown, or no rows.
-        MissingExtra: Pillow is not installed.
-    """
+    """Turn a `datasets.Dataset`, or anything with rows that are mappings, into plain tensors."""
     splits = [rows for rows in (train, test) if rows is not None]
     for rows in splits:
         _check_columns(rows, (image_column, label_column, *((writer_column,) if writer_column else ())), name)
@@ -148,19 +104,7 @@ def from_dataset(
 
 
 def split_off(labels: Tensor, share: float, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Choose test images at random, of every class the same share, at least one where a class has two.
-
-    Args:
-        labels: int64, shape `(n,)`.
-        share: In (0, 1).
-        seed: Decides on the choice.
-
-    Returns:
-        Indices of the train images and of the test images, each ascending.
-
-    Raises:
-        UsageError: The share is out of range.
-    """
+    """Choose test images at random, of every class the same share, at least one where a class has two."""
     if not 0 < share < 1:
         raise UsageError(
             f"The share of test images must lie between 0 and 1, not {share}.", cure="Use for example 0.2."

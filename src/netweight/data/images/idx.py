@@ -17,18 +17,7 @@ from netweight.errors import CorruptBlob
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read a file of unsigned bytes in the idx format.
-
-    Args:
-        path: The file; one that ends in `.gz` is unpacked.
-
-    Returns:
-        uint8, of the shape that its header states.
-
-    Raises:
-        CorruptBlob: It is not such a file, or it is damaged.
-        OSError: It cannot be read.
-    """
+    """Read a file of unsigned bytes in the idx format."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -44,18 +33,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def idx_pair(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
-    """Read the images and labels of one split, wherever below a folder they lie.
-
-    Args:
-        folder: Searched with all its subfolders.
-        prefix: What the file names begin with: "train", "t10k", "emnist-letters-test".
-
-    Returns:
-        Images, uint8 of shape `(n, 1, height, width)`, and labels, int64 of shape `(n,)`; None if a file is missing.
-
-    Raises:
-        CorruptBlob: A file is damaged.
-    """
+    """Read the images and labels of one split, wherever below a folder they lie."""
     found = [sorted(folder.rglob(f"{prefix}-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
     if not all(found):
         return None
@@ -64,14 +42,8 @@ def idx_pair(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
 
 
 def mnist() -> Images:
-    """Return MNIST.
-
-    Raises:
-        MissingExtra: It is neither below `NETWEIGHT_DATA`/mnist nor on the hub.
-        CorruptBlob: A file is damaged.
-
-    Source: LeCun, Cortes, Burges.
-    """
+    """Return MNIST."""
+    # Source: LeCun, Cortes, Burges.
     return idx_or_hub("mnist", "mnist", "ylecun/mnist", tuple("0123456789"))
 
 
@@ -90,30 +62,13 @@ _CLASSES = (
 
 
 def fashion_mnist() -> Images:
-    """Return Fashion-MNIST, normalized by MNIST's mean and deviation as the paper does.
-
-    Raises:
-        MissingExtra: It is neither below `NETWEIGHT_DATA`/fashion_mnist nor on the hub.
-        CorruptBlob: A file is damaged.
-
-    Source: Xiao, Rasul, Vollgraf, arXiv 1708.07747; MIT license.
-    """
+    """Return Fashion-MNIST, normalized by MNIST's mean and deviation as the paper does."""
+    # Source: Xiao, Rasul, Vollgraf, arXiv 1708.07747; MIT license.
     return idx_or_hub("fashion-mnist", "fashion_mnist", "zalando-datasets/fashion_mnist", _CLASSES)
 
 
 def idx_or_hub(name: str, folder: str, repository: str, classes: tuple[str, ...]) -> Images:
-    """Load a data set in the form of MNIST: four idx files, or columns `image` and `label` on the hub.
-
-    Args:
-        name: Our name of it.
-        folder: Its folder below `NETWEIGHT_DATA`; the files may lie in subfolders, packed or not.
-        repository: Where the hub has it.
-        classes: Names of the classes.
-
-    Raises:
-        MissingExtra: It is in neither place.
-        CorruptBlob: A file is damaged.
-    """
+    """Load a data set in the form of MNIST: four idx files, or columns `image` and `label` on the hub."""
     mean, std = MNIST_MEAN_STD
     local = local_folder(folder)
     splits = [idx_pair(local, prefix) for prefix in ("train", "t10k")] if local else [None]

@@ -14,8 +14,8 @@ from torch import Tensor
 from netweight.core.digest import of_config, of_tensor
 from netweight.errors import UsageError
 
+# Mean and standard deviation of MNIST's pixels, with which HyperFL normalizes Fashion-MNIST and EMNIST too.
 MNIST_MEAN_STD = ((0.1307,), (0.3081,))
-"""Mean and standard deviation of MNIST's pixels, with which HyperFL normalizes Fashion-MNIST and EMNIST too."""
 
 _BLOCK = 8192  # images converted to floating point at a time when statistics are taken
 
@@ -23,31 +23,19 @@ _BLOCK = 8192  # images converted to floating point at a time when statistics ar
 @final
 @dataclass(frozen=True)
 class Images:
-    """A labelled image data set.
+    """A labelled image data set."""
 
-    Attributes:
-        name: For example "fashion-mnist"; a stand-in says so in its name, as "cifar10-jpeg" does.
-        train: Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`.
-        test: The same for testing.
-        classes: Name of each class; labels count from 0.
-        writers: Who wrote each train and each test image, int64 of shape `(n,)`, where that is known.
-        mean: Per channel, of pixels in [0, 1]: what `normalized` takes away.
-        std: Per channel, of pixels in [0, 1]: what `normalized` divides by.
-        digest: Digest of all images, labels and writers; made when it is not given.
-
-    Raises:
-        UsageError: The parts do not fit together: dtypes, shapes, labels without a class.
-    """
-
-    name: str
+    name: str  # for example "fashion-mnist"; a stand-in says so in its name, as "cifar10-jpeg" does
+    # Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`.
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # name of each class; labels count from 0
     _: KW_ONLY
+    # Who wrote each train and each test image, int64 of shape `(n,)`, where that is known.
     writers: tuple[Tensor, Tensor] | None = None
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    digest: str = ""
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` takes away
+    std: tuple[float, ...]  # per channel, of pixels in [0, 1]: what `normalized` divides by
+    digest: str = ""  # digest of all images, labels and writers; made when it is not given
 
     def __post_init__(self) -> None:
         """Check the parts and take the digest."""
@@ -101,20 +89,12 @@ class Images:
         return self.normalized(torch.zeros(1, self.shape[0], 1, 1, dtype=torch.uint8))[0]
 
     def normalized(self, pixels: Tensor) -> Tensor:
-        """Return what a model sees of some images: `(pixels / 255 − mean) / std`, float32, same shape.
-
-        Args:
-            pixels: uint8, shape `(n, channels, height, width)`.
-        """
+        """Return what a model sees of some images: `(pixels / 255 − mean) / std`, float32, same shape."""
         mean, std = self._channel(self.mean, pixels), self._channel(self.std, pixels)
         return pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Return the images in [0, 1] behind normalized inputs: the inverse of `normalized`, differentiable.
-
-        Args:
-            inputs: Floating point, shape `(n, channels, height, width)`; values that no image has are not clipped.
-        """
+        """Return the images in [0, 1] behind normalized inputs: the inverse of `normalized`, differentiable."""
         return inputs * self._channel(self.std, inputs) + self._channel(self.mean, inputs)
 
     @staticmethod
@@ -124,14 +104,7 @@ class Images:
 
 
 def measured_mean_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Measure mean and standard deviation per channel of pixels in [0, 1], rounded to four places.
-
-    Args:
-        pixels: uint8, shape `(n, channels, height, width)`, at least one image.
-
-    Returns:
-        Means and deviations; a channel without any variation gets deviation 1.
-    """
+    """Measure mean and standard deviation per channel of pixels in [0, 1], rounded to four places."""
     count = pixels.numel() / pixels.shape[1]
     total = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
     for block in torch.split(pixels, _BLOCK):

@@ -18,16 +18,10 @@ _EVERY = 6  # of each class, every sixth image tests
 
 
 def digits() -> Images:
-    """Return the 1,797 digits, 8 × 8 with 17 shades, as images of 28 × 28.
-
-    A shade s of 0 to 16 becomes s · 255 / 16; the image is resized bilinearly (corners not aligned) and rounded. Of
-    each class every sixth image, in the order of the package, is a test image.
-
-    Raises:
-        MissingExtra: scikit-learn is not installed.
-
-    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998; its test part.
-    """
+    """Return the 1,797 digits, 8 × 8 with 17 shades, as images of 28 × 28."""
+    # A shade s of 0 to 16 becomes s · 255 / 16; the image is resized bilinearly (corners not aligned) and rounded. Of
+    # each class every sixth image, in the order of the package, is a test image.
+    # Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998; its test part.
     loaded = module("sklearn.datasets", "The data set digits", "evidence").load_digits()
     weights = _fourteenths()
     sums = weights @ loaded.images.astype(np.int64) @ weights.T  # 14² times the resized shades
@@ -51,27 +45,17 @@ def _fourteenths() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     return weights
 
 
+# People who drew each alphabet; every fifth of them tests.
 DRAWERS = 20
-"""People who drew each alphabet; every fifth of them tests."""
 _SIDE = 105
 
 
 def omniglot() -> Images:
-    """Return Omniglot at 28 × 28: bright ink on black, each pixel the mean of the ink below it.
-
-    Every drawer drew a character once, so the split is by drawer: of each alphabet drawers 5, 10, 15 and 20 test.
-    Writers are numbered `20 · alphabet + drawer − 1`; a client of five writers in a row has four to train and one to
-    test.
-
-    Raises:
-        MissingExtra: Neither omniglot_small (an npz file of 8 alphabets) nor omniglot (the official release, unpacked:
-            images_background/Greek/character01/0394_01.png) is below `NETWEIGHT_DATA`. The hub has no copy that names
-            the drawers.
-        CorruptBlob: The npz file is damaged.
-        UsageError: A picture is damaged or its name does not end in its drawer.
-
-    Source: Lake, Salakhutdinov, Tenenbaum, Science 350, 2015; MIT license.
-    """
+    """Return Omniglot at 28 × 28: bright ink on black, each pixel the mean of the ink below it."""
+    # Every drawer drew a character once, so the split is by drawer: of each alphabet drawers 5, 10, 15 and 20 test.
+    # Writers are numbered `20 · alphabet + drawer − 1`; a client of five writers in a row has four to train and one to
+    # test.
+    # Source: Lake, Salakhutdinov, Tenenbaum, Science 350, 2015; MIT license.
     packed, official = local_folder("omniglot_small"), local_folder("omniglot")
     if packed is not None and (packed / "omniglot_small.npz").is_file():
         name, (ink, labels, writers, classes) = "omniglot-small", _packed(packed / "omniglot_small.npz")
@@ -86,8 +70,8 @@ def omniglot() -> Images:
     return Images(name, splits[0], splits[1], classes, writers=(writers[~tests], writers[tests]), mean=mean, std=std)
 
 
+# Ink in [0, 1] of shape `(n, 1, 105, 105)`, labels, writers, classes.
 Parts = tuple[Tensor, Tensor, Tensor, tuple[str, ...]]
-"""Ink in [0, 1] of shape `(n, 1, 105, 105)`, labels, writers, classes."""
 
 
 def _packed(file: Path) -> Parts:

@@ -28,25 +28,14 @@ from netweight.errors import MissingExtra, NetweightError, UsageError
 
 
 def local_folder(*names: str) -> Path | None:
-    """Return the first of some folders that exists below `NETWEIGHT_DATA`; None if the variable is not set or none is.
-
-    Args:
-        names: Folder names, the preferred one first.
-    """
+    """The first of some folders that exists below `NETWEIGHT_DATA`; None if the variable is not set or none is."""
     root = os.environ.get("NETWEIGHT_DATA")
     folders = [Path(root) / name for name in names] if root else []
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def missing(name: str, folder: str, holding: str, because: str = "") -> MissingExtra:
-    """Make the error for a data set that is nowhere.
-
-    Args:
-        name: The data set.
-        folder: Its folder below `NETWEIGHT_DATA`.
-        holding: The files that the folder should hold.
-        because: Why another source failed, as a sentence.
-    """
+    """Make the error for a data set that is nowhere."""
     root = os.environ.get("NETWEIGHT_DATA")
     where = f"NETWEIGHT_DATA ({root}) holds no {folder}/" if root else "NETWEIGHT_DATA is not set"
     return MissingExtra(
@@ -56,16 +45,7 @@ def missing(name: str, folder: str, holding: str, because: str = "") -> MissingE
 
 
 def module(name: str, purpose: str, extra: str) -> ModuleType:
-    """Import an optional library.
-
-    Args:
-        name: Its import name.
-        purpose: What it is needed for, as the beginning of a sentence.
-        extra: The extra of netweight that it comes with.
-
-    Raises:
-        MissingExtra: It is not installed.
-    """
+    """Import an optional library."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -76,21 +56,7 @@ def module(name: str, purpose: str, extra: str) -> ModuleType:
 
 
 def from_hub(repository: str, *splits: str, name: str, folder: str, holding: str) -> list[Any]:
-    """Fetch splits of a data set from the Hugging Face hub, or from its cache on this machine.
-
-    Args:
-        repository: For example "zalando-datasets/fashion_mnist".
-        splits: Names of its splits.
-        name: Our name of the data set, for the error.
-        folder: Its folder below `NETWEIGHT_DATA`, for the error.
-        holding: The files that the folder should hold, for the error.
-
-    Returns:
-        One `datasets.Dataset` per split.
-
-    Raises:
-        MissingExtra: `datasets` is not installed, or the hub is out of reach and its cache is empty.
-    """
+    """Fetch splits of a data set from the Hugging Face hub, or from its cache on this machine."""
     datasets = module("datasets", f"Fetching {name} from the Hugging Face hub", "federated")
     try:
         return [datasets.load_dataset(repository, split=split) for split in splits]
@@ -102,22 +68,7 @@ def from_hub(repository: str, *splits: str, name: str, folder: str, holding: str
 def decode_splits(
     splits: Sequence[Sequence[tuple[str, Any]]], *, of: str, size: tuple[int, int] | None = None
 ) -> list[Tensor]:
-    """Decode the pictures of one data set: all in gray if each of them is gray, else all in color.
-
-    Args:
-        splits: Per split, pairs of what a picture is called and the picture: bytes of a PNG or JPEG, a path, a uint8
-            array of shape `(h, w)` or `(h, w, channels)`, a Pillow image, or a mapping with `bytes` or `path`, as
-            undecoded columns of `datasets` hold.
-        of: What the data set is called, for errors.
-        size: Height and width to resize to (bilinear, antialiased); None if all have one size already.
-
-    Returns:
-        Per split, uint8 of shape `(n, channels, height, width)`; transparent parts become white.
-
-    Raises:
-        MissingExtra: Pillow is not installed.
-        UsageError: Something is no picture, there is none, or sizes differ.
-    """
+    """Decode the pictures of one data set: all in gray if each of them is gray, else all in color."""
     # Two passes, since opening reads a header only and decoded pictures may be large.
     gray = all(_open(source, name).mode in ("1", "L") for split in splits for name, source in split)
     decoded = [[_decode(source, name, gray, size) for name, source in split] for split in splits]
@@ -176,16 +127,7 @@ def _decode(source: Any, name: str, gray: bool, size: tuple[int, int] | None) ->
 
 
 def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors from the cache, or make them and keep them there.
-
-    Args:
-        name: What the file's name begins with.
-        key: Everything that decides on the tensors but the version of Pillow, as JSON values.
-        make: Makes them.
-
-    Returns:
-        The tensors. A cache that cannot be written costs a warning, one that is damaged is written again.
-    """
+    """Return tensors from the cache, or make them and keep them there."""
     pillow = module("PIL", "Decoding pictures", "federated").__version__
     file = cache_folder() / f"{name}-{of_config([key, pillow]).partition(':')[2]}.safetensors"
     if file.is_file():

@@ -3,9 +3,9 @@
 This is the observation on which lossless compression of weights rests: signs and mantissas look random, exponents do
 not. Integers and truth values have no such parts and are counted as whole bytes. Used by `netweight inspect` and by
 the reproductions of figures 1 and 5.
-
-Source: NeuZip (arXiv 2410.20650), section 3.1 and figures 1 and 5; the entropies are Shannon's of order 0.
 """
+
+# Source: NeuZip (arXiv 2410.20650), section 3.1 and figures 1 and 5; the entropies are Shannon's of order 0.
 
 from __future__ import annotations
 
@@ -30,27 +30,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+# At most 2^12 bins for a mantissa; of a longer one the top bits are counted and the rest apart.
 MANTISSA_BINS = 12
-"""At most 2^12 bins for a mantissa; of a longer one the top bits are counted and the rest apart."""
+# Elements looked at at a time, so that a tensor larger than memory's leftovers can be measured.
 BLOCK = 1 << 22
-"""Elements looked at at a time, so that a tensor larger than memory's leftovers can be measured."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a number lie, from the highest bit down: sign, exponent, mantissa.
+    """Where the parts of a number lie, from the highest bit down: sign, exponent, mantissa."""
 
-    Attributes:
-        bits: Width of the number.
-        sign: Bits of the sign; 0 for types without one apart.
-        exponent: Bits of the exponent; 0 for integers.
-        mantissa: Bits of the mantissa; all bits for integers.
-    """
-
-    bits: int
-    sign: int
-    exponent: int
-    mantissa: int
+    bits: int  # width of the number
+    sign: int  # bits of the sign; 0 for types without one apart
+    exponent: int  # bits of the exponent; 0 for integers
+    mantissa: int  # bits of the mantissa; all bits for integers
 
 
 _FLOATS = {
@@ -71,23 +64,16 @@ _LAYOUTS = _FLOATS | {name: Layout(width, 0, 0, width) for name, width in _INTEG
 
 @dataclass(frozen=True)
 class BitStatistics:
-    """The histograms of one tensor's parts, or of several tensors' together.
+    """The histograms of one tensor's parts, or of several tensors' together."""
 
-    Attributes:
-        dtype: Name of the element type, as torch writes it without "torch.".
-        shape: Shape of the tensor; `(n,)` for several merged ones.
-        sign: Count of sign 0 and of sign 1, shape `(2,)`; empty for types without sign.
-        exponent: Count of every exponent value, shape `(2^exponent bits,)`; empty for integers.
-        mantissa: Count of every value of the top mantissa bits (at most 12), shape `(2^min(bits, 12),)`. For integers
-            of more than one byte these are the counts of the top 12 bits.
-        bytes: Count of every byte value at each byte position, lowest byte first, shape `(itemsize, 256)`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    sign: NDArray[np.int64]
-    exponent: NDArray[np.int64]
+    dtype: str  # name of the element type, as torch writes it without "torch."
+    shape: tuple[int, ...]  # shape of the tensor; `(n,)` for several merged ones
+    sign: NDArray[np.int64]  # count of sign 0 and of sign 1, shape `(2,)`; empty for types without sign
+    exponent: NDArray[np.int64]  # count of every exponent value, shape `(2^exponent bits,)`; empty for integers
+    # Count of every value of the top mantissa bits (at most 12), shape `(2^min(bits, 12),)`. For integers of more than
+    # one byte these are the counts of the top 12 bits.
     mantissa: NDArray[np.int64]
+    # Count of every byte value at each byte position, lowest byte first, shape `(itemsize, 256)`.
     bytes: NDArray[np.int64]
 
     @property
@@ -112,12 +98,10 @@ class BitStatistics:
 
     @property
     def mantissa_entropy(self) -> float:
-        """Entropy of the mantissa in bits per weight.
-
-        Exact up to 12 mantissa bits. Above, the top 12 bits count with their joint entropy and the lower ones with the
-        entropies of the bytes they lie in, as if independent: an upper bound that sees low bytes left at zero, as in
-        fp32 weights that were bf16 once.
-        """
+        """Entropy of the mantissa in bits per weight."""
+        # Exact up to 12 mantissa bits. Above, the top 12 bits count with their joint entropy and the lower ones with
+        # the entropies of the bytes they lie in, as if independent: an upper bound that sees low bytes left at zero, as
+        # in fp32 weights that were bf16 once.
         return _entropy(self.mantissa) + self._low_entropy()
 
     @property
@@ -143,11 +127,7 @@ class BitStatistics:
         return {name: part / total if total else 0.0 for name, part in parts.items()}
 
     def to_json(self, *, histograms: bool = False) -> dict[str, Any]:
-        """Return the numbers as a JSON value.
-
-        Args:
-            histograms: Whether to include the histograms of sign, exponent and mantissa.
-        """
+        """Return the numbers as a JSON value."""
         values: dict[str, Any] = {
             "dtype": self.dtype,
             "shape": list(self.shape),
@@ -168,10 +148,8 @@ class BitStatistics:
         return values
 
     def _low_entropy(self) -> float:
-        """Entropy of the mantissa bits below the top twelve, byte by byte from the lowest.
-
-        The byte that straddles the boundary is folded to its lower bits.
-        """
+        """Entropy of the mantissa bits below the top twelve, byte by byte from the lowest."""
+        # The byte that straddles the boundary is folded to its lower bits.
         low, total = self.layout.mantissa - MANTISSA_BINS, 0.0
         for position in range(max(0, -(-low // 8))):
             width = min(8, low - 8 * position)
@@ -180,22 +158,9 @@ class BitStatistics:
 
 
 def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
-    """Count the signs, exponents and mantissas of a tensor.
-
-    Works through the tensor in blocks of 4 million elements, so that it needs little memory beside it.
-
-    Args:
-        tensor: A torch tensor or numpy array of any shape, on any device. Floating point: bf16, fp16, fp32, fp64,
-            fp8 (e4m3, e5m2, their fnuz variants, e8m0). Integers of 8 to 64 bits and truth values.
-
-    Returns:
-        The statistics; all counts are 0 for an empty tensor.
-
-    Raises:
-        Unsupported: The dtype is complex, quantized or otherwise none of those above.
-
-    Source: NeuZip, figures 1 and 5.
-    """
+    """Count the signs, exponents and mantissas of a tensor."""
+    # Works through the tensor in blocks of 4 million elements, so that it needs little memory beside it.
+    # Source: NeuZip, figures 1 and 5.
     name = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
     if name not in _LAYOUTS:
         raise Unsupported(
@@ -211,17 +176,7 @@ def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
 
 
 def merge(statistics: Iterable[BitStatistics]) -> BitStatistics:
-    """Add up the statistics of several tensors of one dtype, as if they had been one.
-
-    Args:
-        statistics: At least one; all of the same dtype.
-
-    Returns:
-        The sum, of shape `(number of elements,)`.
-
-    Raises:
-        UsageError: There is none, or the dtypes differ.
-    """
+    """Add up the statistics of several tensors of one dtype, as if they had been one."""
     parts = list(statistics)
     if not parts or len({part.dtype for part in parts}) > 1:
         found = sorted({part.dtype for part in parts}) or "nothing"
@@ -310,17 +265,12 @@ def _entropy(counts: NDArray[np.int64]) -> float:
 @final
 @dataclass(frozen=True)
 class TensorReport:
-    """What was found of one tensor.
+    """What was found of one tensor."""
 
-    Attributes:
-        info: Its name, dtype, shape and sizes.
-        bits: How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones).
-        rounding: What rounding did to it; None if it is not rounded.
-    """
-
-    info: TensorInfo
+    info: TensorInfo  # its name, dtype, shape and sizes
+    # How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones).
     bits: BitStatistics | None
-    rounding: BlobInfo | None = None
+    rounding: BlobInfo | None = None  # what rounding did to it; None if it is not rounded
 
     @property
     def stored_bits(self) -> float:
@@ -329,11 +279,7 @@ class TensorReport:
         return 8 * self.info.stored_nbytes / count if count else 0.0
 
     def to_json(self, *, histograms: bool = False) -> dict[str, Any]:
-        """Return the report as a JSON value.
-
-        Args:
-            histograms: Whether to include the histograms of sign, exponent and mantissa.
-        """
+        """Return the report as a JSON value."""
         info, rounding = self.info, self.rounding
         return {
             "name": info.name,
@@ -359,14 +305,7 @@ class TensorReport:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that a path stands for: itself, or all in a folder and its sub-folders.
-
-    Args:
-        path: A file or folder.
-
-    Raises:
-        UsageError: There are none.
-    """
+    """The safetensors files that a path stands for: itself, or all in a folder and its sub-folders."""
     if path.is_file():
         return [path]
     files = [Path(folder) / leaf for folder, _, leaves in os.walk(path) for leaf in leaves]
@@ -379,22 +318,7 @@ def weight_files(path: Path) -> list[Path]:
 def inspect_tensors(
     path: str | Path, *, tensor: str | None = None, threads: int = 1, progress: Progress = QUIET
 ) -> Iterator[TensorReport]:
-    """Look at every tensor of a file or folder, compressed or not, holding one at a time.
-
-    Args:
-        path: A file, or a folder whose sub-folders are looked at as well.
-        tensor: Only tensors whose names match this pattern (the grammar of `Select`); None for all.
-        threads: Threads of the decoder.
-        progress: Where progress is shown.
-
-    Yields:
-        A report per tensor, file by file in the order of the data.
-
-    Raises:
-        UsageError: There are no weights.
-        NameNotFound: No tensor matches the pattern.
-        CorruptBlob: A file is damaged.
-    """
+    """Look at every tensor of a file or folder, compressed or not, holding one at a time."""
     stores = [open_store(file) for file in weight_files(Path(path))]
     try:
         names = {name for store in stores for name in store.names()}
@@ -424,22 +348,8 @@ MOST_BINS = 256
 
 
 def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLike[str]) -> Path:
-    """Draw the histograms of one or more tensors or models into a file.
-
-    Args:
-        stats_by_label: Name of each → its statistics; one row of three panels (sign, exponent, mantissa) per name.
-        file: Where to; the suffix says how: .svg, .png or .pdf. It appears whole or not at all.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        UsageError: The suffix is another one, there is nothing to draw, or the folder does not exist.
-        OutputFailed: The folder cannot be written.
-        MissingExtra: matplotlib is not installed.
-
-    Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
-    """
+    """Draw the histograms of one or more tensors or models into a file."""
+    # Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
     path = Path(file)
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(SUFFIXES)}.")
@@ -451,16 +361,7 @@ def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLi
 
 
 def bits_figure(stats_by_label: Mapping[str, BitStatistics], *, caption: str = "") -> Figure:
-    """Draw the same histograms for a report.
-
-    Args:
-        stats_by_label: Name of each → its statistics.
-        caption: Line below the figure.
-
-    Raises:
-        UsageError: There is nothing to draw.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw the same histograms for a report."""
     with canvas(3 * len(_checked(stats_by_label)), across=3, **_size(stats_by_label)) as (drawing, axes):
         _draw(stats_by_label, axes)
         return to_figure(drawing, alt=_in_words(stats_by_label), caption=caption)

@@ -16,9 +16,9 @@ compressed folder, three things are changed, each of which alone stops a loader 
    peft (`adapter_config.json`): refuses an unknown `peft_type` and shows it.
 3. **The weights' own metadata** hold what transformers up to 4.57 and diffusers' LoRA loader refuse and show (see
    `store/description.py`).
-
-The original configurations are kept byte for byte in the manifest.
 """
+
+# The original configurations are kept byte for byte in the manifest.
 
 from __future__ import annotations
 
@@ -40,20 +40,12 @@ _WEIGHTS = re.compile(rf"^.+?(?:\.(?P<before>\w+))?(?:{_SHARD})?(?:\.(?P<after>\
 
 
 def is_index(name: str) -> bool:
-    """Whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`.
-
-    Args:
-        name: Without folders.
-    """
+    """Whether a file name is that of an index of weights, e.g. `model.safetensors.index.json`."""
     return _INDEX.match(name) is not None
 
 
 def variant_of(name: str) -> str | None:
-    """The variant in the name of a weights file or index, `"fp16"` for `model.fp16.safetensors`, or None.
-
-    Args:
-        name: Without folders.
-    """
+    """The variant in the name of a weights file or index, `"fp16"` for `model.fp16.safetensors`, or None."""
     if (index := _INDEX.match(name)) is not None:
         return index["variant"]
     weights = _WEIGHTS.match(name)
@@ -61,12 +53,7 @@ def variant_of(name: str) -> str | None:
 
 
 def stored_name(name: str, *, diffusers: bool) -> str:
-    """The name under which a weights file or an index is stored.
-
-    Args:
-        name: The original file name, without folders.
-        diffusers: Whether it lies in a diffusers model's folder, where names stay.
-    """
+    """The name under which a weights file or an index is stored."""
     if diffusers:
         return name
     if (index := _INDEX.match(name)) is not None:
@@ -76,26 +63,13 @@ def stored_name(name: str, *, diffusers: bool) -> str:
 
 
 def is_diffusers_config(content: bytes) -> bool:
-    """Whether the bytes are the `config.json` of a diffusers model.
-
-    Args:
-        content: Of the file.
-    """
+    """Whether the bytes are the `config.json` of a diffusers model."""
     config = _json_object(content)
     return config is not None and "_class_name" in config
 
 
 def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | None:
-    """Make a configuration refuse loaders that lack netweight.
-
-    Args:
-        name: Its file name: `config.json` or `adapter_config.json`.
-        content: Its bytes.
-        weights: Original names of the weights files and indexes in the same folder.
-
-    Returns:
-        The marked configuration, or None if the bytes are no configuration that a loader would heed.
-    """
+    """Make a configuration refuse loaders that lack netweight."""
     config = _json_object(content)
     if config is None:
         return None
@@ -112,16 +86,7 @@ def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | No
 
 
 def rewrite_index(content: bytes, *, diffusers: bool, total_size: int) -> bytes:
-    """Write the index of the compressed shards.
-
-    Args:
-        content: The original index, already checked.
-        diffusers: Whether it lies in a diffusers model's folder.
-        total_size: Bytes of all compressed tensors.
-
-    Returns:
-        The new index, JSON.
-    """
+    """Write the index of the compressed shards."""
     index = json.loads(content)
     index["metadata"] = {**(index.get("metadata") or {}), "total_size": total_size}
     index["weight_map"] = {

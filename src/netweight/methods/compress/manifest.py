@@ -5,9 +5,9 @@
            {"path": "config.json", "kind": "rewritten", "stored": "config.json", "original": "...", ...},
            {"path": "vocab.txt", "kind": "carried", "stored": "vocab.txt", ...}],
  "folders": ["empty"], "left_out": []}
-
-Where tensors are rounded, "version" is 2, their files' entries say by how much, and "rounding" says how.
 """
+
+# Where tensors are rounded, "version" is 2, their files' entries say by how much, and "rounding" says how.
 
 from __future__ import annotations
 
@@ -29,58 +29,30 @@ _ROUNDED = 2  # version of manifests of rounded weights, which older releases ca
 @final
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of the original folder.
+    """One file of the original folder."""
 
-    Attributes:
-        path: Its path in the original folder, with slashes.
-        kind: `"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged.
-        stored: Its path in the compressed folder.
-        nbytes: Its size in the original folder.
-        digest: Digest of its original content.
-        stored_nbytes: Its size in the compressed folder.
-        stored_digest: Digest of its content in the compressed folder; None for compressed weights, which carry a digest
-            per tensor.
-        original: The original content of a rewritten file, deflated, as base64; else None.
-        tensors: Number of tensors of compressed weights; else 0.
-        payload: Bytes of all compressed tensors; else 0.
-        rounded: How many tensors are rounded. `digest` is then that of the file that comes back.
-        bound: How much rounding may have changed a weight at most, relative to it.
-        worst_change: How much it did change one at most.
-    """
-
-    path: str
-    kind: Kind
-    stored: str
-    nbytes: int
-    digest: str
-    stored_nbytes: int
+    path: str  # its path in the original folder, with slashes
+    kind: Kind  # `"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged
+    stored: str  # its path in the compressed folder
+    nbytes: int  # its size in the original folder
+    digest: str  # digest of its original content
+    stored_nbytes: int  # its size in the compressed folder
+    # Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor.
     stored_digest: str | None = None
-    original: str | None = None
-    tensors: int = 0
-    payload: int = 0
-    rounded: int = 0
-    bound: float = 0.0
-    worst_change: float = 0.0
+    original: str | None = None  # the original content of a rewritten file, deflated, as base64; else None
+    tensors: int = 0  # number of tensors of compressed weights; else 0
+    payload: int = 0  # bytes of all compressed tensors; else 0
+    rounded: int = 0  # how many tensors are rounded; `digest` is then that of the file that comes back
+    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it
+    worst_change: float = 0.0  # how much it did change one at most
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
-        """An entry for a file whose original content is kept.
-
-        Args:
-            path: Its path in the original folder.
-            stored: Its path in the compressed folder.
-            original: Its original content.
-            digests: Digests of the original and of the stored content.
-            size: Size of the stored content in bytes.
-        """
+        """An entry for a file whose original content is kept."""
         return cls(path, "rewritten", stored, len(original), digests[0], size, digests[1], deflate_text(original))
 
     def original_content(self) -> bytes:
-        """The original content of a rewritten file.
-
-        Raises:
-            CorruptBlob: The kept content is damaged.
-        """
+        """The original content of a rewritten file."""
         try:
             return inflate_text(self.original or "", limit=self.nbytes + 1)
         except ValueError as error:
@@ -92,28 +64,16 @@ class FileEntry:
 @final
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `netweight.json`.
+    """The content of `netweight.json`."""
 
-    Attributes:
-        level: The codec's level.
-        files: All files of the original folder.
-        folders: Its empty folders.
-        left_out: Its files that were left out on request.
-        precision: How tensors were rounded; None if none was, or if they had been rounded before.
-    """
-
-    level: str
-    files: tuple[FileEntry, ...]
-    folders: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    precision: Precision | None = None
+    level: str  # the codec's level
+    files: tuple[FileEntry, ...]  # all files of the original folder
+    folders: tuple[str, ...] = ()  # its empty folders
+    left_out: tuple[str, ...] = ()  # its files that were left out on request
+    precision: Precision | None = None  # how tensors were rounded; None if none was, or if they had been rounded before
 
     def to_json(self) -> str:
-        """Write the manifest.
-
-        Returns:
-            The JSON text.
-        """
+        """Write the manifest."""
         fields = {
             "format": _FORMAT,
             "version": _ROUNDED if any(file.rounded for file in self.files) else _VERSION,
@@ -127,17 +87,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check the manifest of a compressed folder.
-
-        Args:
-            folder: The compressed folder.
-
-        Raises:
-            UsageError: The folder has none, so netweight did not compress it.
-            CorruptBlob: It is damaged.
-            Unsupported: A newer release wrote it.
-            UnsafeInput: It points outside the folder.
-        """
+        """Read and check the manifest of a compressed folder."""
         path = folder / MANIFEST
         if not path.is_file():
             raise UsageError(
@@ -164,14 +114,7 @@ class Manifest:
         return manifest
 
     def check_present(self, folder: Path) -> None:
-        """Check that all stored files are there.
-
-        Args:
-            folder: The compressed folder.
-
-        Raises:
-            CorruptBlob: Some are missing; they are named.
-        """
+        """Check that all stored files are there."""
         missing = [entry.stored for entry in self.files if not (folder / entry.stored).is_file()]
         if missing:
             raise CorruptBlob(

@@ -40,54 +40,29 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng
 @final
 @dataclass(frozen=True)
 class Item:
-    """One file and what becomes of it.
+    """One file and what becomes of it."""
 
-    Attributes:
-        path: Its path within the folder, with slashes.
-        role: `"weights"`, `"index"`, `"config"` of weights beside it, or `"other"`.
-        stored: Its path in the compressed folder.
-        size: Its size in bytes.
-        mtime_ns: When it was last changed.
-    """
-
-    path: str
+    path: str  # its path within the folder, with slashes
+    # `"weights"`, `"index"`, `"config"` of weights beside it, or `"other"`.
     role: Literal["weights", "index", "config", "other"]
-    stored: str
-    size: int
-    mtime_ns: int
+    stored: str  # its path in the compressed folder
+    size: int  # its size in bytes
+    mtime_ns: int  # when it was last changed
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a folder.
+    """What becomes of a folder."""
 
-    Attributes:
-        items: The files to take, in order.
-        folders: Its empty folders.
-        left_out: Files left out by `variant` or `exclude`.
-    """
-
-    items: tuple[Item, ...]
-    folders: tuple[str, ...]
-    left_out: tuple[str, ...]
+    items: tuple[Item, ...]  # the files to take, in order
+    folders: tuple[str, ...]  # its empty folders
+    left_out: tuple[str, ...]  # files left out by `variant` or `exclude`
 
 
 def make_plan(source: Path, config: CompressConfig) -> Plan:
-    """Look at every file of a model folder and decide what becomes of it.
-
-    Args:
-        source: The folder.
-        config: The settings.
-
-    Raises:
-        UsageError: There are no weights, no such variant, or the folder is compressed already.
-        UnsafeInput: Weights are pickles, or a link or index points outside the folder.
-        CorruptBlob: A weights file or index is damaged.
-        Unsupported: A file is neither file nor folder, or of a kind that is not handled.
-
-    All problems are reported at once; the gravest gives the error its type.
-    """
+    """Look at every file of a model folder and decide what becomes of it."""
+    # All problems are reported at once; the gravest gives the error its type.
     files, folders = _walk(source)
     taken = [path for path in files if not any(fnmatch(path, pattern) for pattern in config.exclude)]
     if config.variant is not None:
@@ -229,27 +204,16 @@ def lies_in_diffusers_model(file: Path) -> bool:
 @final
 @dataclass(frozen=True)
 class ShardResult:
-    """What one file gave.
+    """What one file gave."""
 
-    Attributes:
-        tensors: Number of tensors.
-        nbytes: Size of the plain file in bytes.
-        digest: Digest of the plain file; of the one that comes back if tensors were rounded.
-        stored_nbytes: Size of the compressed file in bytes.
-        payload: Bytes of the compressed tensors alone.
-        rounded: Number of tensors that are rounded.
-        bound: How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded.
-        worst_change: How much it did change one at most.
-    """
-
-    tensors: int
-    nbytes: int
-    digest: str
-    stored_nbytes: int
-    payload: int
-    rounded: int = 0
-    bound: float = 0.0
-    worst_change: float = 0.0
+    tensors: int  # number of tensors
+    nbytes: int  # size of the plain file in bytes
+    digest: str  # digest of the plain file; of the one that comes back if tensors were rounded
+    stored_nbytes: int  # size of the compressed file in bytes
+    payload: int  # bytes of the compressed tensors alone
+    rounded: int = 0  # number of tensors that are rounded
+    bound: float = 0.0  # how much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded
+    worst_change: float = 0.0  # how much it did change one at most
 
 
 def compress_shard(
@@ -263,25 +227,7 @@ def compress_shard(
     ready: Mapping[str, memoryview] = MappingProxyType({}),
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> ShardResult:
-    """Compress a safetensors file.
-
-    Args:
-        source: The plain file.
-        target: The compressed file; it appears whole or not at all.
-        level: The codec's level.
-        threads: Threads of the encoder.
-        overwrite: Whether `target` may be replaced.
-        precision: How much of weights to keep; None keeps everything.
-        ready: Blobs to take as they are for tensors with these digests.
-        advance: Called with the bytes of the header, and of each tensor when it is done.
-
-    Raises:
-        Unsupported: Tensors of this dtype cannot be rounded with this fidelity.
-        UsageError: The file is compressed already, or changed while it was read.
-        CorruptBlob: The file is damaged.
-        OutputExists: `target` exists.
-        OutputFailed: `target` could not be written.
-    """
+    """Compress a safetensors file."""
     file = StoredFile(source)
     before = os.stat(source)
     if file.description is not None:
@@ -325,24 +271,7 @@ def restore_shard(
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> ShardResult:
-    """Restore the safetensors file that a compressed one was made from; every tensor's digest is checked.
-
-    Args:
-        source: The compressed file.
-        target: The plain file; it appears whole or not at all.
-        threads: Threads of the decoder.
-        overwrite: Whether `target` may be replaced.
-        advance: Called with the bytes of the header, and of each tensor when it is done.
-
-    Returns:
-        The digest is that of the restored file.
-
-    Raises:
-        UsageError: The file is not compressed.
-        CorruptBlob: The file is damaged; the tensor is named.
-        OutputExists: `target` exists.
-        OutputFailed: `target` could not be written.
-    """
+    """Restore the safetensors file that a compressed one was made from; every tensor's digest is checked."""
     file = StoredFile(source)
     if file.description is None:
         raise UsageError(f"{source} is not compressed.", cure="Check the path.")
@@ -373,18 +302,7 @@ def restore_shard(
 
 
 def plain_size(source: Path) -> int:
-    """Bytes of the plain file that a weights file holds or is.
-
-    Args:
-        source: The file, compressed or not.
-
-    Returns:
-        Bytes, header included.
-
-    Raises:
-        CorruptBlob: The file is damaged.
-        Unsupported: A newer release wrote it, or no plain file can hold its dtypes.
-    """
+    """Bytes of the plain file that a weights file holds or is."""
     file = StoredFile(source)
     try:
         return len(plain_head(file)) + sum(file.info(name).nbytes for name in file.names())
@@ -393,16 +311,7 @@ def plain_size(source: Path) -> int:
 
 
 def check_digest(path: Path, found: str, recorded: str) -> None:
-    """Compare a restored file with what was recorded of the original.
-
-    Args:
-        path: The restored file, for the message.
-        found: Digest of what was restored.
-        recorded: Digest of the original.
-
-    Raises:
-        CorruptBlob: They differ.
-    """
+    """Compare a restored file with what was recorded of the original."""
     if found != recorded:
         raise CorruptBlob(
             f"{path}: the restored content has digest {found}, recorded is {recorded}.",
@@ -411,14 +320,7 @@ def check_digest(path: Path, found: str, recorded: str) -> None:
 
 
 def plain_head(file: StoredFile) -> bytes:
-    """The bytes before the data of the plain file: the original's if there was one, else new ones.
-
-    Args:
-        file: The open file.
-
-    Raises:
-        Unsupported: No plain file can hold one of its dtypes.
-    """
+    """The bytes before the data of the plain file: the original's if there was one, else new ones."""
     if file.original_header is not None:
         return _head(file.original_header.raw)
     infos = [file.info(name) for name in file.names()]

@@ -28,16 +28,7 @@ _BLOCK = 1 << 20  # numbers compared at a time
 
 
 def largest_change(rounded: Any, original: Any, dtype: str) -> float:
-    """Find the largest relative change |rounded - original| / |original|.
-
-    Args:
-        rounded: The rounded tensor's bytes: a contiguous buffer.
-        original: The original tensor's bytes, as many.
-        dtype: safetensors' name of the dtype: "BF16", "F16" or "F32".
-
-    Returns:
-        The largest change; infinity if a zero, an infinity or a NaN is not the same bit for bit.
-    """
+    """Find the largest relative change |rounded - original| / |original|."""
     worst = 0.0
     stored = np.dtype("<u4" if dtype == "F32" else "<u2")
     mine, theirs = np.frombuffer(rounded, stored), np.frombuffer(original, stored)
@@ -66,15 +57,10 @@ _SHOWN = 100  # names kept per finding
 @final
 @dataclass(frozen=True)
 class Compressed:
-    """What the audit looks at: the compressed file or folder, and the one that it was made from.
+    """What the audit looks at: the compressed file or folder, and the one that it was made from."""
 
-    Attributes:
-        path: What was made.
-        source: What it was made from.
-    """
-
-    path: Path
-    source: Path
+    path: Path  # what was made
+    source: Path  # what it was made from
 
 
 def verify(

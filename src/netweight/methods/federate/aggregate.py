@@ -16,8 +16,8 @@ from torch import Tensor
 from netweight.core.names import Select
 from netweight.errors import PrivateTensor, UsageError
 
+# Named tensors.
 Tensors = Mapping[str, Tensor]
-"""Named tensors."""
 
 _PARTS = ("scale", "left", "right")
 
@@ -25,19 +25,13 @@ _PARTS = ("scale", "left", "right")
 @final
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`.
+    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
 
-    That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
+    # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
 
-    Attributes:
-        scale: Factor of the server's matrix W₀, which weight decay makes less than 1.
-        left: Shape `(rows, rank)`.
-        right: Shape `(columns, rank)`.
-    """
-
-    scale: float
-    left: Tensor
-    right: Tensor
+    scale: float  # factor of the server's matrix W₀, which weight decay makes less than 1
+    left: Tensor  # shape `(rows, rank)`
+    right: Tensor  # shape `(columns, rank)`
 
     @property
     def shape(self) -> torch.Size:
@@ -45,31 +39,20 @@ class LowRank:
         return torch.Size((self.left.shape[0], self.right.shape[0]))
 
     def dense(self, base: Tensor) -> Tensor:
-        """Return the matrix itself, given the server's.
-
-        Args:
-            base: The server's matrix, of the same shape.
-        """
+        """Return the matrix itself, given the server's."""
         return torch.addmm(base, self.left, self.right.T, beta=self.scale, alpha=-1)
 
 
 @final
 @dataclass(frozen=True)
 class Update:
-    """What one client sends after a round.
+    """What one client sends after a round."""
 
-    Attributes:
-        client: Its number.
-        n: Number of training examples, its weight in the average; at least 1.
-        tensors: The shared tensors after local training, by the names of the server's state. Matrices may be low-rank
-            changes.
-        round: The round that it answers, from 1.
-    """
-
-    client: int
-    n: int
+    client: int  # its number
+    n: int  # number of training examples, its weight in the average; at least 1
+    # The shared tensors after local training, by the names of the server's state. Matrices may be low-rank changes.
     tensors: Mapping[str, Tensor | LowRank]
-    round: int = 1
+    round: int = 1  # the round that it answers, from 1
 
 
 def aggregate(state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
@@ -119,8 +102,8 @@ def _average(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[
     return mean
 
 
+# Rows of a matrix whose average is made at a time: few enough to stay in the processor's cache meanwhile.
 _ROWS_AT_ONCE = 4096
-"""Rows of a matrix whose average is made at a time: few enough to stay in the processor's cache meanwhile."""
 
 
 def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> Tensor:
@@ -134,11 +117,7 @@ def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> 
 
 
 def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
-    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`.
-
-    Args:
-        tensors: By name.
-    """
+    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`."""
     sent: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if isinstance(value, Tensor):
@@ -150,14 +129,7 @@ def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
 
 
 def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
-    """Return what `to_wire` was given.
-
-    Args:
-        sent: Tensors by name, as `to_wire` returned them.
-
-    Raises:
-        UsageError: A low-rank matrix lacks a part, or its parts do not fit.
-    """
+    """Return what `to_wire` was given."""
     tensors: dict[str, Tensor | LowRank] = {name: value for name, value in sent.items() if "|" not in name}
     for name in {name.rpartition("|")[0] for name in sent if "|" in name}:
         parts = [sent.get(f"{name}|{part}") for part in _PARTS]
@@ -174,26 +146,14 @@ def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
 @final
 @dataclass(frozen=True)
 class Intake:
-    """What came in.
+    """What came in."""
 
-    Attributes:
-        accepted: Sound updates, in the order of client numbers, one per client.
-        refused: Client number → why its update was left out.
-    """
-
-    accepted: tuple[Update, ...]
-    refused: Mapping[int, str]
+    accepted: tuple[Update, ...]  # sound updates, in the order of client numbers, one per client
+    refused: Mapping[int, str]  # client number → why its update was left out
 
 
 def examine(sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: int) -> Intake:
-    """Sort updates into those that may be aggregated and those that may not.
-
-    Args:
-        sent: What every asked client was sent; its update must have the same names and shapes. Who was asked and
-            sent nothing is named, and who was not asked is refused.
-        updates: What came in, in any order.
-        round: The round under way, from 1; an update of another round is a replay or a latecomer.
-    """
+    """Sort updates into those that may be aggregated and those that may not."""
     accepted: dict[int, Update] = {}
     refused: dict[int, str] = {}
     for update in sorted(updates, key=lambda update: update.client):
@@ -212,13 +172,7 @@ def examine(sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: in
 
 
 def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
-    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values.
-
-    Args:
-        sent: What the server sent: tensors by name.
-        update: What came back.
-        round: The round, from 1.
-    """
+    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values."""
     if update.round != round:
         return f"answers round {update.round}, not {round}: replayed or late"
     if not 1 <= update.n < 2**53:
@@ -260,16 +214,7 @@ def _largest(part: Tensor) -> float:
 
 
 def check_outgoing(names: Iterable[str], shared: Sequence[str], *, client: int | str) -> None:
-    """Refuse to send anything that is not shared.
-
-    Args:
-        names: Names of all tensors about to leave; a part of a low-rank matrix, `NAME|left`, counts as NAME.
-        shared: The method's patterns of shared names; none means that nothing may leave.
-        client: Who is sending, for the message.
-
-    Raises:
-        PrivateTensor: A name matches no pattern.
-    """
+    """Refuse to send anything that is not shared."""
     plain = [name.partition("|")[0] for name in names]
     private = sorted(set(plain) - set(_matching(plain, shared)))
     if private:

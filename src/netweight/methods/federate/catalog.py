@@ -19,17 +19,13 @@ from netweight.methods.federate.settings import LocalTraining
 @final
 @dataclass(frozen=True)
 class Entry:
-    """A method in the catalog.
+    """A method in the catalog."""
 
-    Attributes:
-        make: Returns the method; takes `training`, and a private one takes the noise multiplier before it.
-        training: Its local training; None where that is not HyperFL's with other numbers but of another kind.
-        private: Whether its local training is differentially private.
-    """
-
+    # Returns the method; takes `training`, and a private one takes the noise multiplier before it.
     make: Callable[..., Method]
+    # Its local training; None where that is not HyperFL's with other numbers but of another kind.
     training: LocalTraining | None = LocalTraining()
-    private: bool = False
+    private: bool = False  # whether its local training is differentially private
 
 
 # A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
@@ -54,17 +50,7 @@ METHODS: Mapping[str, Entry] = {
 
 
 def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
-    """Return a method by its name.
-
-    Args:
-        name: One of `METHODS`.
-        training: Local training; None takes the method's own, which is in `METHODS`.
-        noise_multiplier: For private methods, and for these alone; see `netweight.methods.federate.dp`.
-
-    Raises:
-        NameNotFound: There is no such method.
-        UsageError: A private method lacks its noise, or another was given some.
-    """
+    """Return a method by its name."""
     if name not in METHODS:
         near = ", ".join(nearest_names(name, METHODS))
         raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")

@@ -32,22 +32,13 @@ _LOG = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class UpdateNoise:
-    """Gaussian noise on a client's whole update, whose change is clipped first.
+    """Gaussian noise on a client's whole update, whose change is clipped first."""
 
-    Attributes:
-        clip: Largest norm of the change over all shared tensors together, above 0.
-        multiplier: Standard deviation of the noise on each value, as a multiple of `clip`; at least 0. An accountant
-            (`netweight.methods.federate.dp.epsilon_spent`) says which ε that is for a whole client.
+    # Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
+    #     noise added by clients.
 
-    Raises:
-        UsageError: A number is out of its range.
-
-    Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
-        noise added by clients.
-    """
-
-    clip: float
-    multiplier: float
+    clip: float  # largest norm of the change over all shared tensors together, above 0
+    multiplier: float  # standard deviation of the noise on each value, as a multiple of `clip`; at least 0
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -58,20 +49,14 @@ class UpdateNoise:
 @final
 @dataclass(frozen=True)
 class Hardened:
-    """A method whose clients protect themselves before they send.
+    """A method whose clients protect themselves before they send."""
 
-    A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
-
-    Attributes:
-        method: The method.
-        noise: Noise on updates; None for none.
-        minimum_steps: Fewest local steps that a client agrees to.
-        refusal: What a client accepts of a hypernetwork it is sent; None to accept everything.
-    """
+    # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
 
     method: Method
-    noise: UpdateNoise | None = None
-    minimum_steps: int = 1
+    noise: UpdateNoise | None = None  # noise on updates; None for none
+    minimum_steps: int = 1  # fewest local steps that a client agrees to
+    # What a client accepts of a hypernetwork it is sent; None to accept everything.
     refusal: RefusalLimits | None = None
 
     @property
@@ -86,11 +71,7 @@ class Hardened:
 
     @property
     def training(self) -> LocalTraining:
-        """Local training of the method.
-
-        Raises:
-            UsageError: The method has none of the usual kind.
-        """
+        """Local training of the method."""
         training = getattr(self.method, "training", None)
         if not isinstance(training, LocalTraining):
             raise UsageError(f"{self.method.name!r} has no local training that could be counted in steps.")
@@ -157,21 +138,14 @@ class Hardened:
 
 
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
-    """Return tensors with low-rank matrices made whole, given the server's.
-
-    Args:
-        tensors: By name, as a client sends them.
-        base: The server's tensors by name, from which low-rank changes count.
-    """
+    """Return tensors with low-rank matrices made whole, given the server's."""
     return {n: value.dense(base[n]) if isinstance(value, LowRank) else value for n, value in tensors.items()}
 
 
 def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> Update:
-    """Return an update whose change is clipped as one vector and whose every value has noise.
-
-    The noise comes from the federation's seed, so that a run can be repeated; a client of a real federation trains with
-    a seed that no one else knows.
-    """
+    """Return an update whose change is clipped as one vector and whose every value has noise."""
+    # The noise comes from the federation's seed, so that a run can be repeated; a client of a real federation trains
+    # with a seed that no one else knows.
     changes = {name: value - received[name] for name, value in dense_tensors(update.tensors, received).items()}
     norm = float(torch.stack([change.double().square().sum() for change in changes.values()]).sum().sqrt())
     factor = min(1.0, noise.clip / (norm + 1e-12))
@@ -186,38 +160,27 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
 @final
 @dataclass(frozen=True)
 class RefusalLimits:
-    """The most that a client accepts; the defaults leave room above every state of the honest federations measured.
+    """The most that a client accepts; the defaults leave room above every state of the honest federations measured."""
 
-    Attributes:
-        peaked: Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
-        repeated: Share of rows, in the trunk or a generated weight, that repeat another row or are zero.
-        lonely: Share of rows of the first linear layer that exactly one of the client's images activates; the default
-            was measured with batches of 50, and batches of a few images need more.
-        change: Change of the shared state since the last round, as a multiple of the client's own in that round.
-    """
-
+    # Kurtosis of the worst generated weight tensor; 3 for normal values, 25 for kernels with one entry.
     peaked: float = 12.0
-    repeated: float = 0.02
+    repeated: float = 0.02  # share of rows, in the trunk or a generated weight, that repeat another row or are zero
+    # Share of rows of the first linear layer that exactly one of the client's images activates; the default was
+    # measured with batches of 50, and batches of a few images need more.
     lonely: float = 0.25
+    # Change of the shared state since the last round, as a multiple of the client's own in that round.
     change: float = 3.0
 
 
 @final
 @dataclass(frozen=True)
 class Signs:
-    """What was measured; the names are those of the limits. None where nothing was given to measure it with.
+    """What was measured; the names are those of the limits. None where nothing was given to measure it with."""
 
-    Attributes:
-        peaked: Compared with the limit of this name.
-        repeated: Likewise.
-        lonely: Likewise; needs images.
-        change: Likewise; needs the state before and the client's own change.
-    """
-
-    peaked: float
-    repeated: float
-    lonely: float | None
-    change: float | None
+    peaked: float  # compared with the limit of this name
+    repeated: float  # likewise
+    lonely: float | None  # likewise; needs images
+    change: float | None  # likewise; needs the state before and the client's own change
 
 
 _WORDS = {
@@ -238,23 +201,7 @@ def refuse_abnormal(
     own_change: float | None = None,
     limits: RefusalLimits | None = None,
 ) -> list[str]:
-    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one.
-
-    Args:
-        received: The shared state: `heads.weight`, `heads.bias`, `trunk.0.weight` and so on, under any common prefix.
-            By name.
-        body: The feature extractor whose parameters are generated.
-        embedding: The client's own embedding, shape `(E,)`.
-        images: Private images of one batch, as the body sees them; with them the strongest sign is measured. Nothing
-            about them leaves the client but the refusal itself.
-        previous: The state received in the round before. Tensors by name.
-        own_change: Norm of the client's own change of that state.
-        limits: What is accepted.
-
-    Raises:
-        NameNotFound: A tensor of the hypernetwork is missing.
-        UsageError: Shapes do not fit the body or the embedding.
-    """
+    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one."""
     limits = limits or RefusalLimits()
     bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
     if bad:

@@ -19,8 +19,8 @@ from netweight.methods.federate.method import Client, LocalModel, Trained, Weigh
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
 from netweight.methods.federate.task import FedTask
 
+# Prefix of running statistics of normalization layers, which stay with their client in every method.
 STATISTICS = "statistics."
-"""Prefix of running statistics of normalization layers, which stay with their client in every method."""
 
 
 def prefixed(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
@@ -41,19 +41,12 @@ def initial_statistics(task: FedTask) -> dict[str, Tensor]:
 @final
 @dataclass(frozen=True)
 class DirectMethod:
-    """Clients train the model's weights themselves; the server averages those halves that are shared.
+    """Clients train the model's weights themselves; the server averages those halves that are shared."""
 
-    Attributes:
-        name: As the command line calls it.
-        halves: Which halves leave a client: both, the body alone, or none.
-        phases: Local training of a round.
-        training: Batch size, momentum and weight decay of all phases.
-    """
-
-    name: str
-    halves: tuple[Literal["body", "head"], ...]
-    phases: tuple[Phase, ...]
-    training: LocalTraining = LocalTraining()
+    name: str  # as the command line calls it
+    halves: tuple[Literal["body", "head"], ...]  # which halves leave a client: both, the body alone, or none
+    phases: tuple[Phase, ...]  # local training of a round
+    training: LocalTraining = LocalTraining()  # batch size, momentum and weight decay of all phases
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -121,11 +114,7 @@ def from_named(task: FedTask, tensors: Tensors) -> Weights:
 
 
 def local_only(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return the method that shares nothing: every client trains the whole model alone.
-
-    Args:
-        training: How every client trains.
-    """
+    """Return the method that shares nothing: every client trains the whole model alone."""
     return DirectMethod("local", (), (Phase("both", training.epochs, training.lr),), training)
 
 
@@ -141,15 +130,8 @@ def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
 
 
 def fedavg_private_head(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared.
-
-    The fair comparator of HyperFL, which trains in the same order and keeps the same half to itself.
-
-    Args:
-        training: How every client trains.
-
-    Source: Collins et al., FedRep (arXiv 2102.07078).
-    """
+    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared."""
+    # Source: Collins et al., FedRep (arXiv 2102.07078).
     phases = (
         Phase("head", training.head_epochs, training.head_lr),
         Phase("body", training.epochs, training.lr),
@@ -167,17 +149,8 @@ def dp_fedavg(
     clip: float = 0.04,
     sampling: Sampling = "poisson",
 ) -> DirectMethod:
-    """Return FedAvg whose clients train the whole model by DP-SGD.
-
-    Args:
-        noise_multiplier: Standard deviation of the noise as a multiple of `clip`, the same for all clients;
-            `netweight.methods.federate.dp.noise_multiplier_for_all` turns an ε into one that is enough for each.
-        training: Epochs, learning rate, batch size, momentum, weight decay.
-        clip: Largest norm of one example's gradient.
-        sampling: "poisson", or "shuffled" as in the paper's code; see `epsilon_caveats`.
-
-    Source: DP-FedAvg as HyperFL (arXiv 2412.07187) compares with it; Abadi et al. (arXiv 1607.00133).
-    """
+    """Return FedAvg whose clients train the whole model by DP-SGD."""
+    # Source: DP-FedAvg as HyperFL (arXiv 2412.07187) compares with it; Abadi et al. (arXiv 1607.00133).
     privacy = Privacy(noise_multiplier, clip, sampling)
     phases = (Phase("both", training.epochs, training.lr, privacy),)
     return DirectMethod("dp-fedavg", ("body", "head"), phases, training)
@@ -190,16 +163,8 @@ def centaur(
     clip: float = 0.04,
     sampling: Sampling = "poisson",
 ) -> DirectMethod:
-    """Return CENTAUR: first the private head by plain SGD, then the body by DP-SGD; the body alone is shared.
-
-    Args:
-        noise_multiplier: As in `dp_fedavg`; so are the others.
-        training: `head_epochs` and `head_lr` are of the head's own phase.
-        clip: Largest norm of one example's gradient of the body.
-        sampling: Of the body's phase.
-
-    Source: Shen et al., CENTAUR (arXiv 2206.07902), with DP-SGD at the client as HyperFL compares with it.
-    """
+    """Return CENTAUR: first the private head by plain SGD, then the body by DP-SGD; the body alone is shared."""
+    # Source: Shen et al., CENTAUR (arXiv 2206.07902), with DP-SGD at the client as HyperFL compares with it.
     privacy = Privacy(noise_multiplier, clip, sampling)
     phases = (
         Phase("head", training.head_epochs, training.head_lr),
@@ -215,30 +180,15 @@ def ppsgd(
     clip: float = 0.04,
     sampling: Sampling = "poisson",
 ) -> DirectMethod:
-    """Return PPSGD: on each batch a plain step of the private head, then a DP-SGD step of the shared body.
-
-    The body's gradient is taken at the head as the step before left it.
-
-    Args:
-        noise_multiplier: As in `dp_fedavg`; so are the others.
-        training: `head_lr` is of the head's steps.
-        clip: Largest norm of one example's gradient of the body.
-        sampling: Of the batches that both steps see.
-
-    Source: Bietti et al., PPSGD (arXiv 2202.05318), in the form that HyperFL compares with.
-    """
+    """Return PPSGD: on each batch a plain step of the private head, then a DP-SGD step of the shared body."""
+    # Source: Bietti et al., PPSGD (arXiv 2202.05318), in the form that HyperFL compares with.
     phase = Phase("body", training.epochs, training.lr, Privacy(noise_multiplier, clip, sampling), training.head_lr)
     return DirectMethod("ppsgd", ("body",), (phase,), training)
 
 
 def epsilon_caveats(method: DirectMethod) -> tuple[str, ...]:
-    """Say why an accountant's ε would not hold for what a method's clients send.
-
-    Nothing is said if it holds, and of a method without privacy. Findings and tables show these beside any ε.
-
-    Args:
-        method: With or without privacy.
-    """
+    """Say why an accountant's ε would not hold for what a method's clients send."""
+    # Nothing is said if it holds, and of a method without privacy. Findings and tables show these beside any ε.
     private = [phase for phase in method.phases if phase.privacy is not None]
     if not private:
         return ()

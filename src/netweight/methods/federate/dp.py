@@ -33,24 +33,8 @@ def train_privately(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase with `phase.privacy` set.
-
-    Args:
-        model: The thread's model.
-        weights: Where each client starts.
-        numbers: The clients' numbers.
-        phase: What learns, how long, how fast and how privately.
-        training: Batch size, momentum, weight decay.
-        seeds_by_client: Of each client's batches and noise.
-
-    Returns:
-        Each client's weights and mean loss over the steps that had an example; 0 if none had.
-
-    Raises:
-        Unsupported: A normalization layer mixes examples; the message names it.
-
-    Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
-    """
+    """Train clients by one phase with `phase.privacy` set."""
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
     trained = [
         _train_one(model, w, number, phase, training, seed)
         for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
@@ -139,8 +123,8 @@ class _Client:
         return total.add(drawn, alpha=deviation)
 
 
+# Rényi differential privacy, as the HyperFL paper's code counts; or privacy random variables, tighter and slower.
 Accountant = Literal["rdp", "prv"]
-"""Rényi differential privacy, as the HyperFL paper's code counts; or privacy random variables, tighter and slower."""
 
 
 def noise_multiplier(
@@ -153,23 +137,8 @@ def noise_multiplier(
     steps: int | None = None,
     accountant: Accountant = "rdp",
 ) -> float:
-    """Return the least noise multiplier that keeps a client's examples (ε, δ)-differentially private.
-
-    Args:
-        epsilon: The budget, above 0; it is met to 0.01 from below.
-        delta: Probability of failure, between 0 and 1; less than 1 / n.
-        n: The client's number of training examples.
-        batch_size: Expected examples per step.
-        epochs: Epochs of private training over all rounds; or give `steps`.
-        steps: Steps of private training over all rounds.
-        accountant: How the loss of privacy is added up.
-
-    Raises:
-        MissingExtra: Opacus is not installed.
-        UsageError: A value is out of its range, or no noise is enough.
-
-    Source: Mironov et al. (arXiv 1908.10530) for "rdp", Gopi et al. (arXiv 2106.02848) for "prv".
-    """
+    """Return the least noise multiplier that keeps a client's examples (ε, δ)-differentially private."""
+    # Source: Mironov et al. (arXiv 1908.10530) for "rdp", Gopi et al. (arXiv 2106.02848) for "prv".
     rate, taken = _schedule(n, batch_size, epochs, steps)
     _check_budget(epsilon, delta, n)
     try:
@@ -188,23 +157,7 @@ def noise_multiplier(
 def noise_multiplier_for_all(
     epsilon: float, delta: float, *, sizes: Iterable[int], batch_size: int, epochs: int, accountant: Accountant = "rdp"
 ) -> float:
-    """Return the least noise multiplier that keeps every client's examples (ε, δ)-differentially private.
-
-    A method has one noise multiplier for all clients; those with few examples take part in more steps per example and
-    need the most noise.
-
-    Args:
-        epsilon: The budget.
-        delta: Probability of failure.
-        sizes: Each client's number of training examples.
-        batch_size: Expected examples per step.
-        epochs: Epochs of private training over all rounds.
-        accountant: How the loss of privacy is added up.
-
-    Raises:
-        MissingExtra: Opacus is not installed.
-        UsageError: A value is out of its range, no noise is enough, or there is no client.
-    """
+    """Return the least noise multiplier that keeps every client's examples (ε, δ)-differentially private."""
     distinct = sorted(set(sizes))
     if not distinct:
         raise UsageError("There is no client to protect.", cure="Give each client's number of examples.")
@@ -230,21 +183,7 @@ def epsilon_spent(
     steps: int | None = None,
     accountant: Accountant = "rdp",
 ) -> float:
-    """Return the ε that private training has spent.
-
-    Args:
-        noise: The noise multiplier, above 0.
-        delta: Probability of failure.
-        n: The client's number of training examples.
-        batch_size: Expected examples per step.
-        epochs: Epochs of private training so far; or give `steps`.
-        steps: Steps of private training so far.
-        accountant: How the loss of privacy is added up.
-
-    Raises:
-        MissingExtra: Opacus is not installed.
-        UsageError: A value is out of its range.
-    """
+    """Return the ε that private training has spent."""
     rate, taken = _schedule(n, batch_size, epochs, steps)
     if noise <= 0:
         raise UsageError(f"With a noise multiplier of {noise} nothing is private.", cure="Give a number above 0.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -19,10 +20,10 @@ from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
+from netweight.job import Job
 from netweight.methods.federate.aggregate import Tensors, check_outgoing, examine
 from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
 from netweight.methods.federate.task import FedTask
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 
 @final
@@ -86,28 +87,18 @@ class Federation:
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is known of a finished round.
+    """What is known of a finished round."""
 
-    Attributes:
-        round: Its number, from 1.
-        clients: Who was asked, in order.
-        before: Accuracy of each client's model as received, by client, with freshly generated weights; empty in
-            rounds without evaluation.
-        after: The same after local training.
-        loss: Mean training loss by client.
-        seconds: Wall-clock time of local training and aggregation, without evaluation.
-        refused: Client → why its update was left out.
-        attempts: How often the round was tried.
-    """
-
-    round: int
-    clients: tuple[int, ...]
+    round: int  # its number, from 1
+    clients: tuple[int, ...]  # who was asked, in order
+    # Accuracy of each client's model as received, by client, with freshly generated weights; empty in rounds without
+    # evaluation.
     before: Mapping[int, float] = field(default_factory=dict)
     after: Mapping[int, float] = field(default_factory=dict)
-    loss: Mapping[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    refused: Mapping[int, str] = field(default_factory=dict)
-    attempts: int = 1
+    loss: Mapping[int, float] = field(default_factory=dict)  # mean training loss by client
+    seconds: float = 0.0  # wall-clock time of local training and aggregation, without evaluation
+    refused: Mapping[int, str] = field(default_factory=dict)  # client → why its update was left out
+    attempts: int = 1  # how often the round was tried
 
     @property
     def mean_before(self) -> float | None:
@@ -130,11 +121,7 @@ class Round:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
-        """Return the round that `to_json` was asked for.
-
-        Args:
-            values: JSON values.
-        """
+        """Return the round that `to_json` was asked for."""
         maps = {
             name: {int(client): value for client, value in values[name].items()}
             for name in ("before", "after", "loss", "refused")
@@ -149,16 +136,7 @@ def _mean(values: Mapping[int, float]) -> float | None:
 
 
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
-    """Whether accuracy has stopped rising, both before and after local training.
-
-    Args:
-        rounds: What is known so far.
-        evaluations: The mean of so many last measurements is compared with that of as many before them.
-        least: A rise by less than this share of all examples is none; 0.001 is a tenth of a point.
-
-    Returns:
-        False while there are fewer measurements than for two such means.
-    """
+    """Whether accuracy has stopped rising, both before and after local training."""
     readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
     if len(readings) < 2 * evaluations:
         return False
@@ -168,14 +146,7 @@ def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 
 
 
 def sampled_clients(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> tuple[int, ...]:
-    """Return who is asked in a round: drawn uniformly without replacement, in order.
-
-    Args:
-        clients: All numbers.
-        settings: The federation's.
-        round: From 1.
-        attempt: From 0; another one draws others.
-    """
+    """Return who is asked in a round: drawn uniformly without replacement, in order."""
     count = max(int(settings.fraction * len(clients)), 1)
     if count == len(clients):
         return tuple(clients)
@@ -185,14 +156,7 @@ def sampled_clients(clients: Sequence[int], settings: Federation, round: int, at
 
 
 def still_there(clients: Sequence[int], settings: Federation, round: int, attempt: int) -> list[int]:
-    """Return who does not vanish from the round.
-
-    Args:
-        clients: Numbers of those who were asked.
-        settings: The federation's, with the share that drops out.
-        round: From 1.
-        attempt: From 0.
-    """
+    """Return who does not vanish from the round."""
     generator = seeds.torch_generator(settings.seed, "drop-out", round, attempt)
     draws = torch.rand(len(clients), generator=generator).tolist()
     return [client for client, draw in zip(clients, draws, strict=True) if draw >= settings.drop_out]
@@ -201,27 +165,15 @@ def still_there(clients: Sequence[int], settings: Federation, round: int, attemp
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """All of a federation between two rounds.
+    """All of a federation between two rounds."""
 
-    Attributes:
-        state: The server's tensors. By name.
-        private: Each client's private tensors by name, for those that took part so far.
-        rounds: What is known of the rounds so far.
-    """
+    state: Tensors  # the server's tensors; by name
+    private: Mapping[int, Tensors]  # each client's private tensors by name, for those that took part so far
+    rounds: Sequence[Round]  # what is known of the rounds so far
 
-    state: Tensors
-    private: Mapping[int, Tensors]
-    rounds: Sequence[Round]
-
-    def save(self, path: Path, settings: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            settings: A digest of what the federation was asked for; only the same may resume it.
-        """
-        about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
-        write_checkpoint(path, about, self._tensors())
+    def save(self, job: Job, settings: str) -> None:
+        """Make it the state of a job; `settings` is the digest by which earlier releases know a federation."""
+        job.save({"settings": settings, "rounds": [round.to_json() for round in self.rounds]}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.state.items():
@@ -231,33 +183,26 @@ class Checkpoint:
                 yield f"private|{client}|{name}", value
 
     @classmethod
-    def load(cls, path: Path, settings: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            settings: Digest of the federation's settings.
-
-        Raises:
-            UsageError: It belongs to a federation with other settings.
-            CorruptBlob: It is damaged.
-        """
+    def load(cls, job: Job, settings: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"settings": settings})
+        if found is None:
+            return None
+        about, tensors = found
         state: dict[str, Tensor] = {}
         private: dict[int, dict[str, Tensor]] = {}
-        refusal = "holds a federation with other settings, data or model"
-        with open_checkpoint(path, {"settings": settings}, refusal=refusal) as (about, store, names):
-            for name in names:
-                kind, _, rest = name.partition("|")
-                if kind == "state":
-                    state[rest] = store.get(name)
-                elif kind == "private":
-                    client, _, own = rest.partition("|")
-                    private.setdefault(int(client), {})[own] = store.get(name)
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("|")
+            if kind == "state":
+                state[rest] = value
+            elif kind == "private":
+                client, _, own = rest.partition("|")
+                private.setdefault(int(client), {})[own] = value
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
 
 
+# The file within a run's folder that it resumes from.
 CHECKPOINT = "federation.safetensors"
-"""The file within a run's folder that it resumes from."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -299,7 +244,7 @@ def train(
     method: Method,
     settings: Federation = Federation(),
     *,
-    folder: str | Path | None = None,
+    folder: str | Path | Job | None = None,
     workers: int | None = None,
     device: torch.device | str = "cpu",
     save_every: int = 1,
@@ -314,7 +259,7 @@ def train(
         task: The model in two halves and every client's data.
         method: How clients train and what they share.
         settings: Rounds, sampling, seed.
-        folder: Where to save a checkpoint and to resume from; None to keep everything in memory.
+        folder: Where to save a checkpoint and to resume from, or a job that is open; None to keep all in memory.
         workers: Threads, each with a share of the clients; None takes one per usable core, and 1 on a GPU.
         device: Where to train.
         save_every: Rounds between checkpoints.
@@ -325,32 +270,25 @@ def train(
         FederationStopped: A round had too few sound updates and its retries were used up; the state is saved.
         PrivateTensor: The method was about to send a private tensor.
     """
-    federation = _Federation(task, method, settings, Path(folder) if folder else None, torch.device(device), workers)
-    with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
-        work.update(len(federation.rounds))
-        with federation.working():
-            while not settings.is_done(federation.rounds):
-                federation.run_round()
-                if len(federation.rounds) % save_every == 0:
-                    federation.save()
-                work.update(1)
-    federation.save()
+    with ExitStack() as stack:
+        kept = None if folder is None else stack.enter_context(_opened(task, method, settings, folder))
+        federation = _Federation(task, method, settings, kept, torch.device(device), workers)
+        with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
+            work.update(len(federation.rounds))
+            with federation.working():
+                while not settings.is_done(federation.rounds):
+                    federation.run_round()
+                    if len(federation.rounds) % save_every == 0:
+                        federation.save()
+                    work.update(1)
+        federation.save()
     return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
 
 
 def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
-    """Open a federation that has been trained; nothing is trained and nothing written.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients trained.
-        settings: Rounds, sampling, seed.
-        folder: Where its checkpoint lies.
-
-    Raises:
-        UsageError: The folder holds a federation with other settings, or one with rounds to go.
-    """
-    federation = _Federation(task, method, settings, Path(folder), torch.device("cpu"), 1)
+    """Open a federation that has been trained; nothing is trained and nothing written."""
+    with _opened(task, method, settings, folder, reading=True) as kept:
+        federation = _Federation(task, method, settings, kept, torch.device("cpu"), 1)
     if not settings.is_done(federation.rounds):
         raise UsageError(
             f"The federation in {folder} has {len(federation.rounds)} of {settings.rounds} rounds.",
@@ -361,14 +299,7 @@ def finished(task: FedTask, method: Method, settings: Federation, *, folder: str
 
 @contextmanager
 def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds.
-
-    Args:
-        task: As for `train`; so are the others.
-        method: How clients train.
-        seed: Of everything drawn.
-        workers: Threads.
-    """
+    """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
     federation = _Federation(task, method, endless, None, torch.device("cpu"), workers)
     with federation.working():
@@ -384,20 +315,19 @@ class _Federation:
         task: FedTask,
         method: Method,
         settings: Federation,
-        folder: Path | None,
+        kept: _Kept | None,
         device: torch.device,
         workers: int | None,
     ) -> None:
-        self.task, self.method, self.settings, self.folder, self.device = task, method, settings, folder, device
+        self.task, self.method, self.settings, self.kept, self.device = task, method, settings, kept, device
         self.workers = workers or (usable_cores() if device.type == "cpu" else 1)
         self.workers = min(self.workers, len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
-        self._digest = _digest(task, method, settings)
         self.state: Tensors = self._placed(method.start(task, seed=settings.seed))
         self._private: dict[int, Tensors] = {}
         self.rounds: list[Round] = []
-        if folder is not None and (folder / CHECKPOINT).exists():
-            saved = Checkpoint.load(folder / CHECKPOINT, self._digest)
+        saved = None if kept is None else Checkpoint.load(kept.job, kept.digest)
+        if saved is not None:
             self.state, self.rounds = self._placed(saved.state), list(saved.rounds)
             self._private = {client: self._placed(tensors) for client, tensors in saved.private.items()}
 
@@ -428,8 +358,8 @@ class _Federation:
 
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
-        if self.folder is not None:
-            Checkpoint(self.state, self._private, self.rounds).save(self.folder / CHECKPOINT, self._digest)
+        if self.kept is not None:
+            Checkpoint(self.state, self._private, self.rounds).save(self.kept.job, self.kept.digest)
 
     def run_round(self) -> None:
         """Run the next round, again if too few clients answer."""
@@ -440,7 +370,7 @@ class _Federation:
                 self.rounds.append(done)
                 return
         self.save()
-        where = f"; its state is in {self.folder}" if self.folder else ""
+        where = f"; its state is in {self.kept.job.folder}" if self.kept is not None else ""
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
             f"{self.settings.retries + 1} attempts{where}.",
@@ -501,8 +431,20 @@ class _Federation:
 _MAY_CHANGE = ("rounds", "evaluate_every", "until_plateau")
 
 
-def _digest(task: FedTask, method: Method, settings: Federation) -> str:
-    """Digest what decides a federation's result but for when it ends, which may be put off to go on."""
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """Where a federation is kept."""
+
+    job: Job
+    digest: str
+
+
+@contextmanager
+def _opened(
+    task: FedTask, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
+) -> Iterator[_Kept]:
+    """Open a federation's job. Its key is all that decides the result but for when it ends, which may be put off."""
     asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
     data = {
         client: [
@@ -512,4 +454,27 @@ def _digest(task: FedTask, method: Method, settings: Federation) -> str:
     }
     start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
-    return digest.of_config([asked, repr(method), data, start, layouts])
+    key = {
+        "settings": asked, "method": described(method), "clients": len(data), "data": digest.of_config(data),
+        "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest.of_config(layouts),
+    }  # fmt: skip
+    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
+        yield _Kept(job, digest.of_config([asked, repr(method), data, start, layouts]))
+
+
+def described(method: Method) -> Any:
+    """A method's repr, which is its identity, taken apart as JSON values, so that a difference is found by name."""
+    text = repr(method)
+    try:
+        return _parts(ast.parse(text, mode="eval").body)
+    except SyntaxError:
+        return text
+
+
+def _parts(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        named = {word.arg or "": _parts(word.value) for word in node.keywords}
+        return {"kind": ast.unparse(node.func), **{str(i): _parts(each) for i, each in enumerate(node.args)}, **named}
+    if isinstance(node, ast.Tuple | ast.List):
+        return [_parts(each) for each in node.elts]
+    return ast.unparse(node)

@@ -26,17 +26,10 @@ if TYPE_CHECKING:
 
 @final
 class SmallCNN(nn.Module):
-    """The feature extractor: two convolutions for 28 × 28 images, three for 32 × 32, and a layer of 128 features.
+    """The feature extractor: two convolutions for 28 × 28 images, three for 32 × 32, and a layer of 128 features."""
 
-    Args:
-        channels: Channels of an image.
-        size: Height and width of an image, 28 or 32.
-
-    Raises:
-        UsageError: The size is another.
-
-    Source: HyperFL (arXiv 2412.07187), the networks for EMNIST and Fashion-MNIST, and for CIFAR-10 and CINIC-10.
-    """
+    # Source: HyperFL (arXiv 2412.07187), the networks for EMNIST and Fashion-MNIST, and for CIFAR-10 and CINIC-10.
+    # `size`: height and width of an image, 28 or 32
 
     def __init__(self, channels: int = 1, size: int = 28) -> None:
         super().__init__()
@@ -58,20 +51,16 @@ class SmallCNN(nn.Module):
 
 
 def small_cnn(channels: int = 1, size: int = 28, classes: int = 10, *, seed: int = 0) -> tuple[SmallCNN, nn.Linear]:
-    """Return the feature extractor and its classifier with weights that depend on `seed` alone.
-
-    Raises:
-        UsageError: The size is neither 28 nor 32.
-    """
+    """Return the feature extractor and its classifier with weights that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return SmallCNN(channels, size), nn.Linear(128, classes)
 
 
+# Name of the settings' file in a run's folder.
 PLAN_FILE = "federation.json"
-"""Name of the settings' file in a run's folder."""
+# The seed with which the HyperFL paper's code splits data, whatever the seed of the model.
 REFERENCE_SPLIT = 2022
-"""The seed with which the HyperFL paper's code splits data, whatever the seed of the model."""
 
 
 @final
@@ -129,11 +118,7 @@ class FederationPlan:
     model: str | None = None
 
     def images(self) -> Images:
-        """Return the data set.
-
-        Raises:
-            NameNotFound: It is neither a known name nor a folder.
-        """
+        """Return the data set."""
         from netweight.data.images import NAMES, load, load_folder
 
         if self.data in NAMES:
@@ -230,11 +215,7 @@ class FederationPlan:
 
     @classmethod
     def load(cls, folder: Path) -> FederationPlan:
-        """Read the settings of a run.
-
-        Raises:
-            UsageError: The folder holds no federation.
-        """
+        """Read the settings of a run."""
         path = folder / PLAN_FILE
         if not path.is_file():
             raise UsageError(

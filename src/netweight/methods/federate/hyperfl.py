@@ -23,8 +23,8 @@ from netweight.methods.federate.settings import LocalTraining, Phase
 from netweight.methods.federate.task import FedTask
 from netweight.nn import Hypernetwork, ParameterLayout
 
+# Prefix of the shared names.
 HYPERNETWORK = "hypernetwork."
-"""Prefix of the shared names."""
 
 _WEIGHT, _BIAS = f"{HYPERNETWORK}heads.weight", f"{HYPERNETWORK}heads.bias"
 
@@ -32,19 +32,13 @@ _WEIGHT, _BIAS = f"{HYPERNETWORK}heads.weight", f"{HYPERNETWORK}heads.bias"
 @final
 @dataclass(frozen=True)
 class Generated:
-    """A client after local training of its hypernetwork.
+    """A client after local training of its hypernetwork."""
 
-    Attributes:
-        hypernetwork: The shared tensors; the heads' weights as `LowRank` unless there were too many steps.
-        embedding: Shape `(E,)`.
-        weights: The personal model that these generate.
-        loss: Mean loss of the steps.
-    """
-
+    # The shared tensors; the heads' weights as `LowRank` unless there were too many steps.
     hypernetwork: Mapping[str, Tensor | LowRank]
-    embedding: Tensor
-    weights: Weights
-    loss: float
+    embedding: Tensor  # shape `(E,)`
+    weights: Weights  # the personal model that these generate
+    loss: float  # mean loss of the steps
 
 
 def train_generated(
@@ -58,23 +52,8 @@ def train_generated(
     head: Literal["kept", "trained", "generated"],
     seeds_by_client: Sequence[int],
 ) -> list[Generated]:
-    """Train hypernetwork and embedding of each client by SGD through the body that they generate.
-
-    Args:
-        model: The thread's model.
-        numbers: The clients' numbers.
-        weights: Each client's head and running statistics.
-        embeddings: Each client's embedding. Shape `(E,)` each.
-        received: The hypernetwork that all of them start from. Tensors by name.
-        training: Epochs, learning rate, momentum, weight decay, clip.
-        head: What becomes of the model's head: nothing, training beside the body, or generation like the body's.
-        seeds_by_client: Of each client's batches.
-
-    Returns:
-        The clients, in their order.
-
-    Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
-    """
+    """Train hypernetwork and embedding of each client by SGD through the body that they generate."""
+    # Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
     group = _Group(model, numbers, weights, embeddings, received, training, generates_head=head == "generated")
     streams = [
         iter(Stream(model, number, training.epochs, training.batch_size, seed))
@@ -179,12 +158,7 @@ class _Group:
 
 
 def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
-    """Return a hypernetwork that generates the body alone, given one that may generate the head after it.
-
-    Args:
-        state: The hypernetwork. Tensors by name.
-        size: Number of the body's parameters.
-    """
+    """Return a hypernetwork that generates the body alone, given one that may generate the head after it."""
     return {name: value[:size] if name in (_WEIGHT, _BIAS) else value for name, value in state.items()}
 
 

@@ -17,38 +17,19 @@ from netweight.methods.federate.settings import LocalTraining, Phase
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Return the number of steps that go once through n examples.
-
-    Args:
-        n: Examples, at least 1.
-        batch_size: At least 1.
-    """
+    """Return the number of steps that go once through n examples."""
     return -(-n // batch_size)
 
 
 def shuffled_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order.
-
-    Args:
-        n: Examples, at least 1.
-        batch_size: At least 1; the last batch of an epoch may be smaller.
-        epochs: Passes over all examples.
-        seed: Where orders are drawn from.
-    """
+    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order."""
     generator = seeds.torch_generator(seed, "shuffle")
     for _ in range(epochs):
         yield from torch.split(torch.randperm(n, generator=generator), batch_size)
 
 
 def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices of each step, every example drawn on its own with probability `batch_size / n`.
-
-    Args:
-        n: Examples, at least 1.
-        batch_size: Its mean.
-        epochs: As many steps as `steps_per_epoch` says, times this.
-        seed: Where draws come from.
-    """
+    """Yield indices of each step, every example drawn on its own with probability `batch_size / n`."""
     generator = seeds.torch_generator(seed, "poisson")
     rate = min(1.0, batch_size / n)
     for _ in range(epochs * steps_per_epoch(n, batch_size)):
@@ -56,14 +37,8 @@ def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator
 
 
 def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
-    """Return a batch's indices filled up to a multiple with its first one, and a mask of those that count.
-
-    Kernels are chosen and cached by shape: so a few shapes recur. The examples added are of the batch itself.
-
-    Args:
-        index: Shape `(b,)`, int64, b at least 1.
-        multiple: At least 1.
-    """
+    """Return a batch's indices filled up to a multiple with its first one, and a mask of those that count."""
+    # Kernels are chosen and cached by shape: so a few shapes recur. The examples added are of the batch itself.
     missing = -len(index) % multiple
     mask = torch.arange(len(index) + missing) < len(index)
     return torch.cat([index, index[:1].expand(missing)]), mask
@@ -71,25 +46,14 @@ def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
 
 @final
 class Descent:
-    """SGD with momentum and weight decay on rows of vectors, one row per client, in place.
-
-    Args:
-        vectors: Shape `(K, P)`.
-        lr: Learning rate.
-        training: Momentum and weight decay.
-    """
+    """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
 
     def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
-        self.vectors, self._lr, self._training = vectors, lr, training
+        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
         self._velocity = torch.zeros_like(vectors)
 
     def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
-        """Move the rows given; the others, whose clients have finished, stay.
-
-        Args:
-            gradients: Shape `(rows, size)`.
-            rows: Which rows of the weights they belong to.
-        """
+        """Move the rows given; the others, whose clients have finished, stay."""
         if len(rows) == len(self.vectors):
             self._move(self.vectors, self._velocity, gradients)
             return
@@ -103,16 +67,7 @@ class Descent:
 
 @final
 class Stream:
-    """One client's batches of one phase, in order, augmented where the task says so.
-
-    Args:
-        model: The thread's model.
-        client: The client's number.
-        epochs: Passes over its examples.
-        batch_size: Examples per step.
-        seed: Of the order and of the augmentation.
-        sampling: "shuffled" goes through the examples in turn, "poisson" draws each on its own.
-    """
+    """One client's batches of one phase, in order, augmented where the task says so."""
 
     def __init__(
         self,
@@ -150,22 +105,7 @@ def train_clients(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase without differential privacy; `private_training.py` is for the others.
-
-    Args:
-        model: The thread's model.
-        weights: Where each client starts.
-        numbers: The clients' numbers.
-        phase: What learns, how long and how fast.
-        training: Batch size, momentum, weight decay.
-        seeds_by_client: Of each client's batches.
-
-    Returns:
-        Each client's weights and mean loss.
-
-    Raises:
-        UsageError: The phase asks for differential privacy.
-    """
+    """Train clients by one phase without differential privacy; `private_training.py` is for the others."""
     if phase.privacy is not None:
         raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
     if phase.trains == "head":
@@ -190,19 +130,7 @@ def train_steps(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train both halves of clients by a number of steps, whatever their numbers of examples.
-
-    Args:
-        model: The thread's model.
-        weights: Where each client starts.
-        numbers: The clients' numbers.
-        steps: Steps of each client.
-        training: Learning rate, batch size, momentum, weight decay.
-        seeds_by_client: Of each client's batches.
-
-    Returns:
-        Each client's weights and mean loss.
-    """
+    """Train both halves of clients by a number of steps, whatever their numbers of examples."""
     streams = []
     for number, seed in zip(numbers, seeds_by_client, strict=True):
         epochs = -(-steps // steps_per_epoch(model.task.client(number).n, training.batch_size))
@@ -262,11 +190,7 @@ def _train_group(
 
 
 def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
-    """Yield, step by step, the rows of the clients that still have a batch, and these batches.
-
-    Args:
-        streams: Batches of each client.
-    """
+    """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
     rows = list(range(len(streams)))
     while True:
         step = [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]
@@ -279,10 +203,8 @@ def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int]
 def _train_head(
     model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
 ) -> tuple[Weights, float]:
-    """Train one client's head on the features of its body as it stands, which is in evaluation mode.
-
-    Features are computed once unless inputs are augmented.
-    """
+    """Train one client's head on the features of its body as it stands, which is in evaluation mode."""
+    # Features are computed once unless inputs are augmented.
     model.train("head")
     stream = Stream(model, number, phase.epochs, training.batch_size, seed)
     head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)

@@ -21,8 +21,8 @@ from netweight.methods.federate.aggregate import LowRank, Tensors, Update
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import FedTask
 
+# What `sys.getrefcount` says of an array that nobody else holds: the dictionary's reference and its argument.
 _OWN_REFERENCES = 2
-"""What `sys.getrefcount` says of an array that nobody else holds: the dictionary's reference and its argument."""
 
 
 @final
@@ -33,13 +33,7 @@ class ReusedMemory:
         self._blocks: dict[str, np.ndarray] = {}
 
     def empty(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a tensor with any values, of the kind and on the device of `like`.
-
-        Args:
-            name: The block. While tensors still lie in it, a new one takes its name, and theirs goes with them.
-            shape: The tensor's.
-            like: Gives dtype and device; memory is used again on a CPU only, torch does so itself on a GPU.
-        """
+        """Return a tensor with any values, of the kind and on the device of `like`."""
         size = math.prod(shape) * like.element_size()
         if like.device.type != "cpu" or not size:
             return like.new_empty(shape)
@@ -55,58 +49,36 @@ class ReusedMemory:
 
 
 class Heads(Protocol):
-    """The heads of K clients while they train, each P × H with the bias as the last column, all begun at W₀.
+    """The heads of K clients while they train, each P × H with the bias as the last column, all begun at W₀."""
 
-    Codes are not negative and end with 1, for the bias.
-    """
+    # Codes are not negative and end with 1, for the bias.
 
     def generate(self, codes: Tensor, rows: Sequence[int]) -> Tensor:
         """Return W m of the clients `rows`, shape `(k, P)`, for codes of shape `(k, H)`."""
         ...
 
     def pull_back(self, gradients: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return Wᵀ g of the clients `rows`, shape `(k, H)`, for gradients of shape `(k, P)`.
-
-        Only where the last codes were above 0: elsewhere ReLU lets nothing through and the value may be 0.
-        """
+        """Return Wᵀ g of the clients `rows`, shape `(k, H)`, for gradients of shape `(k, P)`."""
+        # Only where the last codes were above 0: elsewhere ReLU lets nothing through and the value may be 0.
         ...
 
     def step(self, gradients: Tensor, codes: Tensor, clips: Tensor, rows: Sequence[int]) -> None:
-        """Take one step of SGD with the gradients `clip · g mᵀ` of the clients `rows`; clips have shape `(k,)`.
-
-        Args:
-            gradients: g of each client, shape `(k, P)`.
-            codes: m of each client, shape `(k, H)`.
-            clips: Factors, shape `(k,)`.
-            rows: The clients' numbers among those here.
-        """
+        """Take one step of SGD with the gradients `clip · g mᵀ` of the clients `rows`; clips have shape `(k,)`."""
         ...
 
     def result(self, row: int) -> tuple[Tensor | LowRank, Tensor]:
-        """Return a client's weights, as they are sent, and bias, shape `(P,)`.
-
-        Args:
-            row: The client's number among those here.
-        """
+        """Return a client's weights, as they are sent, and bias, shape `(P,)`."""
         ...
 
 
 @final
 class Coefficients:
-    """The scalars of the low-rank form, the same for all clients that took as many steps; double precision.
-
-    Attributes:
-        scale: a_t, the factor of W₀ in W_t.
-        weights: b_{t,i}, the factor of step i in W_t.
-
-    Args:
-        training: Learning rate, momentum and weight decay.
-    """
+    """The scalars of the low-rank form, the same for all clients that took as many steps; double precision."""
 
     def __init__(self, training: LocalTraining) -> None:
         self._training = training
-        self.scale, self._drift = 1.0, 0.0
-        self.weights = torch.zeros(0, dtype=torch.float64)
+        self.scale, self._drift = 1.0, 0.0  # scale: a_t, the factor of W₀ in W_t
+        self.weights = torch.zeros(0, dtype=torch.float64)  # b_{t,i}, the factor of step i in W_t
         self._velocity = torch.zeros(0, dtype=torch.float64)
 
     def step(self) -> None:
@@ -121,18 +93,11 @@ class Coefficients:
 
 @final
 class FactoredHeads:
-    """Heads as factors: rank one more with each step.
+    """Heads as factors: rank one more with each step."""
 
-    Of W₀ only the columns of codes that are above 0 are read, which ReLU leaves about half of.
-
-    Args:
-        weight: W₀ without the bias, shape `(P, H − 1)`.
-        bias: Shape `(P,)`.
-        clients: Number of clients K.
-        steps: Largest number of steps that any of them takes.
-        training: Learning rate, momentum and weight decay.
-        memory: Where the factors lie.
-    """
+    # Of W₀ only the columns of codes that are above 0 are read, which ReLU leaves about half of.
+    # `weight`: W₀ without the bias, shape `(P, H − 1)`
+    # `bias`: shape `(P,)`
 
     def __init__(
         self, weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining, memory: ReusedMemory
@@ -206,14 +171,10 @@ def _add(result: Tensor, matrix: Tensor, vector: Tensor, scale: float) -> None:
 
 @final
 class DenseHeads:
-    """Heads as dense matrices, one per client with its velocity: for more steps than the heads have inputs.
+    """Heads as dense matrices, one per client with its velocity: for more steps than the heads have inputs."""
 
-    Args:
-        weight: W₀ without the bias, shape `(P, H − 1)`.
-        bias: Shape `(P,)`.
-        clients: Number of clients K.
-        training: Learning rate, momentum and weight decay.
-    """
+    # `weight`: W₀ without the bias, shape `(P, H − 1)`
+    # `bias`: shape `(P,)`
 
     def __init__(self, weight: Tensor, bias: Tensor, clients: int, training: LocalTraining) -> None:
         base = torch.cat([weight, bias[:, None]], dim=1)
@@ -245,16 +206,7 @@ class DenseHeads:
 def heads_for(
     weight: Tensor, bias: Tensor, clients: int, steps: int, training: LocalTraining, memory: ReusedMemory
 ) -> Heads:
-    """Return factored heads where the factors stay smaller than the matrix, dense ones otherwise.
-
-    Args:
-        weight: W, shape `(P, H)`.
-        bias: Shape `(P,)`.
-        clients: How many share this start.
-        steps: Most steps that one of them takes.
-        training: Learning rate, momentum and weight decay.
-        memory: For what is too large for the allocator to keep.
-    """
+    """Return factored heads where the factors stay smaller than the matrix, dense ones otherwise."""
     if steps < weight.shape[1]:
         return FactoredHeads(weight, bias, clients, steps, training, memory)
     return DenseHeads(weight, bias, clients, training)
@@ -262,15 +214,7 @@ def heads_for(
 
 @final
 class LocalModel:
-    """Runs the body and the head of a task with any weights.
-
-    Args:
-        task: The task; its modules are copied.
-        device: Where to run.
-
-    Attributes:
-        memory: For tensors of a round that are too large for the allocator to keep.
-    """
+    """Runs the body and the head of a task with any weights."""
 
     def __init__(self, task: FedTask, device: torch.device | str = "cpu") -> None:
         self.task = task
@@ -278,7 +222,7 @@ class LocalModel:
         self.body = copy.deepcopy(task.body).to(self.device)
         self.head = copy.deepcopy(task.head).to(self.device)
         self._body, self._head = task.body_layout, task.head_layout
-        self.memory = ReusedMemory()
+        self.memory = ReusedMemory()  # for tensors of a round that are too large for the allocator to keep
         self._body_constants, self._head_constants = _constants(self.body), _constants(self.head)
 
     def initial_statistics(self) -> dict[str, Tensor]:
@@ -292,23 +236,12 @@ class LocalModel:
         }
 
     def features(self, body: Tensor, inputs: Tensor, statistics: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the body's outputs with the weights `body`, shape `(P,)`; statistics change in training mode.
-
-        Args:
-            body: Shape `(P,)`.
-            inputs: Shape `(n, …)`, as the body takes them.
-            statistics: Running statistics by name; None for those that the body was made with.
-        """
+        """Return the body's outputs with the weights `body`, shape `(P,)`; statistics change in training mode."""
         weights = {**self._body_constants, **self._body.split(body), **(statistics or {})}
         return _call(self.body, weights, inputs)
 
     def classify(self, head: Tensor, features: Tensor) -> Tensor:
-        """Return the head's outputs with the weights `head`, shape `(Q,)`.
-
-        Args:
-            head: Shape `(Q,)`.
-            features: Shape `(n, …)`, what the body put out.
-        """
+        """Return the head's outputs with the weights `head`, shape `(Q,)`."""
         return _call(self.head, {**self._head_constants, **self._head.split(head)}, features)
 
     def loss(
@@ -319,23 +252,11 @@ class LocalModel:
         targets: Tensor,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return the mean loss of a batch, differentiable in both vectors.
-
-        Args:
-            body: Shape `(P,)`.
-            head: Shape `(Q,)`.
-            inputs: Shape `(n, …)`.
-            targets: Shape `(n,)` for classes, or whatever the task's loss takes.
-            statistics: Running statistics by name; None for those that the body was made with.
-        """
+        """Return the mean loss of a batch, differentiable in both vectors."""
         return self.task.loss(self.classify(head, self.features(body, inputs, statistics)), targets)
 
     def train(self, trains: Literal["head", "body", "both"]) -> None:
-        """Set training mode for what learns; a body that does not learn is in evaluation mode.
-
-        Args:
-            trains: Which half learns.
-        """
+        """Set training mode for what learns; a body that does not learn is in evaluation mode."""
         self.body.train(trains != "head")
         self.head.train(trains != "body")
 
@@ -343,14 +264,7 @@ class LocalModel:
     def accuracy(
         self, body: Tensor, head: Tensor, data: tuple[Tensor, Tensor], statistics: Mapping[str, Tensor] | None = None
     ) -> float:
-        """Return the share of examples whose largest output is the target's, in evaluation mode.
-
-        Args:
-            body: Shape `(P,)`.
-            head: Shape `(Q,)`.
-            data: Inputs of shape `(n, …)` and targets of shape `(n,)`.
-            statistics: Running statistics by name; None for those that the body was made with.
-        """
+        """Return the share of examples whose largest output is the target's, in evaluation mode."""
         self.body.eval()
         self.head.eval()
         body, head = body.to(self.device), head.to(self.device)
@@ -362,11 +276,7 @@ class LocalModel:
         return right / len(data[1])
 
     def place(self, inputs: Tensor) -> Tensor:
-        """Return inputs on the device, images with channels last, in which convolutions of small batches are faster.
-
-        Args:
-            inputs: Shape `(n, …)`.
-        """
+        """Return inputs on the device, images with channels last, in which convolutions of small batches are faster."""
         if inputs.ndim == 4:
             return inputs.to(self.device, memory_format=torch.channels_last)
         return inputs.to(self.device)
@@ -390,51 +300,33 @@ def _call(module: nn.Module, weights: dict[str, Tensor], inputs: Tensor) -> Tens
 @final
 @dataclass(frozen=True)
 class Weights:
-    """A client's model, ready to run.
+    """A client's model, ready to run."""
 
-    Attributes:
-        body: The body's trained parameters, shape `(task.body_layout.size,)`.
-        head: The head's, shape `(task.head_layout.size,)`.
-        statistics: The body's running statistics by name, where it has normalization layers that keep some.
-    """
-
-    body: Tensor
-    head: Tensor
+    body: Tensor  # the body's trained parameters, shape `(task.body_layout.size,)`
+    head: Tensor  # the head's, shape `(task.head_layout.size,)`
+    # The body's running statistics by name, where it has normalization layers that keep some.
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @final
 @dataclass(frozen=True)
 class Client:
-    """One client as a round begins.
+    """One client as a round begins."""
 
-    Attributes:
-        number: Its number in the task.
-        private: What it keeps between rounds and never sends: tensors by name.
-        received: What the server sent it in this round: tensors by name.
-    """
-
-    number: int
-    private: Tensors
-    received: Tensors
+    number: int  # its number in the task
+    private: Tensors  # what it keeps between rounds and never sends: tensors by name
+    received: Tensors  # what the server sent it in this round: tensors by name
 
 
 @final
 @dataclass(frozen=True)
 class Trained:
-    """One client as a round ends.
+    """One client as a round ends."""
 
-    Attributes:
-        update: What it sends.
-        private: What it keeps: tensors by name.
-        weights: Its personal model after local training.
-        loss: Mean training loss over the round's steps.
-    """
-
-    update: Update
-    private: Tensors
-    weights: Weights
-    loss: float
+    update: Update  # what it sends
+    private: Tensors  # what it keeps: tensors by name
+    weights: Weights  # its personal model after local training
+    loss: float  # mean training loss over the round's steps
 
 
 class Method(Protocol):

@@ -17,10 +17,10 @@ from netweight.data.images.images import Images
 from netweight.errors import UsageError
 from netweight.methods.federate.task import ClientData
 
+# Dominant classes of HyperFL's clients for data sets of ten classes.
 TEN_CLASS_GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
-"""Dominant classes of HyperFL's clients for data sets of ten classes."""
+# The same for EMNIST byclass: digits, upper case, lower case.
 EMNIST_BYCLASS_GROUPS: tuple[tuple[int, ...], ...] = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
-"""The same for EMNIST byclass: digits, upper case, lower case."""
 
 _MOST_DRAWS = 1000  # of a Dirichlet partition that leaves a client with too few samples
 
@@ -35,30 +35,11 @@ def dominant_groups(
     seed: int,
     start: int = 0,
 ) -> list[Tensor]:
-    """Give each client a share of all classes and, for the rest, only its group's dominant classes.
-
-    Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
-    run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
-    share cannot be divided evenly, the first classes get one sample more.
-
-    Args:
-        labels: int64, shape `(n,)`, from 0.
-        clients: Number of clients, at least 1.
-        per_client: Samples of each client, at least 1.
-        groups: The dominant classes of each group.
-        uniform: Share of a client's samples that is spread evenly over all classes, in [0, 1].
-        seed: Decides on the order of each class's samples.
-        start: How many samples of each class are passed over at first.
-
-    Returns:
-        Per client its indices, exactly `per_client` different ones.
-
-    Raises:
-        UsageError: A number is out of range, a group is empty or names a class that is not there, or a client would
-            need more samples of a class than there are.
-
-    Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
-    """
+    """Give each client a share of all classes and, for the rest, only its group's dominant classes."""
+    # Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
+    # run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
+    # share cannot be divided evenly, the first classes get one sample more.
+    # Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
     order = _class_order(labels, seed)
     _check_groups(groups, len(order))
     if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
@@ -77,23 +58,8 @@ def dominant_groups(
 
 
 def dirichlet(labels: Tensor, *, clients: int, alpha: float, seed: int, minimum: int = 10) -> list[Tensor]:
-    """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution.
-
-    Args:
-        labels: int64, shape `(n,)`, from 0.
-        clients: Number of clients, at least 1.
-        alpha: Concentration, greater than 0: small ones give each client few classes, large ones all alike.
-        seed: Decides on proportions and on who gets which sample.
-        minimum: Least samples of a client; partitions are drawn again until all have as many.
-
-    Returns:
-        Per client its indices, ascending; every sample belongs to exactly one client.
-
-    Raises:
-        UsageError: A number is out of range, or no partition of 1,000 gave every client enough.
-
-    Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
-    """
+    """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution."""
+    # Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
     if clients < 1 or not alpha > 0 or minimum < 0 or clients * minimum > len(labels):
         raise UsageError(
             f"{len(labels)} samples cannot go to {clients} clients of at least {minimum}, with alpha {alpha}.",
@@ -113,19 +79,7 @@ def dirichlet(labels: Tensor, *, clients: int, alpha: float, seed: int, minimum:
 
 
 def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
-    """Make a client of each writer, or of several in a row.
-
-    Args:
-        writers: int64, shape `(n,)`: who wrote each sample.
-        writers_per_client: Writers of one client, in the order of their numbers; writers that are left over at the
-            end, fewer than that, make no client.
-
-    Returns:
-        Per client its indices, ascending.
-
-    Raises:
-        UsageError: The number is less than 1 or more than there are writers.
-    """
+    """Make a client of each writer, or of several in a row."""
     known = torch.unique(writers)
     if not 1 <= writers_per_client <= len(known):
         raise UsageError(
@@ -139,23 +93,7 @@ def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
 def matching_test(
     labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int, start: int = 0
 ) -> list[Tensor]:
-    """Give each client test samples with the same mixture of classes as its train samples.
-
-    Args:
-        labels: int64, shape `(n,)`: labels of the train samples.
-        parts: Per client the indices of its train samples, at least one each.
-        test_labels: int64, shape `(m,)`: labels of the test samples.
-        per_client: Test samples of each client, at least 1.
-        seed: Decides on the order of each class's samples.
-        start: How many samples of each class are passed over at first.
-
-    Returns:
-        Per client its indices among the test samples: `per_client` different ones, or fewer if it would need more of a
-        class than there are. Clients may share samples, as in `dominant_groups`.
-
-    Raises:
-        UsageError: A number is out of range, a client has no train samples, or none of its classes is tested.
-    """
+    """Give each client test samples with the same mixture of classes as its train samples."""
     order = _class_order(test_labels, seed)
     if per_client < 1 or start < 0 or not all(len(part) for part in parts):
         raise UsageError(
@@ -175,10 +113,8 @@ def matching_test(
 
 
 def _class_order(labels: Tensor, seed: int) -> list[Tensor]:
-    """List each class's samples, in an order that the seed decides on.
-
-    The reference sorts by label with a sort that keeps no order within a class, so any order is as faithful.
-    """
+    """List each class's samples, in an order that the seed decides on."""
+    # The reference sorts by label with a sort that keeps no order within a class, so any order is as faithful.
     if labels.ndim != 1 or labels.dtype != torch.int64 or not len(labels) or int(labels.min()) < 0:
         raise UsageError(
             f"Labels of {labels.dtype} and shape {tuple(labels.shape)} cannot be divided.",
@@ -216,16 +152,7 @@ def _apportion(counts: Tensor, total: int) -> Tensor:
 
 
 def _take_runs(order: Sequence[Tensor], wanted: Sequence[Tensor], start: int) -> list[Tensor]:
-    """Take, client after client, runs of each class's samples, each class from its own running place.
-
-    Args:
-        order: Each class's samples.
-        wanted: Per client how many of each class.
-        start: Where each class begins.
-
-    Raises:
-        UsageError: A client wants more of a class than there are.
-    """
+    """Take, client after client, runs of each class's samples, each class from its own running place."""
     place = [start] * len(order)
     taken = []
     for client, counts in enumerate(wanted):
@@ -282,28 +209,7 @@ def federated_images(
     minimum: int = 10,
     writers_per_client: int = 1,
 ) -> list[ClientData]:
-    """Split a data set among clients.
-
-    Args:
-        images: The data set; train images go to train data, test images to test data.
-        clients: Number of clients, at least 1.
-        partition: "dominant-groups" is the HyperFL paper's; "dirichlet" divides every train image, with test images of
-            the same mixture; "by-writer" makes a client of each writer.
-        seed: Decides on the split and nothing else.
-        per_client: Train and test images of each client; `client_sizes` by default. "dirichlet" and "by-writer" have
-            as many train images as there are, and "by-writer" as many test images.
-        groups: For "dominant-groups": classes of each group; `groups_of` by default.
-        uniform: For "dominant-groups": the share of a client's images that is spread over all classes.
-        alpha: For "dirichlet": concentration.
-        minimum: For "dirichlet": least train images of a client.
-        writers_per_client: For "by-writer": writers of one client, who need both train and test images between them.
-
-    Returns:
-        Per client normalized images, float32, and labels, int64.
-
-    Raises:
-        UsageError: A number is out of range, images or writers are too few, or writers are not known.
-    """
+    """Split a data set among clients."""
     if partition == "by-writer":
         parts = _writers(images, clients, writers_per_client)
     elif partition in ("dominant-groups", "dirichlet"):
@@ -331,15 +237,7 @@ def federated_images(
 
 
 def client_sizes(images: Images, clients: int) -> tuple[int, int]:
-    """Train and test images of each client: the HyperFL paper's, or for other data sets an equal share of all.
-
-    Args:
-        images: The data set, known by its name.
-        clients: Number of clients.
-
-    Raises:
-        UsageError: There are fewer images than clients.
-    """
+    """Train and test images of each client: the HyperFL paper's, or for other data sets an equal share of all."""
     if images.name in _REFERENCE_SIZES:
         return _REFERENCE_SIZES[images.name]
     smallest = min(len(images.train[1]), len(images.test[1]))
@@ -351,11 +249,7 @@ def client_sizes(images: Images, clients: int) -> tuple[int, int]:
 
 
 def groups_of(classes: int) -> tuple[tuple[int, ...], ...]:
-    """Dominant classes of each group: the HyperFL paper's for 10 and 62 classes, else thirds of all classes.
-
-    Args:
-        classes: Number of classes; fewer than three make as many groups.
-    """
+    """Dominant classes of each group: the HyperFL paper's for 10 and 62 classes, else thirds of all classes."""
     if classes == 10:
         return TEN_CLASS_GROUPS
     if classes == 62:

@@ -82,24 +82,14 @@ class _Kernels:
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros.
-
-    Args:
-        layer: Any module.
-    """
+    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros."""
     if type(layer) is nn.Conv2d:
         return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return type(layer) is nn.Linear
 
 
 def layer_gradients(layer: nn.Module, inputs: Tensor, gradients: Tensor) -> dict[str, PerSample]:
-    """Return the gradients of a known layer's weight and bias.
-
-    Args:
-        layer: Says how a convolution moves; its own weights are not looked at.
-        inputs: What the layer was given, shape `(n, …)`.
-        gradients: Gradients of the loss summed over examples with respect to the layer's output.
-    """
+    """Return the gradients of a known layer's weight and bias."""
     if isinstance(layer, nn.Conv2d):
         return _convolution(layer, inputs, gradients)
     if inputs.ndim == 2:
@@ -116,10 +106,7 @@ def _convolution(layer: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> dict[st
 
 
 def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tensor:
-    """Return what each output position of a convolution sees, shape `(n, height · width, kernel · channels)`.
-
-    With channels last a patch is a few long runs of memory, which is several times faster to copy than by `unfold`.
-    """
+    """Return what each output position of a convolution sees, shape `(n, height · width, kernel · channels)`."""
     assert not isinstance(layer.padding, str)
     down, across = layer.padding
     padded = F.pad(inputs, (across, across, down, down)) if down or across else inputs
@@ -134,31 +121,17 @@ def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tenso
 @final
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer while it was watched.
+    """One call of a layer while it was watched."""
 
-    Attributes:
-        inputs: What it was given, shape `(n, …)`.
-        output: Where its output stands in the graph.
-        shape: The output's shape.
-    """
-
-    inputs: Tensor
-    output: GradientEdge
-    shape: torch.Size
+    inputs: Tensor  # what it was given, shape `(n, …)`
+    output: GradientEdge  # where its output stands in the graph
+    shape: torch.Size  # the output's shape
 
 
 @contextmanager
 def captured(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Note every call of the layers while the block runs, by the layers' names.
-
-    Weights need no gradients: an output that does not depend on any becomes the start of a graph of its own.
-
-    Args:
-        layers: Modules by name.
-
-    Yields:
-        The calls by name, filled while the block runs.
-    """
+    """Note every call of the layers while the block runs, by the layers' names."""
+    # Weights need no gradients: an output that does not depend on any becomes the start of a graph of its own.
     calls: dict[str, list[Call]] = {name: [] for name in layers}
     handles = [layer.register_forward_hook(_noting(calls[name])) for name, layer in layers.items()]
     try:
@@ -188,26 +161,19 @@ def _noting(calls: list[Call]) -> _Hook:
 
 Trains = Literal["head", "body", "both"]
 _LOG = logging.getLogger(__name__)
+# Largest number of single examples' gradient values to hold: a quarter of a gigabyte.
 _VALUES_AT_ONCE = 2**26
-"""Largest number of single examples' gradient values to hold: a quarter of a gigabyte."""
 
 
 @final
 @dataclass(frozen=True)
 class Clipped:
-    """Clipped gradients of a batch, summed.
+    """Clipped gradients of a batch, summed."""
 
-    Attributes:
-        body: Shape `(P,)`, or None if not asked for.
-        head: Shape `(Q,)`, or None if not asked for.
-        loss: Mean loss of the examples, a scalar; 0 if there is none.
-        norms: Norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked.
-    """
-
-    body: Tensor | None
-    head: Tensor | None
-    loss: Tensor
-    norms: Tensor
+    body: Tensor | None  # shape `(P,)`, or None if not asked for
+    head: Tensor | None  # shape `(Q,)`, or None if not asked for
+    loss: Tensor  # mean loss of the examples, a scalar; 0 if there is none
+    norms: Tensor  # norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked
 
 
 def clipped_sum(
@@ -220,23 +186,8 @@ def clipped_sum(
     clip: float,
     statistics: Mapping[str, Tensor] | None = None,
 ) -> Clipped:
-    """Clip each example's gradient over all that is trained together, and add them up.
-
-    Args:
-        model: The thread's model, in the mode to train in.
-        body: The body's weights, shape `(P,)`.
-        head: The head's weights, shape `(Q,)`.
-        batch: Inputs and targets of n examples.
-        mask: Which of them count, shape `(n,)`, bool; the others are padding.
-        trains: What the gradients are asked for.
-        clip: Largest norm of one example's gradient.
-        statistics: Running statistics of a body in evaluation mode. By name.
-
-    Raises:
-        Unsupported: A normalization layer mixes examples, so that no gradient belongs to one of them.
-
-    Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
-    """
+    """Clip each example's gradient over all that is trained together, and add them up."""
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
     refuse_mixing_layers(model)
     trained = (body.numel() if trains != "head" else 0) + (head.numel() if trains != "body" else 0)
     at_once = max(1, _VALUES_AT_ONCE // trained)
@@ -262,11 +213,7 @@ def _joined(parts: Sequence[Clipped], counts: Sequence[int]) -> Clipped:
 
 
 def refuse_mixing_layers(model: LocalModel) -> None:
-    """Refuse layers in training mode that normalize over the batch or keep statistics of it.
-
-    Raises:
-        Unsupported: There is one; the message names it.
-    """
+    """Refuse layers in training mode that normalize over the batch or keep statistics of it."""
     for half, module in (("body", model.body), ("head", model.head)):
         for name, layer in module.named_modules():
             normalizes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
@@ -307,16 +254,12 @@ def _sum_of_part(
     return found
 
 
+# Whether the fast way is right for what a model trains, as far as it was tried.
 _FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
-"""Whether the fast way is right for what a model trains, as far as it was tried."""
 
 
 def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
-    """Say whether two ways give the same.
-
-    A layer used twice or a model that mixes examples changes every example's norm. Rounding can do so for a few: where
-    two inputs of a maximum are all but equal, either may win.
-    """
+    """Say whether two ways give the same."""
     norms, others = fast.norms[mask], plain.norms[mask]
     alike = (norms - others).abs() <= 1e-3 * others
     apart = [a - b for a, b in ((fast.body, plain.body), (fast.head, plain.head)) if a is not None and b is not None]
@@ -422,39 +365,29 @@ def _backward(
     return gradients, loss.detach()
 
 
+# Inputs, shape `(n, …)`, and targets, shape `(n, …)`, of one client's step; n may be 0.
 Batch = tuple[Tensor, Tensor]
-"""Inputs, shape `(n, …)`, and targets, shape `(n, …)`, of one client's step; n may be 0."""
 
 
 @final
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of K clients.
+    """Gradients of K clients."""
 
-    Attributes:
-        body: Shape `(K, P)`, or None if not asked for.
-        head: Shape `(K, Q)`, or None if not asked for.
-        losses: Shape `(K,)`; 0 for an empty batch, whose gradients are 0 too.
-    """
-
-    body: Tensor | None
-    head: Tensor | None
-    losses: Tensor
+    body: Tensor | None  # shape `(K, P)`, or None if not asked for
+    head: Tensor | None  # shape `(K, Q)`, or None if not asked for
+    losses: Tensor  # shape `(K,)`; 0 for an empty batch, whose gradients are 0 too
 
 
+# Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics.
 GradientRule = Callable[
     [LocalModel, Tensor, Tensor, Sequence[Batch], Literal["head", "body", "both"], Sequence[Mapping[str, Tensor]]],
     Gradients,
 ]
-"""Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics."""
 
 
 def rule_for(device: torch.device) -> GradientRule:
-    """Return the rule that is fast on a device.
-
-    Args:
-        device: Where the clients train.
-    """
+    """Return the rule that is fast on a device."""
     return one_by_one if device.type == "cpu" else together
 
 
@@ -466,16 +399,7 @@ def one_by_one(
     trains: Literal["head", "body", "both"],
     statistics: Sequence[Mapping[str, Tensor]],
 ) -> Gradients:
-    """Return the gradients, computed one client after another; running statistics change in place.
-
-    Args:
-        model: The thread's model.
-        bodies: Shape `(K, P)`, one row per client.
-        heads: Shape `(K, Q)`.
-        batches: One per client; an empty one gives gradients of 0.
-        trains: Which vectors' gradients are asked for.
-        statistics: Running statistics of each client by name.
-    """
+    """Return the gradients, computed one client after another; running statistics change in place."""
     body_rows: list[Tensor] = []
     head_rows: list[Tensor] = []
     losses = torch.zeros(len(batches), device=bodies.device)
@@ -514,19 +438,7 @@ def together(
     trains: Literal["head", "body", "both"],
     statistics: Sequence[Mapping[str, Tensor]],
 ) -> Gradients:
-    """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing.
-
-    Args:
-        model: The thread's model.
-        bodies: Shape `(K, P)`, one row per client.
-        heads: Shape `(K, Q)`.
-        batches: One per client.
-        trains: Which vectors' gradients are asked for.
-        statistics: Running statistics of each client by name; must be empty.
-
-    Raises:
-        Unsupported: The body keeps running statistics, which cannot change under vmap.
-    """
+    """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing."""
     if any(statistics):
         raise Unsupported(
             "Running statistics of normalization layers cannot change when clients run together.",

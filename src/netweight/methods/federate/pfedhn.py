@@ -32,14 +32,7 @@ _WEIGHT, _BIAS, _TRUNK = "heads.weight", "heads.bias", "trunk."
 def first_state(
     network: Hypernetwork, embeddings: Tensor, clients: tuple[int, ...], layout: ParameterLayout
 ) -> dict[str, Tensor]:
-    """Return the server's state before the first round.
-
-    Args:
-        network: The hypernetwork.
-        embeddings: One per client, shape `(N, E)`.
-        clients: The clients' numbers, in the order of the embeddings.
-        layout: Names and shapes of what is generated.
-    """
+    """Return the server's state before the first round."""
     learned = {name: value.detach().clone() for name, value in network.named_parameters()} | {EMBEDDINGS: embeddings}
     starts = [sum(layout.sizes[:position]) for position in range(len(layout.names))]
     places = {
@@ -53,28 +46,17 @@ def first_state(
 @final
 @dataclass(frozen=True)
 class ServerDescent:
-    """SGD of the server's.
+    """SGD of the server's."""
 
-    Attributes:
-        lr: Learning rate.
-        momentum: Momentum.
-        weight_decay: Weight decay.
-        clip: Largest norm of a step's whole gradient.
-    """
-
-    lr: float
+    lr: float  # learning rate
     momentum: float
     weight_decay: float
-    clip: float
+    clip: float  # largest norm of a step's whole gradient
 
 
 @final
 class ServerHypernetwork:
-    """The server's state at work.
-
-    Args:
-        state: Tensors by name, as `first_state` returns them or `state` returned them; they are not changed.
-    """
+    """The server's state at work."""
 
     def __init__(self, state: Tensors) -> None:
         self._state = dict(state)
@@ -88,24 +70,12 @@ class ServerHypernetwork:
 
     @torch.no_grad()
     def generate(self, client: int) -> dict[str, Tensor]:
-        """Return a client's tensors by name.
-
-        Args:
-            client: Its number.
-
-        Raises:
-            NameNotFound: There is no such client.
-        """
+        """Return a client's tensors by name."""
         codes = self._codes(self._embedding(client), self._trunk())
         return self._named(torch.addmv(self._state[_BIAS], self._state[_WEIGHT], codes))
 
     def step(self, gradients: Mapping[int, Mapping[str, Tensor]], descent: ServerDescent) -> None:
-        """Take one step of SGD on hypernetwork and embeddings with the sum of clients' gradients.
-
-        Args:
-            gradients: By client, with respect to each tensor that was generated for it, by name and of its shape.
-            descent: How.
-        """
+        """Take one step of SGD on hypernetwork and embeddings with the sum of clients' gradients."""
         total = {name: torch.zeros_like(self._state[name]) for name in self._learned}
         for client, gradient in gradients.items():
             self._add_pulled_back(total, client, gradient)
@@ -303,18 +273,10 @@ def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:
 
 
 def pfedhn(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server.
-
-    Args:
-        training: How every client trains.
-    """
+    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server."""
     return PFedHN(training=training)
 
 
 def pfedhn_pc(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN-PC: the body is generated, the head stays with the client.
-
-    Args:
-        training: How every client trains.
-    """
+    """Return pFedHN-PC: the body is generated, the head stays with the client."""
     return PFedHN("pfedhn-pc", local_head=True, training=training, lr=5e-2)

@@ -37,27 +37,16 @@ from netweight.methods.federate.task import ClientData, FedTask
 @final
 @dataclass(frozen=True)
 class ThreatModel:
-    """What the server is assumed to see.
+    """What the server is assumed to see."""
 
-    Attributes:
-        batch_size: Examples per local step.
-        local_steps: Local steps that train what is shared, all on the same examples if there are no others.
-        examples: Examples that the client holds; None for as many as a batch.
-        summed_over: Clients whose updates the server sees only as their average: 1 for none, more under secure
-            aggregation.
-        server: "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
-        first_round: Attack the first round, from the method's initial state, rather than one more round of the
-            trained federation.
-
-    Raises:
-        UsageError: A number is below 1.
-    """
-
-    batch_size: int = 1
-    local_steps: int = 1
-    examples: int | None = None
+    batch_size: int = 1  # examples per local step
+    local_steps: int = 1  # local steps that train what is shared, all on the same examples if there are no others
+    examples: int | None = None  # examples that the client holds; None for as many as a batch
+    # Clients whose updates the server sees only as their average: 1 for none, more under secure aggregation.
     summed_over: int = 1
+    # "honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates.
     server: Literal["honest", "malicious"] = "honest"
+    # Attack the first round, from the method's initial state, rather than one more round of the trained federation.
     first_round: bool = False
 
     def __post_init__(self) -> None:
@@ -82,27 +71,16 @@ class ThreatModel:
 @final
 @dataclass(frozen=True)
 class Observation:
-    """What a server observes of one client, and the truth that it does not see.
+    """What a server observes of one client, and the truth that it does not see."""
 
-    Attributes:
-        client: Its number.
-        sent: What the server sent: tensors by name.
-        trap: What a malicious server needs to read the answer; None for an honest one.
-        updates: The updates whose average the server sees: the client's own, or those of a secure sum.
-        images: The client's inputs, shape `(n, …)`; truth.
-        labels: Their targets; truth. Shape `(n,)`.
-        gradient: The gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth.
-        movement: How its body moved in the whole round, shape `(P,)`; truth.
-    """
-
-    client: int
-    sent: Tensors
-    trap: Imprinted | None
-    updates: tuple[Update, ...]
-    images: Tensor
-    labels: Tensor
-    gradient: Tensor
-    movement: Tensor
+    client: int  # its number
+    sent: Tensors  # what the server sent: tensors by name
+    trap: Imprinted | None  # what a malicious server needs to read the answer; None for an honest one
+    updates: tuple[Update, ...]  # the updates whose average the server sees: the client's own, or those of a secure sum
+    images: Tensor  # the client's inputs, shape `(n, …)`; truth
+    labels: Tensor  # their targets; truth. Shape `(n,)`.
+    gradient: Tensor  # the gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth
+    movement: Tensor  # how its body moved in the whole round, shape `(P,)`; truth
 
     def received(self) -> dict[str, Tensor]:
         """Return what the server sees come back, low-rank matrices made whole."""
@@ -112,25 +90,9 @@ class Observation:
 
 
 def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
-    """Let clients train as the threat model says and return what the server sees of each.
-
-    A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
-    Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
-
-    Args:
-        run: The federation; its method trains, on its clients' data.
-        threat: Batch size, steps, examples, secure aggregation.
-        clients: Who trains.
-        draw: Number of the draw of their examples.
-        seed: Decides which examples are drawn.
-
-    Returns:
-        One entry per client, in their order.
-
-    Raises:
-        UsageError: There are fewer clients than a sum needs, or a client has too few examples.
-        Unsupported: The method's local rounds cannot be shortened.
-    """
+    """Let clients train as the threat model says and return what the server sees of each."""
+    # A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
+    # Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
     if len(clients) < threat.summed_over:
         raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
     method = shortened(run.method, threat)
@@ -196,16 +158,7 @@ def _small_task(task: FedTask, client: int, held: int, draw: int, seed: int) -> 
 
 
 def shortened(method: Method, threat: ThreatModel) -> Method:
-    """Return the method with the threat model's batch size and steps, and without training of the head alone.
-
-    Args:
-        method: What the clients run.
-        threat: Batch size and steps.
-
-    Raises:
-        Unsupported: The method has no local training to shorten.
-        UsageError: The steps are no whole number of passes over the examples.
-    """
+    """Return the method with the threat model's batch size and steps, and without training of the head alone."""
     if isinstance(method, Hardened):  # the attacker may ask for fewer steps than the client agrees to
         return dataclasses.replace(method, method=shortened(method.method, threat))
     per_epoch = -(-threat.held // threat.batch_size)
@@ -229,10 +182,10 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
 
 
+# How far the recovered gradient may be nearer to a client's than the published aggregate is.
 MARGIN_COSINE = 0.05
-"""How far the recovered gradient may be nearer to a client's than the published aggregate is."""
+# How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
 MARGIN_PSNR = 1.0
-"""How far reconstructions may be above the better of a random and the average image of the other clients, in dB."""
 _MEASURED = ("cosine", "movement", "aggregate", "psnr", "ssim", "random", "average")
 
 register_treatment("federate", audits=("accuracy", "gradient-inversion"))
@@ -241,56 +194,38 @@ register_treatment("federate", audits=("accuracy", "gradient-inversion"))
 @final
 @dataclass(frozen=True)
 class AuditConfig:
-    """What is audited.
+    """What is audited."""
 
-    Attributes:
-        threats: Threat models beside the run's own schedule.
-        images: Images that are reconstructed per threat model; intervals need at least 5.
-        summed_over: Clients in the average that stands for the published aggregate.
-    """
-
+    # Threat models beside the run's own schedule.
     threats: tuple[ThreatModel, ...] = (
         ThreatModel(first_round=True),
         ThreatModel(),
         ThreatModel(batch_size=8, first_round=True),
         ThreatModel(batch_size=8, server="malicious"),
     )
-    images: int = 16
-    summed_over: int = 20
+    images: int = 16  # images that are reconstructed per threat model; intervals need at least 5
+    summed_over: int = 20  # clients in the average that stands for the published aggregate
 
 
 @final
 @dataclass(frozen=True)
 class Exposure:
-    """What one threat model gives away.
+    """What one threat model gives away."""
 
-    Attributes:
-        threat: The threat model.
-        is_own: Whether it is the schedule that the run was trained with.
-        cosines: Cosine of the recovered gradient with the client's first gradient, per attacked client.
-        movements: Cosine with the movement of the client's body over the round.
-        aggregate: Cosine of the published aggregate's gradient with the client's first one: what is given away anyway.
-        psnr: Of each reconstruction with the nearest of the client's images, dB; empty if none could be made.
-        ssim: Likewise.
-        random_psnr: Of random images of other clients, chosen the same way: what guessing gives.
-        average_psnr: Of the average image of other clients: what guessing gives when it plays safe.
-        originals: The nearest images, shape `(n, c, h, w)`, within 0 and 1.
-        reconstructions: The same shape.
-        why_no_images: Why no image could be made, or empty.
-    """
-
-    threat: ThreatModel
-    is_own: bool
-    cosines: tuple[float, ...]
-    movements: tuple[float, ...]
+    threat: ThreatModel  # the threat model
+    is_own: bool  # whether it is the schedule that the run was trained with
+    cosines: tuple[float, ...]  # cosine of the recovered gradient with the client's first gradient, per attacked client
+    movements: tuple[float, ...]  # cosine with the movement of the client's body over the round
+    # Cosine of the published aggregate's gradient with the client's first one: what is given away anyway.
     aggregate: tuple[float, ...]
-    psnr: tuple[float, ...] = ()
-    ssim: tuple[float, ...] = ()
+    psnr: tuple[float, ...] = ()  # empty if none could be made
+    ssim: tuple[float, ...] = ()  # likewise
     random_psnr: tuple[float, ...] = ()
     average_psnr: tuple[float, ...] = ()
+    # The nearest images, shape `(n, c, h, w)`, within 0 and 1.
     originals: tuple[Tensor, ...] = field(default=(), repr=False)
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
-    why_no_images: str = ""
+    why_no_images: str = ""  # why no image could be made, or empty
 
     @property
     def guess(self) -> float:
@@ -318,11 +253,7 @@ class Exposure:
 
 
 def own_threat(run: Run) -> ThreatModel:
-    """Return the schedule that the run was trained with, as a threat model of its smallest client.
-
-    Args:
-        run: The federation.
-    """
+    """Return the schedule that the run was trained with, as a threat model of its smallest client."""
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     examples = min(run.task.client(number).n for number in run.task.clients)
     size = min(training.batch_size, examples)
@@ -340,18 +271,7 @@ def exposure(
     peeling: PeelingConfig | None = None,
     work: Task | None = None,
 ) -> Exposure:
-    """Attack several clients under one threat model.
-
-    Args:
-        run: The federation.
-        threat: What the server sees.
-        images: Number of attacked updates, each of another client as far as there are enough.
-        summed_over: Clients in the published aggregate.
-        seed: Of the choice of examples and of the attack.
-        is_own: Whether this is the run's own schedule.
-        peeling: How images are searched for; None takes the attack's own settings.
-        work: Told of every attacked update.
-    """
+    """Attack several clients under one threat model."""
     low, high = _pixel_range(run)
     found: dict[str, list[float]] = {name: [] for name in _MEASURED}
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -428,11 +348,7 @@ def _another(run: Run, seen: Observation, seed: int) -> Tensor:
 
 
 def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
-    """Return what the server computes from what it sent and received.
-
-    Raises:
-        Unsupported: The method shares nothing of the body.
-    """
+    """Return what the server computes from what it sent and received."""
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     if any(name.endswith("heads.weight") for name in sent):
         before, after = (rows_of_body(state, run.task.body_layout.size) for state in (sent, received))
@@ -505,17 +421,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def audit_exposures(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
-    """Attack a run under its own schedule and under the threat models asked for.
-
-    Args:
-        run: The federation.
-        config: Threat models, number of images.
-        seed: Every draw derives from it.
-        progress: Where to tell how far the work is.
-
-    Returns:
-        One entry per threat model, the run's own first.
-    """
+    """Attack a run under its own schedule and under the threat models asked for."""
     own = own_threat(run)
     threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
     with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
@@ -586,11 +492,7 @@ def _finding(
 
 
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
-    """Return one row per threat model, with its verdict.
-
-    Args:
-        exposures: What `audit_exposures` found.
-    """
+    """Return one row per threat model, with its verdict."""
     columns = (
         "threat model",
         Column("gradient, cosine", "", "lower"),
@@ -624,15 +526,7 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
 
 
 def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure | None:
-    """Draw originals above reconstructions, threat model by threat model; None if there are none.
-
-    Args:
-        exposures: What `audit_exposures` found.
-        most: Most images per threat model.
-
-    Returns:
-        The figure, or None.
-    """
+    """Draw originals above reconstructions, threat model by threat model; None if there are none."""
     shown = [one for one in exposures if one.reconstructions]
     if not shown:
         return None
@@ -663,14 +557,8 @@ def gradient_inversion(subject: Run, config: AuditConfig, *, seed: int, progress
 
 
 def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
-    """Return the last round's accuracy before and after local training, each the mean over its clients.
-
-    Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
-
-    Args:
-        run: A trained federation.
-        seed: Of the intervals.
-    """
+    """Return the last round's accuracy before and after local training, each the mean over its clients."""
+    # Intervals are over clients, not over seeds: they say how far another draw of clients might differ.
     last = next(round for round in reversed(run.rounds) if round.after)
     about: dict[str, Any] = {"method": run.method.name, "round": last.round}
     return [
@@ -688,12 +576,7 @@ def _mean_finding(name: str, accuracies: Mapping[int, float], about: dict[str, A
 
 
 def training_figure(rounds: Sequence[Round], method: str) -> Figure:
-    """Draw accuracy by round, before and after local training.
-
-    Args:
-        rounds: In their order.
-        method: Its name, for the legend.
-    """
+    """Draw accuracy by round, before and after local training."""
     measured = [round for round in rounds if round.after]
     x = [round.round for round in measured]
     series = {
@@ -709,11 +592,7 @@ def training_figure(rounds: Sequence[Round], method: str) -> Figure:
 
 
 def client_table(run: Run) -> Table:
-    """Return one row per client of the last measured round.
-
-    Args:
-        run: A trained federation.
-    """
+    """Return one row per client of the last measured round."""
     last = next(round for round in reversed(run.rounds) if round.after)
     columns = ("client", Column("examples"), Column("before", "%", "higher"), Column("after", "%", "higher"))
     rows = [
@@ -724,14 +603,7 @@ def client_table(run: Run) -> Table:
 
 
 def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> None:
-    """Add what was trained, and what an audit found if there was one, to a report.
-
-    Args:
-        report: The report.
-        run: The federation.
-        exposures: From `audit.audit_exposures`; empty if nothing was audited, which the report says in red.
-        seed: Of the intervals.
-    """
+    """Add what was trained, and what an audit found if there was one, to a report."""
     report.section(
         "Accuracy",
         accuracy_findings(run, seed=seed),

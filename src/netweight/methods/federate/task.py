@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from netweight.errors import NameNotFound, UsageError
 from netweight.nn import ParameterLayout
 
+# Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar."""
 
 
 @final

@@ -25,31 +25,21 @@ from netweight.nn.text_to_image import Text, TextToImage
 @final
 @dataclass(frozen=True)
 class EmbeddingAdjustment:
-    """Embeddings moved until the text makes less of a difference to the first denoising step.
+    """Embeddings moved until the text makes less of a difference to the first denoising step."""
 
-    AdamW on the embedding of each memorized prompt, down the norm of what separates the noise predicted with the prompt
-    from that predicted without, at the noisiest timestep.
+    # AdamW on the embedding of each memorized prompt, down the norm of what separates the noise predicted with the
+    # prompt from that predicted without, at the noisiest timestep.
+    # Source: Wen et al., ICLR 2024, section 4.
 
-    Attributes:
-        target: Norm at which to stop; it depends on the model and is to be calibrated on prompts that are not
-            memorized. None takes all iterations.
-        lr: Of AdamW.
-        iterations: At most so many.
-        noises: Initial noises over which the norm is averaged.
-        steps: Of the scheduler whose first timestep is taken.
-        seed: Of the noises.
-        name: What reports call it.
-
-    Source: Wen et al., ICLR 2024, section 4.
-    """
-
+    # Norm at which to stop; it depends on the model and is to be calibrated on prompts that are not memorized. None
+    # takes all iterations.
     target: float | None = None
     lr: float = 0.05
-    iterations: int = 10
-    noises: int = 4
+    iterations: int = 10  # at most so many
+    noises: int = 4  # initial noises over which the norm is averaged
     steps: int = 50
     seed: int = 0
-    name: str = "embedding adjustment"
+    name: str = "embedding adjustment"  # what reports call it
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
@@ -86,21 +76,12 @@ class EmbeddingAdjustment:
 @final
 @dataclass(frozen=True)
 class RandomTokens:
-    """Random words put into the prompt, at random places.
+    """Random words put into the prompt, at random places."""
 
-    Attributes:
-        count: How many.
-        words: To draw from; words of one token each, if tokens are to be counted.
-        seed: Of words and places, which are the same for a prompt whatever others there are.
+    # Source: Somepalli et al. 2023 (random token addition at inference); 1, 4 and 10 are NeMo's counts.
 
-    Raises:
-        UsageError: There is nothing to draw, or nothing to draw from.
-
-    Source: Somepalli et al. 2023 (random token addition at inference); 1, 4 and 10 are NeMo's counts.
-    """
-
-    count: int
-    words: tuple[str, ...]
+    count: int  # how many
+    words: tuple[str, ...]  # to draw from; words of one token each, if tokens are to be counted
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -114,11 +95,7 @@ class RandomTokens:
         return f"{self.count} random token{'s' if self.count > 1 else ''}"
 
     def prompt(self, prompt: str) -> str:
-        """Return a prompt with the words put in; the empty one stays empty.
-
-        Args:
-            prompt: Any text.
-        """
+        """Return a prompt with the words put in; the empty one stays empty."""
         if not prompt.strip():
             return prompt
         rng = numpy_generator(self.seed, "tokens", prompt)
@@ -136,31 +113,19 @@ class RandomTokens:
 @final
 @dataclass(frozen=True)
 class AttentionScaling:
-    """More attention to the first token, none to padding, in the half of guidance that sees the prompt.
+    """More attention to the first token, none to padding, in the half of guidance that sees the prompt."""
 
-    The logit of a key is linear in the key, so scaling the first key scales its logit; keys are reached by hooks, and
-    padding by the mask that attention takes.
+    # Source: Ren et al., ECCV 2024, section 5.
 
-    Attributes:
-        masks: Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
-            `integrations/prompt_tokens.py`. None leaves padding alone.
-        factor: Of the first token's logit.
-        name: What reports call it.
-
-    Source: Ren et al., ECCV 2024, section 5.
-    """
-
+    # Returns which tokens of prompts count, shape `(prompts, tokens)`, True where they do; see
+    # `integrations/prompt_tokens.py`. None leaves padding alone.
     masks: Callable[[Sequence[str]], Tensor] | None = None
     factor: float = 1.25
-    name: str = "attention scaling"
+    name: str = "attention scaling"  # what reports call it
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
-        """Yield the model with hooks on its cross-attentions; padding is masked for the prompts given.
-
-        Raises:
-            Unsupported: The denoiser has no cross-attention, or its keys and values were fused.
-        """
+        """Yield the model with hooks on its cross-attentions; padding is masked for the prompts given."""
         layers = [layer.attention for layer in value_layers(model.denoiser, scope="all").values()]
         rows = _Rows(model, prompts, None if self.masks is None else self.masks(prompts).bool())
         handles: list[Any] = []
@@ -230,34 +195,18 @@ class _Rows:
 @final
 @dataclass(frozen=True)
 class WeightPruning:
-    """Weights of feed-forward layers zeroed that memorized prompts use more than ordinary ones.
+    """Weights of feed-forward layers zeroed that memorized prompts use more than ordinary ones."""
 
-    A weight's score is its size times the norm of what it is multiplied with. Pruned are weights among the largest of
-    their row under memorized prompts whose score there is above that under ordinary ones.
+    # Source: Chavhan et al., arXiv 2406.18566, with the scores of Wanda (Sun et al. 2024); per row and over all prompts
+    # at once.
 
-    Attributes:
-        ordinary: Prompts that are not memorized.
-        share: Of each row's weights, those with the largest scores that may be pruned.
-        layers: Linear layers, by the grammar of `Select`.
-        images: Generations per prompt over which inputs are measured, without guidance.
-        steps: Of their scheduler.
-        seed: Of their noise.
-        name: What reports call it.
-
-    Raises:
-        UsageError: There is no ordinary prompt, or the share is not within 0 and 1.
-
-    Source: Chavhan et al., arXiv 2406.18566, with the scores of Wanda (Sun et al. 2024); per row and over all prompts
-    at once.
-    """
-
-    ordinary: tuple[str, ...]
+    ordinary: tuple[str, ...]  # prompts that are not memorized
     share: float = 0.01
-    layers: str = "**.ff.net.2"
-    images: int = 2
+    layers: str = "**.ff.net.2"  # linear layers, by the grammar of `Select`
+    images: int = 2  # generations per prompt over which inputs are measured, without guidance
     steps: int = 10
     seed: int = 0
-    name: str = "weight pruning"
+    name: str = "weight pruning"  # what reports call it
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""

@@ -21,24 +21,18 @@ from netweight.methods.forget.similarity import noise_difference, pairwise, wind
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import Text, TextToImage
 
+# The released code's, for Stable Diffusion 1.4. Its own scripts do not agree on how it was made: calibrate instead.
 PUBLISHED_THRESHOLD = 0.428
-"""The released code's, for Stable Diffusion 1.4. Its own scripts do not agree on how it was made: calibrate instead."""
 
 
 @final
 @dataclass(frozen=True)
 class Score:
-    """How memorized a prompt looks.
-
-    Attributes:
-        prompt: The prompt.
-        seeds: For each seed the greatest similarity of its noise difference to that of another.
-        wen: Mean norm of conditional minus unconditional predicted noise, the score of Wen et al. 2024.
-    """
+    """How memorized a prompt looks."""
 
     prompt: str
-    seeds: tuple[float, ...]
-    wen: float
+    seeds: tuple[float, ...]  # for each seed the greatest similarity of its noise difference to that of another
+    wen: float  # mean norm of conditional minus unconditional predicted noise, the score of Wen et al. 2024
 
     @property
     def similarity(self) -> float:
@@ -52,40 +46,27 @@ class Score:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one.
-
-        Args:
-            values: JSON values.
-        """
+        """Read what `dataclasses.asdict` made of one."""
         return cls(values["prompt"], tuple(values["seeds"]), values["wen"])
 
 
 @final
 @dataclass(frozen=True)
 class Threshold:
-    """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken.
-
-    Attributes:
-        value: The threshold.
-        rule: How it was chosen.
-        seeds_below: Share of the calibration's seeds at or below it; None if it was given.
-        prompts_below: Share of the calibration's prompts whose mean lies at or below it: one minus the share of false
-            alarms; None if it was given.
-        prompts: Number of ordinary prompts it was calibrated on; 0 if it was given.
-        model: Digest of the model's denoiser it was calibrated on; None if it was given.
-        broken: At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins.
-            None takes `value`.
-        look: How prompts were looked at, see `look_of`; None if it was given.
-    """
+    """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken."""
 
     value: float
-    rule: str
-    seeds_below: float | None = None
+    rule: str  # how it was chosen
+    seeds_below: float | None = None  # share of the calibration's seeds at or below it; None if it was given
+    # Share of the calibration's prompts whose mean lies at or below it: one minus the share of false alarms; None if it
+    # was given.
     prompts_below: float | None = None
-    prompts: int = 0
-    model: str | None = None
+    prompts: int = 0  # number of ordinary prompts it was calibrated on; 0 if it was given
+    model: str | None = None  # digest of the model's denoiser it was calibrated on; None if it was given
+    # At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins. None
+    # takes `value`.
     broken: float | None = None
-    look: Mapping[str, Any] | None = None
+    look: Mapping[str, Any] | None = None  # how prompts were looked at, see `look_of`; None if it was given
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON value."""
@@ -93,14 +74,7 @@ class Threshold:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned.
-
-        Args:
-            values: JSON values.
-
-        Raises:
-            CorruptBlob: It is something else.
-        """
+        """Read what `to_json` returned."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -110,43 +84,23 @@ class Threshold:
 @final
 @dataclass(frozen=True)
 class Roc:
-    """How well scores tell two sets apart.
+    """How well scores tell two sets apart."""
 
-    Attributes:
-        auc: Area under the curve: the chance that a memorized prompt scores above an ordinary one, ties half.
-        false_alarms: Share of ordinary prompts at or above each threshold, rising from 0 to 1.
-        hits: Share of memorized prompts at or above it.
-        thresholds: Falling, the first infinite.
-    """
-
-    auc: float
-    false_alarms: tuple[float, ...]
-    hits: tuple[float, ...]
-    thresholds: tuple[float, ...]
+    auc: float  # area under the curve: the chance that a memorized prompt scores above an ordinary one, ties half
+    false_alarms: tuple[float, ...]  # share of ordinary prompts at or above each threshold, rising from 0 to 1
+    hits: tuple[float, ...]  # share of memorized prompts at or above it
+    thresholds: tuple[float, ...]  # falling, the first infinite
 
 
 @torch.no_grad()
 def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Tensor]:
-    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar.
-
-    Args:
-        model: What is looked at.
-        config: Seeds and timestep.
-    """
+    """Return initial noise, one row per seed, and the timestep that predictions are made at, a scalar."""
     timestep = model.timesteps(config.steps)[0 if config.timing == "paper" else 1]
     return model.initial_noise(config.seeds), timestep
 
 
 def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
-    """Return what scores depend on beside model and prompt: thresholds hold for one look alone.
-
-    Args:
-        model: The model, whose latents decide on the windows of structural similarity.
-        config: How prompts are looked at.
-
-    Returns:
-        JSON values by name. A guidance of 1 is none: predictions are made with the prompt alone.
-    """
+    """Return what scores depend on beside model and prompt: thresholds hold for one look alone."""
     windows = windows_for(*model.initial_noise(config.seeds[:1]).shape[-2:])
     return {
         "timing": config.timing,
@@ -223,21 +177,7 @@ def calibrate(
     model: str | None = None,
     look: Mapping[str, Any] | None = None,
 ) -> Threshold:
-    """Choose a threshold from the scores of prompts that are not memorized.
-
-    Memorization counts as broken at the mean of their seeds: at the threshold of the alarm a prompt would still look
-    more memorized than most ordinary ones do.
-
-    Args:
-        scores: Of at least 2 ordinary prompts, from the very model and configuration that it is meant for.
-        rule: "mean+std" of single seeds, as in the paper; "quantile" of the prompts' means.
-        quantile: For the latter, above 0 and up to 1.
-        model: Digest of the model's denoiser, to be kept with it.
-        look: How the scores were made, from `look_of`, to be kept with it.
-
-    Raises:
-        UsageError: There are too few scores, or the quantile cannot be.
-    """
+    """Choose a threshold from the scores of prompts that are not memorized."""
     if len(scores) < 2:
         raise UsageError(f"A threshold needs at least 2 ordinary prompts, not {len(scores)}.", cure="Give 50 or more.")
     seeds = torch.tensor([value for score in scores for value in score.seeds], dtype=torch.float64)
@@ -255,15 +195,7 @@ def calibrate(
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
-    """Return how well scores tell memorized prompts from ordinary ones that the threshold has not seen.
-
-    Args:
-        memorized: Scores, at least one.
-        ordinary: Scores, at least one.
-
-    Raises:
-        UsageError: A side is empty.
-    """
+    """Return how well scores tell memorized prompts from ordinary ones that the threshold has not seen."""
     if not memorized or not ordinary:
         raise UsageError("A ROC curve needs scores of memorized and of ordinary prompts.", cure="Give both.")
     thresholds = sorted({*memorized, *ordinary}, reverse=True)

@@ -30,51 +30,28 @@ from netweight.nn.text_to_image import TextToImage
 from netweight.store.checkpoint import read_record, write_record
 from netweight.store.reader import open_store
 
+# The folder in a pipeline's folder that holds records.
 FOLDER = "forget"
-"""The folder in a pipeline's folder that holds records."""
 _VERSION = 1
 
 
 @final
 @dataclass(frozen=True)
 class EditRecord:
-    """One edit.
+    """One edit."""
 
-    Attributes:
-        units: The neurons, by layer.
-        factor: What they were multiplied with.
-        before: Digest of the denoiser before.
-        after: The same after.
-        thresholds: What they were found with, in words or numbers; empty if unknown.
-        prompts: That they were found for; empty if unknown.
-        environment: Versions and machine.
-        rows: The rows as they were, from `scale_rows_`: weights of shape `(neurons, inputs)`, biases of shape
-            `(neurons,)`.
-    """
-
-    units: Units
-    factor: float
-    before: str
+    units: Units  # the neurons, by layer
+    factor: float  # what they were multiplied with
+    before: str  # digest of the denoiser before
     after: str
-    thresholds: Mapping[str, Any]
-    prompts: Sequence[str]
-    environment: Mapping[str, Any]
+    thresholds: Mapping[str, Any]  # what they were found with, in words or numbers; empty if unknown
+    prompts: Sequence[str]  # that they were found for; empty if unknown
+    environment: Mapping[str, Any]  # versions and machine
+    # The rows as they were, from `scale_rows_`: weights of shape `(neurons, inputs)`, biases of shape `(neurons,)`.
     rows: Mapping[str, Tensor]
 
     def write(self, folder: str | Path, number: int) -> Path:
-        """Write the record into a folder of records, which is made.
-
-        Args:
-            folder: The folder.
-            number: Of the edit, from 1.
-
-        Returns:
-            The JSON file.
-
-        Raises:
-            OutputExists: There is one of that number.
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record into a folder of records, which is made."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{number:03d}.json"
@@ -95,15 +72,7 @@ class EditRecord:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record and its rows.
-
-        Args:
-            path: The record's file; rows lie beside it.
-
-        Raises:
-            CorruptBlob: The files hold none of this version.
-            OSError: One cannot be read.
-        """
+        """Read a record and its rows."""
         path = Path(path)
 
         def made(values: dict[str, Any]) -> Self:
@@ -126,17 +95,7 @@ def _rows(path: Path) -> dict[str, Tensor]:
 
 
 def read_records(folder: str | Path) -> list[EditRecord]:
-    """Read the records of a pipeline's folder, the first edit first; none if it was not edited.
-
-    Args:
-        folder: The pipeline's folder.
-
-    Returns:
-        The records.
-
-    Raises:
-        CorruptBlob: A record is damaged.
-    """
+    """Read the records of a pipeline's folder, the first edit first; none if it was not edited."""
     return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
 
 
@@ -148,22 +107,7 @@ def apply_edit_(
     thresholds: Mapping[str, Any] | None = None,
     prompts: Sequence[str] = (),
 ) -> EditRecord:
-    """Scale neurons of a model for good.
-
-    Args:
-        model: The model, whose weights are changed.
-        units: Neurons of its value layers; at least one.
-        factor: What they are multiplied with; 0 switches off.
-        thresholds: What they were found with, for the record.
-        prompts: That they were found for, for the record.
-
-    Returns:
-        The record, to be written beside the saved weights.
-
-    Raises:
-        UsageError: There is no neuron, or see `scale_rows_`.
-        Unsupported: See `scale_rows_`.
-    """
+    """Scale neurons of a model for good."""
     if not units:
         raise UsageError("There is no neuron to switch off.", cure="Localize memorized prompts first.")
     before = model.digest()
@@ -173,16 +117,7 @@ def apply_edit_(
 
 
 def undo_edit_(model: TextToImage, record: EditRecord) -> None:
-    """Put back what an edit changed, and check that the model is as it was, bit for bit.
-
-    Args:
-        model: The edited model.
-        record: Of its last edit.
-
-    Raises:
-        UsageError: The model is not the one that the edit left.
-        CorruptBlob: The rows are not those that were there before; the model is left as it came.
-    """
+    """Put back what an edit changed, and check that the model is as it was, bit for bit."""
     if model.digest() != record.after:
         raise UsageError(
             f"This is not the model that the edit left: its digest is {model.digest()}, not {record.after}.",
@@ -220,21 +155,7 @@ def deactivated(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> It
 
 @torch.no_grad()
 def scale_rows_(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> dict[str, Tensor]:
-    """Scale neurons for good: their rows of the weights, and their biases.
-
-    Args:
-        denoiser: The network.
-        units: Neurons of its value layers.
-        factor: What they are multiplied with; 0 switches off.
-
-    Returns:
-        The rows before, on the CPU: `{layer}.weight` of shape `(neurons, inputs)`, and `{layer}.bias` where there is
-        one, in the order of `units`.
-
-    Raises:
-        NameNotFound, UsageError: See `check_units`.
-        Unsupported: An adapter is at work in a layer, or see `value_layers`.
-    """
+    """Scale neurons for good: their rows of the weights, and their biases."""
     layers = _editable(denoiser, units)
     removed: dict[str, Tensor] = {}
     for name, indices in units.items():
@@ -248,17 +169,7 @@ def scale_rows_(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> di
 
 @torch.no_grad()
 def restore_rows_(denoiser: nn.Module, units: Units, removed: Mapping[str, Tensor]) -> None:
-    """Put rows back, bit for bit.
-
-    Args:
-        denoiser: The network.
-        units: The neurons that were scaled.
-        removed: What `scale_rows_` returned: weights of shape `(neurons, inputs)`, biases of shape `(neurons,)`.
-
-    Raises:
-        UsageError: The rows do not fit the model.
-        NameNotFound, Unsupported: As for `scale_rows_`.
-    """
+    """Put rows back, bit for bit."""
     layers = _editable(denoiser, units)
     places = [
         (parameter, indices, f"{name}.{part}")
@@ -298,22 +209,7 @@ def _scaling(width: int, indices: Tensor, factor: float) -> Callable[[Tensor], T
 
 
 def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path, *, factor: float = 0.0) -> EditRecord:
-    """Scale neurons in a pipeline's weights.
-
-    Args:
-        source: The pipeline's folder, which stays as it is.
-        destination: The folder to write; it must not exist.
-        neurons: A file of `read_neurons`.
-        factor: What the neurons are multiplied with.
-
-    Returns:
-        The record, which lies in the destination's folder `forget`, after those of earlier edits.
-
-    Raises:
-        OutputExists: The destination exists.
-        UsageError: The neurons were found in another model, or there is none; see `apply_edit_`.
-        Unsupported: See `apply_edit_`.
-    """
+    """Scale neurons in a pipeline's weights."""
     source, destination = Path(source), Path(destination)
     refuse_existing(destination, overwrite=None)
     model = load_text_to_image(source)
@@ -339,20 +235,7 @@ def edit_folder(source: str | Path, destination: str | Path, neurons: str | Path
 
 
 def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
-    """Take back the last edit of a pipeline's folder.
-
-    Args:
-        source: The edited pipeline's folder, which stays as it is.
-        destination: The folder to write; it must not exist.
-
-    Returns:
-        The record of the edit that was undone.
-
-    Raises:
-        OutputExists: The destination exists.
-        UsageError: The folder holds no record, or the weights are not those that the edit left.
-        CorruptBlob: A record is damaged.
-    """
+    """Take back the last edit of a pipeline's folder."""
     source, destination = Path(source), Path(destination)
     refuse_existing(destination, overwrite=None)
     records = read_records(source)

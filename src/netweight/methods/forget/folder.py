@@ -49,8 +49,8 @@ from netweight.methods.forget.statistics import measure_statistics
 from netweight.nn.text_to_image import TextToImage
 
 Count = Annotated[int, Field(ge=1)]
+# Ordinary prompts that are needed: half of them calibrate, the others are held out.
 LEAST_ORDINARY = 4
-"""Ordinary prompts that are needed: half of them calibrate, the others are held out."""
 
 
 @final
@@ -101,23 +101,7 @@ class FolderForgetting:
 def forget_folder(
     source: str | Path, destination: str | Path, settings: FolderForgetting, *, progress: Progress = QUIET
 ) -> EditRecord:
-    """Find the neurons of all prompts in a table and switch them off in a folder of its own, whole or not at all.
-
-    Args:
-        source: The pipeline's folder, which stays as it is.
-        destination: The folder to write; it must not exist.
-        settings: How.
-        progress: Told of every prompt.
-
-    Returns:
-        The record, which lies in the destination's folder `forget`.
-
-    Raises:
-        OutputExists: The destination exists.
-        UsageError: A file cannot be used, or no prompt has neurons: none is memorized.
-        Unsupported: The model is of a kind that is not known here.
-        MissingExtra: diffusers is not installed.
-    """
+    """Find the neurons of all prompts in a table and switch them off in a folder of its own, whole or not at all."""
     from netweight.hf.load_pipeline import load_text_to_image
     from netweight.methods.forget.edit import edit_folder
 
@@ -147,11 +131,7 @@ def forget_folder(
 
 
 def ordinary_prompts(path: Path, column: str, memorized: Sequence[str]) -> list[str]:
-    """Read prompts that are not memorized.
-
-    Raises:
-        UsageError: There are too few, or one is memorized as well.
-    """
+    """Read prompts that are not memorized."""
     ordinary = read_prompts(path, column=column)
     both = sorted(set(ordinary) & set(memorized))
     if both:
@@ -169,15 +149,7 @@ def ordinary_prompts(path: Path, column: str, memorized: Sequence[str]) -> list[
 def calibrated(
     model: TextToImage, ordinary: Sequence[str], config: DetectionConfig, *, folder: Path, progress: Progress = QUIET
 ) -> tuple[Threshold, list[Score]]:
-    """Calibrate a threshold on every second ordinary prompt; the scores of the others are returned with it.
-
-    Args:
-        model: The model.
-        ordinary: At least `LEAST_ORDINARY` prompts.
-        config: How they are looked at.
-        folder: Where scores are remembered.
-        progress: Told of every prompt.
-    """
+    """Calibrate a threshold on every second ordinary prompt; the scores of the others are returned with it."""
     scores = detect_resumably(model, ordinary, config, ledger=folder / "scores.jsonl", progress=progress)
     return calibrate(scores[::2], model=model.digest(), look=look_of(model, config)), scores[1::2]
 
@@ -190,47 +162,23 @@ def work_folder(destination: Path) -> Path:
 @final
 @dataclass(frozen=True)
 class FolderHardening:
-    """How a folder is hardened.
+    """How a folder is hardened."""
 
-    Attributes:
-        targets: Rows with prompt and image: memorized pairs, see `memorized_pairs`.
-        ordinary: Prompts whose answers are to stay, a file of `read_prompts`.
-        column: Where they are.
-        surrogates: Rows with prompt and image: what is to be painted instead, row by row as `targets`; None takes the
-            model's own images of ordinary prompts.
-        settings: Of the hardening. The error that is descended is chosen by what the model predicts.
-        device: Where the model goes.
-    """
-
-    targets: FilePath
-    ordinary: FilePath
-    column: str = "prompt"
+    targets: FilePath  # rows with prompt and image: memorized pairs, see `memorized_pairs`
+    ordinary: FilePath  # prompts whose answers are to stay, a file of `read_prompts`
+    column: str = "prompt"  # where they are
+    # Rows with prompt and image: what is to be painted instead, row by row as `targets`; None takes the model's own
+    # images of ordinary prompts.
     surrogates: FilePath | None = None
+    # The error that is descended is chosen by what the model predicts.
     settings: HardenSettings = field(default_factory=HardenSettings)
-    device: str = "cpu"
+    device: str = "cpu"  # where the model goes
 
 
 def harden_folder(
     source: str | Path, destination: str | Path, hardening: FolderHardening, *, progress: Progress = QUIET
 ) -> HardenRecord:
-    """Harden a pipeline and write it as a folder of its own, whole or not at all.
-
-    Args:
-        source: The pipeline's folder, which stays as it is. It is trained in float32.
-        destination: The folder to write; it must not exist.
-        hardening: How.
-        progress: Told of every round and step.
-
-    Returns:
-        The record, which lies in the destination's folder `forget`.
-
-    Raises:
-        OutputExists: The destination exists.
-        UsageError: A file or folder cannot be used, or unfinished work beside the destination is another hardening's.
-        NameNotFound: The layers match no module.
-        Unsupported: The model is of a kind that is not known here.
-        TrainingStopped: NaN or infinity; the last whole round is kept.
-    """
+    """Harden a pipeline and write it as a folder of its own, whole or not at all."""
     source, destination = Path(source), Path(destination)
     refuse_existing(destination, overwrite=None)
     prompts = [str(row.values["prompt"]) for row in check_pairs(hardening.targets).rows]
@@ -265,73 +213,41 @@ def harden_folder(
     return record
 
 
+# Ordinary prompts that are painted.
 _SHOWN = 16
-"""Ordinary prompts that are painted."""
 
 
 @final
 @dataclass(frozen=True)
 class FolderAudit:
-    """What is asked of an edited pipeline.
+    """What is asked of an edited pipeline."""
 
-    Attributes:
-        search: The pipeline before its edit, memorized pairs, and how embeddings are searched for. Its guidance and
-            steps of generation hold for all images.
-        ordinary: Prompts that are not memorized, a file of `read_prompts`.
-        column: Where they are.
-        images: Images per prompt.
-        look_seeds: Initial noises per prompt that detection compares.
-        timing: Which step detection looks at, see `DetectionConfig`.
-        clip: A folder of transformers with a CLIP, for prompt alignment; None leaves that out.
-        searched: Whether embeddings are searched for; where not, the report says so in red.
-        search_seeds: Seeds of every search.
-    """
-
-    search: FolderSearch
-    ordinary: FilePath
-    column: str = "prompt"
-    images: Count = 8
-    look_seeds: Annotated[int, Field(ge=2)] = 10
-    timing: Literal["paper", "code"] = "paper"
+    search: FolderSearch  # the pipeline before its edit, memorized pairs, and how embeddings are searched for
+    ordinary: FilePath  # prompts that are not memorized, a file of `read_prompts`
+    column: str = "prompt"  # where they are
+    images: Count = 8  # images per prompt
+    look_seeds: Annotated[int, Field(ge=2)] = 10  # initial noises per prompt that detection compares
+    timing: Literal["paper", "code"] = "paper"  # which step detection looks at, see `DetectionConfig`
+    # A folder of transformers with a CLIP, for prompt alignment; None leaves that out.
     clip: DirectoryPath | None = None
-    searched: bool = True
+    searched: bool = True  # whether embeddings are searched for; where not, the report says so in red
     search_seeds: Sequence[int] = field(default=(0,))
 
 
 @final
 @dataclass(frozen=True)
 class Audited:
-    """What the audits found.
-
-    Attributes:
-        findings: All of them.
-        suppressed: By prompt, what the edit did to its images, in words.
-        searched: By model, what the searches found, in words; empty if none were made.
-    """
+    """What the audits found."""
 
     findings: tuple[Finding, ...]
-    suppressed: Mapping[str, str]
-    searched: Mapping[str, str]
+    suppressed: Mapping[str, str]  # by prompt, what the edit did to its images, in words
+    searched: Mapping[str, str]  # by model, what the searches found, in words; empty if none were made
 
 
 def audit_folder(
     audit: FolderAudit, model: Path, report: Report, *, folder: Path, seed: int, progress: Progress = QUIET
 ) -> Audited:
-    """Run all audits on an edited pipeline's folder and add what they found to a report.
-
-    Args:
-        audit: What is asked.
-        model: The edited pipeline's folder.
-        report: The report.
-        folder: Where scores, images and searches are remembered: a second call continues there.
-        seed: Of the first image, of random neurons and of intervals.
-        progress: Told of every prompt and step.
-
-    Raises:
-        UsageError: A file or folder cannot be used; see `prepare` too.
-        Unsupported: A pipeline is of a kind that is not known.
-        MissingExtra: Something that is asked for is not installed.
-    """
+    """Run all audits on an edited pipeline's folder and add what they found to a report."""
     prompts = [str(row.values["prompt"]) for row in check_pairs(audit.search.targets).rows]
     ordinary = ordinary_prompts(audit.ordinary, audit.column, prompts)
     found = localized(model)
@@ -371,11 +287,7 @@ def audit_folder(
 
 
 def localized(model: str | Path) -> list[Localization] | None:
-    """Return what was localized for the edits of a pipeline's folder; None if its records do not say it.
-
-    Raises:
-        CorruptBlob: A record is damaged.
-    """
+    """Return what was localized for the edits of a pipeline's folder; None if its records do not say it."""
     found = [each for record in read_records(model) for each in record.thresholds.get("found", [])]
     return [Localization.from_json(each) for each in found] or None
 
@@ -391,21 +303,7 @@ def pictured(
     seed: int,
     progress: Progress = QUIET,
 ) -> tuple[Painted, list[str]]:
-    """Paint memorized and ordinary prompts by the original, by its edit, and with as many random neurons off.
-
-    Args:
-        models: "original", "edited" and further ones by name.
-        pairs: Memorized pairs.
-        ordinary: Prompts that are not memorized.
-        units: The neurons that were switched off; with none there is no random control.
-        settings: How images are made.
-        folder: Where images are remembered.
-        seed: Of the random neurons.
-        progress: Told of every prompt.
-
-    Returns:
-        The images, and what is to be said in red.
-    """
+    """Paint memorized and ordinary prompts by the original, by its edit, and with as many random neurons off."""
     memorized = [Memorized(pair.prompt, pair.kind, pair.image) for pair in pairs]
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     both = {
@@ -461,14 +359,7 @@ def _units(model: Path) -> Units:
 def scored(
     source: str | Path, settings: FolderForgetting, *, folder: Path, progress: Progress = QUIET
 ) -> DetectionSubject:
-    """Score the prompts of a forgetting by the model before it.
-
-    Args:
-        source: The pipeline's folder before its edit.
-        settings: The forgetting.
-        folder: Where scores are remembered.
-        progress: Told of every prompt.
-    """
+    """Score the prompts of a forgetting by the model before it."""
     from netweight.hf.load_pipeline import load_text_to_image
 
     prompts = [str(row.values["prompt"]) for row in check_pairs(settings.targets).rows]
@@ -486,16 +377,7 @@ def shown(
     seed: int,
     progress: Progress = QUIET,
 ) -> tuple[Painted, ImagesConfig]:
-    """Paint what a forgetting came to, and write a report of the images.
-
-    Args:
-        source: The pipeline's folder before its edit.
-        destination: The folder after it.
-        settings: The forgetting.
-        folder: Where images are remembered and the report is written.
-        seed: Of the first image and of the random neurons.
-        progress: Told of every prompt.
-    """
+    """Paint what a forgetting came to, and write a report of the images."""
     from netweight.hf.load_pipeline import load_text_to_image
 
     folders = {"original": Path(source), "edited": Path(destination)}

@@ -30,62 +30,32 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 @final
 @dataclass(frozen=True)
 class RoundLog:
-    """One round.
+    """One round."""
 
-    Attributes:
-        number: Counted from 0.
-        searched: Mean denoising error that the round's searches came to: low where images are still easy to find.
-        surrogate: Error towards surrogates under found embeddings, at the last training step.
-        kept: Difference from the original under ordinary prompts, at the last training step.
-    """
-
-    number: int
-    searched: float
-    surrogate: float
-    kept: float
+    number: int  # counted from 0
+    searched: float  # mean denoising error that the round's searches came to: low where images are still easy to find
+    surrogate: float  # error towards surrogates under found embeddings, at the last training step
+    kept: float  # difference from the original under ordinary prompts, at the last training step
 
 
 @final
 @dataclass(frozen=True)
 class HardenRecord:
-    """What was done to a model.
-
-    Attributes:
-        settings: Of the hardening.
-        digests: Of the model `before` and `after`, of `prompts`, `images` and `surrogates`.
-        trained: How many weights were trained.
-        rounds: What each round was.
-        environment: Versions and machine.
-    """
+    """What was done to a model."""
 
     settings: Mapping[str, Any]
     digests: Mapping[str, str]
-    trained: int
+    trained: int  # how many weights were trained
     rounds: tuple[RoundLog, ...]
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # versions and machine
 
     def write(self, path: str | Path) -> None:
-        """Write the record as JSON, over one that is there.
-
-        Args:
-            path: The file.
-
-        Raises:
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record as JSON, over one that is there."""
         write_record(path, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record.
-
-        Args:
-            path: The file.
-
-        Raises:
-            CorruptBlob: The file holds none of this version.
-            OSError: It cannot be read.
-        """
+        """Read a record."""
 
         def made(values: dict[str, Any]) -> Self:
             return cls(rounds=tuple(RoundLog(**entry) for entry in values.pop("rounds")), **values)
@@ -96,17 +66,12 @@ class HardenRecord:
 @final
 @dataclass(frozen=True)
 class HardenState:
-    """All of a hardening between two rounds.
+    """All of a hardening between two rounds."""
 
-    Attributes:
-        tensors: Trained weights (`weight|name`), Adam's moments (`exp_avg|name` and so on), and the `pool` of
-            embeddings with its `mask` if it has one.
-        owners: Which memorized prompt each embedding of the pool belongs to.
-        logs: Of the rounds so far.
-    """
-
+    # Trained weights (`weight|name`), Adam's moments (`exp_avg|name` and so on), and the `pool` of embeddings with its
+    # `mask` if it has one.
     tensors: Mapping[str, Tensor]
-    owners: Sequence[int]
+    owners: Sequence[int]  # which memorized prompt each embedding of the pool belongs to
     logs: Sequence[RoundLog]
 
     @classmethod
@@ -118,15 +83,7 @@ class HardenState:
         owners: Sequence[int],
         logs: Sequence[RoundLog],
     ) -> Self:
-        """Look at a hardening; nothing is copied.
-
-        Args:
-            weights: What is trained, by name.
-            optimizer: Adam over these weights.
-            pool: Embeddings that were found so far.
-            owners: For each of them, which prompt it belongs to.
-            logs: What is known of the rounds so far.
-        """
+        """Look at a hardening; nothing is copied."""
         tensors = {f"weight|{name}": weight.detach() for name, weight in weights.items()}
         for name, weight in weights.items():
             tensors |= {f"{kind}|{name}": optimizer.state[weight][kind] for kind in _MOMENTS}
@@ -137,12 +94,7 @@ class HardenState:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Adam) -> None:
-        """Set weights and optimizer to what they were.
-
-        Args:
-            weights: What is trained, by name; changed in place.
-            optimizer: Adam over these weights; changed in place.
-        """
+        """Set weights and optimizer to what they were."""
         for name, weight in weights.items():
             weight.copy_(self.tensors[f"weight|{name}"])
             moments = {kind: self.tensors[f"{kind}|{name}"] for kind in _MOMENTS}
@@ -152,78 +104,45 @@ class HardenState:
             }
 
     def pool_like(self, text: Text) -> Text:
-        """Return the pool, on the device of some embeddings.
-
-        Args:
-            text: Embeddings of the same model.
-        """
+        """Return the pool, on the device of some embeddings."""
         mask = self.tensors.get("mask")
         return Text(self.tensors["pool"].to(text.states), None if mask is None else mask.to(text.states.device))
 
     def save(self, path: Path, identity: str) -> None:
-        """Write the state over the one before it, all or nothing.
-
-        Args:
-            path: The file.
-            identity: A digest of model, images and settings; only the same may resume it.
-
-        Raises:
-            OutputFailed: The file could not be written; the older one is untouched.
-        """
+        """Write the state over the one before it, all or nothing."""
         about = {"identity": identity, "owners": list(self.owners), "rounds": [asdict(log) for log in self.logs]}
         write_checkpoint(path, about, self.tensors.items())
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Self:
-        """Read a state.
-
-        Args:
-            path: The file.
-            identity: Digest of the hardening's settings and prompts.
-
-        Raises:
-            UsageError: It belongs to another hardening.
-            CorruptBlob: It is damaged.
-        """
+        """Read a state."""
         refusal = "holds a hardening of another model, other images or settings"
         with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
             tensors = {name: store.get(name) for name in names}
         return cls(tensors, about["owners"], [RoundLog(**log) for log in about["rounds"]])
 
 
+# The checkpoint's name in the folder.
 CHECKPOINT = "harden.net.safetensors"
-"""The checkpoint's name in the folder."""
+# The record's name in the folder.
 RECORD = "harden.json"
-"""The record's name in the folder."""
 
 
 @final
 @dataclass(frozen=True)
 class HardenSettings:
-    """How a model is hardened.
+    """How a model is hardened."""
 
-    Attributes:
-        rounds: Searches, each followed by training.
-        steps: Training steps per round.
-        batch: Latents per step under found embeddings, and as many under ordinary prompts.
-        lr: Of Adam.
-        keep: Weight of the difference from the original under ordinary prompts.
-        layers: Which modules' weights are trained, by the grammar of `Select`; None trains all.
-        search: How embeddings are searched for in each round; what it says of looks and success does not matter.
-        seed: Of everything random.
-
-    Raises:
-        UsageError: A value cannot be meant.
-    """
-
-    rounds: int = 8
-    steps: int = 50
-    batch: int = 16
+    rounds: int = 8  # searches, each followed by training
+    steps: int = 50  # training steps per round
+    batch: int = 16  # latents per step under found embeddings, and as many under ordinary prompts
     lr: float = 1e-3
-    keep: float = 1.0
+    keep: float = 1.0  # weight of the difference from the original under ordinary prompts
+    # Which modules' weights are trained, by the grammar of `Select`; None trains all.
     layers: str | None = "**.attn2.to_v"
+    # How embeddings are searched for in each round; what it says of looks and success does not matter.
     search: SearchSettings = field(default_factory=lambda: SearchSettings(steps=40))
-    seed: int = 0
+    seed: int = 0  # random seed
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, all of it at once."""
@@ -238,17 +157,7 @@ class HardenSettings:
 
 
 def surrogate_images(model: TextToImage, count: int, ordinary: Sequence[str], settings: HardenSettings) -> Tensor:
-    """Return images for a model to paint in place of memorized ones: its own, of ordinary prompts in turn.
-
-    Args:
-        model: The original.
-        count: How many.
-        ordinary: Prompts that are not memorized.
-        settings: Its seed, guidance and steps of generation.
-
-    Returns:
-        Shape `(count, 3, height, width)`, within 0 and 1.
-    """
+    """Return images for a model to paint in place of memorized ones: its own, of ordinary prompts in turn."""
     prompts = [ordinary[place % len(ordinary)] for place in range(count)]
     return _generated(model, prompts, settings, "surrogate")
 

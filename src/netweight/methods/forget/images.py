@@ -37,11 +37,7 @@ from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 
 class Alignment(Protocol):
-    """How well images follow prompts, such as CLIP of `integrations/clip.py`.
-
-    Attributes:
-        name: What reports call it.
-    """
+    """How well images follow prompts, such as CLIP of `integrations/clip.py`."""
 
     @property
     def name(self) -> str: ...
@@ -53,17 +49,12 @@ class Alignment(Protocol):
 @final
 @dataclass(frozen=True)
 class ImagesConfig:
-    """How images are compared.
+    """How images are compared."""
 
-    Attributes:
-        descriptor: What turns images into vectors; None takes centered pixels, for a template on the part that stays.
-        threshold: Similarity from which an image is a copy.
-        alignment: What tells how well images follow prompts; None leaves that out.
-    """
-
+    # What turns images into vectors; None takes centered pixels, for a template on the part that stays.
     descriptor: Descriptor | None = None
-    threshold: float = COPY
-    alignment: Alignment | None = None
+    threshold: float = COPY  # similarity from which an image is a copy
+    alignment: Alignment | None = None  # what tells how well images follow prompts; None leaves that out
 
     @property
     def measure(self) -> str:
@@ -72,16 +63,7 @@ class ImagesConfig:
 
 
 def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig) -> list[PromptCopies]:
-    """Compare the images of every memorized prompt with its training image, all others, and the unedited generation.
-
-    Args:
-        painted: Whose memorized prompts and original images these are.
-        images: By prompt: `painted.edited`, for one. Shape `(seeds, 3, height, width)`.
-        config: How.
-
-    Returns:
-        One entry per memorized prompt, in their order.
-    """
+    """Compare the images of every memorized prompt with its training image, all others, and the unedited generation."""
     return [
         copies_of_prompt(
             each, images[each.prompt], painted.memorized, descriptor=config.descriptor,
@@ -92,21 +74,7 @@ def copies(painted: Painted, images: Mapping[str, Tensor], config: ImagesConfig)
 
 
 def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list[Finding]:
-    """Return what an edit did to images: those of the original are the baseline of each finding.
-
-    Args:
-        painted: The images.
-        config: How they are compared.
-        seed: Of the bootstrap.
-
-    Returns:
-        How many prompts are suppressed; for verbatim and template images apart, similarities and copies seed by seed,
-        whole and by region; the same of controls; what became of ordinary prompts; alignment if it is measured.
-
-    Raises:
-        UsageError: There is no memorized prompt, or images differ in size or number.
-        MissingExtra: scipy, which the intervals need, is not installed.
-    """
+    """Return what an edit did to images: those of the original are the baseline of each finding."""
 
     def of(images: Mapping[str, Tensor]) -> list[Finding]:
         rows = copies(painted, images, config)
@@ -130,12 +98,7 @@ def image_findings(painted: Painted, config: ImagesConfig, *, seed: int) -> list
 
 
 def verdicts(painted: Painted, config: ImagesConfig) -> dict[str, str]:
-    """Say in plain words what the edit did to each memorized prompt: by prompt.
-
-    Args:
-        painted: Images before and after the edit.
-        config: When an image is a copy.
-    """
+    """Say in plain words what the edit did to each memorized prompt: by prompt."""
     before = copies(painted, painted.original, config)
     after = copies(painted, painted.edited, config)
     return {row.prompt: _words(row, old, config.threshold) for row, old in zip(after, before, strict=True)}
@@ -209,22 +172,12 @@ _PAINTED = "painted"  # folder of the images of every prompt
 @final
 @dataclass(frozen=True)
 class PaintSettings:
-    """How images are made.
+    """How images are made."""
 
-    Attributes:
-        seeds: One image each, the same for every prompt and model.
-        guidance: Of their generation.
-        steps: Of their scheduler.
-        rows: Most images at a time; halved where memory runs out.
-
-    Raises:
-        UsageError: A value cannot be meant.
-    """
-
-    seeds: tuple[int, ...] = tuple(range(8))
+    seeds: tuple[int, ...] = tuple(range(8))  # one image each, the same for every prompt and model
     guidance: float = 7.0
     steps: int = 50
-    rows: int = 64
+    rows: int = 64  # most images at a time; halved where memory runs out
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -238,21 +191,14 @@ class PaintSettings:
 @final
 @dataclass(frozen=True, eq=False)
 class Painted:
-    """Images of memorized and ordinary prompts; all of `paint` with the same settings.
+    """Images of memorized and ordinary prompts; all of `paint` with the same settings."""
 
-    Attributes:
-        memorized: Training images with their prompts.
-        ordinary: Prompts whose images an edit is to leave as they are.
-        original: Of the model before the edit, by prompt, shape `(seeds, 3, height, width)`.
-        edited: Of the model after it. Shape `(seeds, 3, height, width)`.
-        controls: What to compare with, by its name, such as as many random neurons switched off; memorized prompts
-            alone suffice. Shape `(seeds, 3, height, width)`.
-    """
-
-    memorized: Sequence[Memorized]
-    ordinary: Sequence[str]
-    original: Mapping[str, Tensor]
-    edited: Mapping[str, Tensor]
+    memorized: Sequence[Memorized]  # training images with their prompts
+    ordinary: Sequence[str]  # prompts whose images an edit is to leave as they are
+    original: Mapping[str, Tensor]  # shape `(seeds, 3, height, width)`
+    edited: Mapping[str, Tensor]  # shape `(seeds, 3, height, width)`
+    # What to compare with, by its name, such as as many random neurons switched off; memorized prompts alone suffice.
+    # Shape `(seeds, 3, height, width)`.
     controls: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
@@ -265,23 +211,7 @@ def paint(
     folder: str | Path | None = None,
     progress: Progress = QUIET,
 ) -> dict[str, Tensor]:
-    """Generate the images of prompts, remembering those of each as soon as they are there.
-
-    Args:
-        model: The model, as it is in the block that this is called in.
-        prompts: At least one.
-        settings: How.
-        setting: What tells the model from others of its weights, such as its switched-off neurons in JSON.
-        folder: Where images are kept; a second call with the same model and settings takes them from there.
-        progress: Told of every prompt.
-
-    Returns:
-        By prompt, shape `(seeds, 3, height, width)`, of 256 levels within 0 and 1.
-
-    Raises:
-        UsageError: There is no prompt.
-        CorruptBlob: A file of images is damaged.
-    """
+    """Generate the images of prompts, remembering those of each as soon as they are there."""
     if not prompts:
         raise UsageError("There is no prompt to paint.", cure="Give at least one.")
     about = {"model": model.digest(), "setting": setting, **asdict(settings)}

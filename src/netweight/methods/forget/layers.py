@@ -25,21 +25,13 @@ _STAGES = ("down_blocks", "mid_block", "up_blocks")
 @final
 @dataclass(frozen=True)
 class ValueLayer:
-    """A value layer of cross-attention.
+    """A value layer of cross-attention."""
 
-    Attributes:
-        name: In the denoiser, ending in `attn2.to_v`.
-        attention: The module that it belongs to.
-        module: The layer; with an adapter, what wraps it.
-        width: How many neurons it has.
-        adapted: Whether an adapter such as LoRA is at work in it.
-    """
-
-    name: str
-    attention: Any
-    module: nn.Module
-    width: int
-    adapted: bool
+    name: str  # in the denoiser, ending in `attn2.to_v`
+    attention: Any  # the module that it belongs to
+    module: nn.Module  # the layer; with an adapter, what wraps it
+    width: int  # how many neurons it has
+    adapted: bool  # whether an adapter such as LoRA is at work in it
 
     @property
     def linear(self) -> nn.Linear:
@@ -50,22 +42,8 @@ class ValueLayer:
 
 
 def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str, ValueLayer]:
-    """Find the value layers of a denoiser's cross-attention.
-
-    Args:
-        denoiser: A U-Net or a transformer of diffusers, or what names its parts as they do.
-        scope: "down+mid" are those on the way down and in the middle of a U-Net, which the paper looks at; "all" adds
-            the way up. Networks that are no U-Net have but "all".
-
-    Returns:
-        Layers by name: down, middle, up, each in the network's order.
-
-    Raises:
-        Unsupported: There is none within the scope; or keys and values were fused, so that to_v is not at work.
-        UsageError: The scope is unknown.
-
-    Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
-    """
+    """Find the value layers of a denoiser's cross-attention."""
+    # Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
     if scope not in ("down+mid", "all"):
         raise UsageError(f"The scope {scope!r} is unknown.", cure='Use "down+mid" or "all".')
     found = {
@@ -91,17 +69,7 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
 def text_values(
     denoiser: nn.Module, layers: Mapping[str, ValueLayer], text: Text, *, keys: bool = False
 ) -> dict[str, Tensor]:
-    """Compute what value layers put out for prompts, from the text alone: the denoiser is not run.
-
-    Args:
-        denoiser: The network that the layers are in.
-        layers: From `value_layers`.
-        text: Prompts.
-        keys: Compute what the layers of keys beside them put out instead.
-
-    Returns:
-        For each layer, shape `(n, tokens, width)`.
-    """
+    """Compute what value layers put out for prompts, from the text alone: the denoiser is not run."""
     weight = next(iter(layers.values())).linear.weight
     states = text.states.to(device=weight.device, dtype=weight.dtype)
     projection = getattr(denoiser, "caption_projection", None)
@@ -117,16 +85,7 @@ def text_values(
 
 
 def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
-    """Check that neurons are of these layers.
-
-    Args:
-        layers: The model's layers by name.
-        units: The neurons.
-
-    Raises:
-        NameNotFound: A module is none of the layers.
-        UsageError: An index is beyond a layer's width.
-    """
+    """Check that neurons are of these layers."""
     for name, indices in units.items():
         if name not in layers:
             near = ", ".join(map(repr, nearest_names(name, layers)))

@@ -52,48 +52,32 @@ _COLUMNS = ("Caption", "URL", "Initial Neurons", "Initial SSIM", "Refined Neuron
 @final
 @dataclass(frozen=True)
 class Localization:
-    """The neurons of one prompt.
-
-    Attributes:
-        prompt: The prompt.
-        status: "resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last
-            stage did not; "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
-        neurons: The neurons to block.
-        initial: For each layer, those chosen before refinement, in order; repeated where both rules chose one and
-            fidelity is "reference".
-        refined: The same after refinement.
-        theta: Of the stage that they were chosen at; None if there was none.
-        top: k of that stage.
-        seeds: For each seed the greatest similarity to another, nothing blocked.
-        kept: How many of them lie above the threshold.
-        threshold: The threshold.
-        refinement_threshold: What refinement had to keep to: the threshold, or what was reached.
-        initial_similarity: Greatest over kept seeds of the similarity to what is predicted with nothing blocked.
-        refined_similarity: The same after refinement.
-        rows: Rows that went through the denoiser.
-        error: What went wrong.
-        broken: What similarities had to fall to.
-        steps: For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and
-            "processor seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the
-            share of its rows. Not looked at in comparisons.
-    """
+    """The neurons of one prompt."""
 
     prompt: str
+    # "resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last stage did not;
+    # "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
     status: Status
-    neurons: Units
+    neurons: Units  # the neurons to block
+    # For each layer, those chosen before refinement, in order; repeated where both rules chose one and fidelity is
+    # "reference".
     initial: Mapping[str, Sequence[int]]
     refined: Mapping[str, Sequence[int]]
-    theta: float | None = None
-    top: int | None = None
-    seeds: tuple[float, ...] = ()
-    kept: int = 0
+    theta: float | None = None  # none if there was none
+    top: int | None = None  # k of that stage
+    seeds: tuple[float, ...] = ()  # for each seed the greatest similarity to another, nothing blocked
+    kept: int = 0  # how many of them lie above the threshold
     threshold: float | None = None
-    refinement_threshold: float | None = None
+    refinement_threshold: float | None = None  # what refinement had to keep to: the threshold, or what was reached
+    # Greatest over kept seeds of the similarity to what is predicted with nothing blocked.
     initial_similarity: float | None = None
     refined_similarity: float | None = None
-    rows: int = 0
-    error: str | None = None
-    broken: float | None = None
+    rows: int = 0  # rows that went through the denoiser
+    error: str | None = None  # what went wrong
+    broken: float | None = None  # what similarities had to fall to
+    # For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and "processor
+    # seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the share of its rows.
+    # Not looked at in comparisons.
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -104,14 +88,7 @@ class Localization:
         threshold: float,
         steps: Mapping[str, Mapping[str, float]] | None = None,
     ) -> Self:
-        """Say that a prompt has no neurons.
-
-        Args:
-            prompt: The prompt.
-            seeds: Its similarity, seed by seed.
-            threshold: What it was compared with.
-            steps: What the looking cost, by step; None if it was not measured.
-        """
+        """Say that a prompt has no neurons."""
         return cls(
             prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold, rows=len(seeds),
             steps=steps or {},
@@ -119,12 +96,7 @@ class Localization:
 
     @classmethod
     def failed(cls, prompt: str, error: str) -> Self:
-        """Say that a prompt's search ended in an error.
-
-        Args:
-            prompt: The prompt.
-            error: What went wrong.
-        """
+        """Say that a prompt's search ended in an error."""
         return cls(prompt, "failed", Units(), {}, {}, error=error)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,14 +106,7 @@ class Localization:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned.
-
-        Args:
-            values: JSON values.
-
-        Raises:
-            CorruptBlob: It is something else.
-        """
+        """Read what `to_json` returned."""
         try:
             neurons = Units.from_json(json.dumps(values["neurons"]))
             return cls(**{**values, "neurons": neurons, "seeds": tuple(values["seeds"])})
@@ -150,51 +115,20 @@ class Localization:
 
 
 def write_results(path: str | Path, found: Sequence[Localization], *, model: str) -> None:
-    """Write localizations as one JSON file, over one that is there.
-
-    Args:
-        path: The file.
-        found: The localizations.
-        model: Digest of the model's denoiser.
-
-    Raises:
-        OutputFailed: The place cannot be written.
-    """
+    """Write localizations as one JSON file, over one that is there."""
     content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in found]}
     with whole_file(Path(path), overwrite=True) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Units, str | None]:
-    """Read neurons from any file that holds some: all of its prompts' together.
-
-    Args:
-        path: What `write_results` wrote, the JSON of `Units`, or a `.csv` of the paper's code.
-        layers: Of the model, for the latter.
-
-    Returns:
-        Neurons, and the digest of the model they were found in if the file says it.
-
-    Raises:
-        UsageError: The file cannot be read or holds no neurons.
-    """
+    """Read neurons from any file that holds some: all of its prompts' together."""
     found, model = _read(Path(path), layers)
     return found if isinstance(found, Units) else _union(found), model
 
 
 def read_localizations(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
-    """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone.
-
-    Args:
-        path: The file.
-        layers: Of the model that it belongs to.
-
-    Returns:
-        What was found, prompt by prompt.
-
-    Raises:
-        UsageError: The file cannot be read or holds no neurons.
-    """
+    """Read what a file of `read_neurons` says prompt by prompt; nothing of one that holds neurons alone."""
     found, _ = _read(Path(path), layers)
     return [] if isinstance(found, Units) else found
 
@@ -215,18 +149,8 @@ def _read(path: Path, layers: Mapping[str, ValueLayer]) -> tuple[Units | list[Lo
 
 
 def write_published(path: str | Path, found: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
-    """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists.
-
-    Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
-
-    Args:
-        path: The file.
-        found: What was found, prompt by prompt.
-        layers: Of the model, in their order.
-
-    Raises:
-        OutputFailed: The place cannot be written.
-    """
+    """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists."""
+    # Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
     rows = io.StringIO()
     writer = csv.writer(rows, delimiter=";", lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -238,18 +162,7 @@ def write_published(path: str | Path, found: Sequence[Localization], layers: Map
 
 
 def read_published(path: str | Path, layers: Mapping[str, ValueLayer]) -> list[Localization]:
-    """Read a table of the paper's code; its lists are read as data, nothing is executed.
-
-    Args:
-        path: The file, columns separated by semicolons.
-        layers: Of the model that it belongs to, in their order.
-
-    Returns:
-        What was found, prompt by prompt.
-
-    Raises:
-        UsageError: It cannot be read, lacks a column, or its lists are not of these layers.
-    """
+    """Read a table of the paper's code; its lists are read as data, nothing is executed."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -297,8 +210,8 @@ def _union(found: Sequence[Localization]) -> Units:
     return Units({name: sorted(indices) for name, indices in together.items()})
 
 
+# Similarities that differ by less are equal: the same row in another batch differs in its last bits.
 _TOLERANCE = 1e-5
-"""Similarities that differ by less are equal: the same row in another batch differs in its last bits."""
 _FIRST_STAGES = 4  # tried at once; each further batch doubles
 
 
@@ -309,25 +222,8 @@ def localize_prompt(
     threshold: Threshold,
     config: LocalizationConfig | None = None,
 ) -> Localization:
-    """Find the neurons that a prompt's image is memorized in.
-
-    Args:
-        model: The model.
-        prompt: The prompt.
-        statistics: Of the same model, see `Statistics.check`.
-        threshold: Seeds above its `value` are looked at; at or below `broken` memorization counts as broken, with
-            `fidelity="reference"` at its `value`, as in the released code, unless the configuration says below what.
-        config: How; None takes the defaults.
-
-    Returns:
-        What was found; a prompt that is not memorized has no neurons, and one whose threshold was not reached is
-        marked as unresolved.
-
-    Raises:
-        Unsupported: See `value_layers`.
-
-    Source: arXiv 2406.02366, section 3 and its code.
-    """
+    """Find the neurons that a prompt's image is memorized in."""
+    # Source: arXiv 2406.02366, section 3 and its code.
     config = config or LocalizationConfig()
     predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
     ((_, found),) = side_by_side([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
@@ -340,18 +236,7 @@ def localize_prompt(
 def search(
     predictions: Predictions, prompt: str, statistics: Statistics, threshold: Threshold, config: LocalizationConfig
 ) -> Search[Localization]:
-    """Find a prompt's neurons, as `localize_prompt` does, for `side_by_side`.
-
-    Args:
-        predictions: Of the model, for the configuration's scope and detection.
-        prompt: The prompt.
-        statistics: As for `localize_prompt`, and so are the others.
-        threshold: The threshold.
-        config: How.
-
-    Returns:
-        A search that asks for predictions and ends with what was found.
-    """
+    """Find a prompt's neurons, as `localize_prompt` does, for `side_by_side`."""
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken
     model, layers = predictions.model, predictions.layers
     costs = Costs()
@@ -402,18 +287,7 @@ def search(
 def stage_neurons(
     activations: Mapping[str, Tensor], z: Mapping[str, Tensor], theta: float, top: int, *, repeated: bool = False
 ) -> dict[str, list[int]]:
-    """Choose neurons by a prompt's activations: those out of distribution, and the most active ones.
-
-    Args:
-        activations: For each layer, shape `(width,)`.
-        z: Deviations from the mean, of the same shapes.
-        theta: Neurons beyond so many deviations are chosen, in order of their index.
-        top: So many of the most active of each layer follow, the most active first; all where a layer has fewer.
-        repeated: Keep a neuron that both rules choose twice, as the released code does.
-
-    Returns:
-        For each layer, indices in the order in which refinement tries them.
-    """
+    """Choose neurons by a prompt's activations: those out of distribution, and the most active ones."""
     chosen = {}
     for name, values in activations.items():
         outside = (z[name] > theta).nonzero().flatten().tolist()
@@ -576,21 +450,7 @@ def detect_resumably(
     ledger: str | Path,
     progress: Progress = QUIET,
 ) -> list[Score]:
-    """Score prompts as `detect` does, remembering each as soon as it is done.
-
-    Args:
-        model: The model.
-        prompts: At least one.
-        config: How; None takes the defaults.
-        ledger: The file to remember scores in; a second call continues the first.
-        progress: Told of every prompt.
-
-    Returns:
-        One score per prompt, in order.
-
-    Raises:
-        UsageError: There is no prompt, or one could not be scored; the reason is in the message.
-    """
+    """Score prompts as `detect` does, remembering each as soon as it is done."""
     if not prompts:
         raise UsageError("There is no prompt to look at.", cure="Give at least one.")
     config = config or DetectionConfig()
@@ -632,16 +492,7 @@ def detect_resumably(
 
 
 def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
-    """Refuse a threshold that was calibrated on another model, or by looking at prompts in another way.
-
-    Args:
-        threshold: The threshold; what it does not say of itself is not checked.
-        identity: Digest of the model.
-        look: How prompts are to be looked at, from `look_of`.
-
-    Raises:
-        UsageError: It was.
-    """
+    """Refuse a threshold that was calibrated on another model, or by looking at prompts in another way."""
     if threshold.model is not None and threshold.model != identity:
         raise UsageError(
             f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",

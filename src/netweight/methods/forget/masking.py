@@ -24,43 +24,29 @@ Blocked: TypeAlias = dict[str, set[int]]
 @final
 @dataclass(frozen=True, eq=False)
 class PromptText:
-    """A prompt with what the text alone decides; made by `RowMasks.read`.
+    """A prompt with what the text alone decides; made by `RowMasks.read`."""
 
-    Attributes:
-        text: The prompt, one row.
-        values: For each layer its values, shape `(1, tokens, width)`.
-        keys: For each layer the keys beside them, shape `(1, tokens, width)`.
-    """
-
-    text: Text
-    values: Mapping[str, Tensor]
-    keys: Mapping[str, Tensor]
+    text: Text  # the prompt, one row
+    values: Mapping[str, Tensor]  # for each layer its values, shape `(1, tokens, width)`
+    keys: Mapping[str, Tensor]  # for each layer the keys beside them, shape `(1, tokens, width)`
 
 
 @final
 @dataclass(frozen=True)
 class Row:
-    """A row of a batch.
-
-    Attributes:
-        prompt: Its prompt.
-        blocked: Neurons by layer.
-        seed: Which noise it starts from: rows of one number start from the same, in this batch and in every later one.
-    """
+    """A row of a batch."""
 
     prompt: PromptText
-    blocked: Blocked
+    blocked: Blocked  # neurons by layer
+    # Which noise it starts from: rows of one number start from the same, in this batch and in every later one.
     seed: int
 
 
 @final
 class RowMasks:
-    """What every row of the next run blocks.
+    """What every row of the next run blocks."""
 
-    Args:
-        denoiser: The network; while rows are blocked it must be run with their texts, always at the same timestep.
-        layers: Of which neurons may be switched off.
-    """
+    # `denoiser`: the network; while rows are blocked it must be run with their texts, always at the same timestep
 
     def __init__(self, denoiser: nn.Module, layers: Mapping[str, ValueLayer]) -> None:
         self._denoiser, self._layers = denoiser, layers
@@ -76,24 +62,13 @@ class RowMasks:
         self._rows: Tensor | None = None
 
     def read(self, text: Text) -> PromptText:
-        """Compute keys and values of a prompt, one row; not while rows are blocked.
-
-        Args:
-            text: One row.
-        """
+        """Compute keys and values of a prompt, one row; not while rows are blocked."""
         values = text_values(self._denoiser, self._every, text)
         return PromptText(text, values, text_values(self._denoiser, self._every, text, keys=True))
 
     @contextmanager
     def blocking(self, rows: Sequence[Row]) -> Iterator[Text]:
-        """Block neurons row by row for the runs in a block.
-
-        Args:
-            rows: For each row of the batch its prompt and the neurons to block.
-
-        Yields:
-            Texts of the rows.
-        """
+        """Block neurons row by row for the runs in a block."""
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         self._prompts, self._places = list(places), torch.tensor([places[row.prompt] for row in rows])
         self._factors, self._keys = self._factors_of([row.blocked for row in rows]), self._keys_of(rows)
@@ -198,11 +173,10 @@ class _Known:
 
 
 def _first_parts(denoiser: Any) -> dict[str, Any]:
-    """What of a U-Net rows may share: blocks on the way down, and before each, and the middle one, what precedes text.
-
-    Those of one block come before it, so that what decides on them is what is blocked before it. Other networks have
-    no such parts.
-    """
+    """What of a U-Net rows may share: blocks on the way down, and before each, and the middle one, what precedes
+    text."""
+    # Those of one block come before it, so that what decides on them is what is blocked before it. Other networks have
+    # no such parts.
     down = getattr(denoiser, "down_blocks", None)
     if not isinstance(down, nn.ModuleList):
         return {}

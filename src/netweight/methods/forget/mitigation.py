@@ -23,37 +23,21 @@ from netweight.nn.text_to_image import Prediction, Text, TextToImage
 
 
 class Mitigation(Protocol):
-    """A way of generating that is to keep a model from repeating images.
-
-    Attributes:
-        name: What reports call it.
-    """
+    """A way of generating that is to keep a model from repeating images."""
 
     @property
     def name(self) -> str: ...
 
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> AbstractContextManager[TextToImage]:
-        """Mitigate for a block.
-
-        Args:
-            model: The model.
-            prompts: The memorized prompts.
-
-        Returns:
-            A context that yields what is to be generated with: `mitigated.generate(mitigated.embed(prompts), seeds)`.
-        """
+        """Mitigate for a block."""
 
 
 @final
 @dataclass(frozen=True)
 class AllActive:
-    """No mitigation: what all others are compared with.
+    """No mitigation: what all others are compared with."""
 
-    Attributes:
-        name: As reports call it.
-    """
-
-    name: str = "all neurons active"
+    name: str = "all neurons active"  # as reports call it
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
@@ -64,26 +48,15 @@ class AllActive:
 @final
 @dataclass(frozen=True)
 class Deactivated:
-    """Neurons switched off, or scaled, while the model runs.
+    """Neurons switched off, or scaled, while the model runs."""
 
-    Attributes:
-        units: The neurons, by module of the denoiser.
-        name: What reports call it.
-        factor: What their outputs are multiplied by.
-    """
-
-    units: Units
-    name: str = "neurons off"
-    factor: float = 0.0
+    units: Units  # the neurons, by module of the denoiser
+    name: str = "neurons off"  # what reports call it
+    factor: float = 0.0  # what their outputs are multiplied by
 
     @contextmanager
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
-        """Yield the model with hooks on the neurons' modules.
-
-        Raises:
-            NameNotFound, UsageError: The denoiser has no such neuron.
-            Unsupported: Its value layers cannot be switched off; see `value_layers`.
-        """
+        """Yield the model with hooks on the neurons' modules."""
         with deactivated(model.denoiser, self.units, factor=self.factor):
             yield model
 
@@ -94,17 +67,7 @@ def neuron_counts(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str
 
 
 def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, seed: int) -> Units:
-    """Draw as many neurons as a set has, none of which is in it.
-
-    Args:
-        like: The set.
-        counts: Neurons of every layer that may be drawn from; see `neuron_counts`.
-        layer_matched: As many in each layer as the set has there, else from all layers alike.
-        seed: Of the draw.
-
-    Raises:
-        UsageError: There are not so many others, or the set has neurons elsewhere.
-    """
+    """Draw as many neurons as a set has, none of which is in it."""
     elsewhere = [name for name in like.modules if name not in counts]
     if elsewhere:
         raise UsageError(f"The set holds neurons of {elsewhere[0]!r}, which is not among the layers to draw from.")
@@ -128,12 +91,7 @@ def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, se
 
 @final
 class OtherEmbedding:
-    """A `TextToImage` that embeds prompts in another way and is otherwise the one inside.
-
-    Args:
-        model: The one inside.
-        embed: Takes prompts and returns their embeddings.
-    """
+    """A `TextToImage` that embeds prompts in another way and is otherwise the one inside."""
 
     def __init__(self, model: TextToImage, embed: Callable[[Sequence[str]], Text]) -> None:
         self._model, self._embed = model, embed

@@ -25,24 +25,14 @@ from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import ImagesConfig, Painted, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
 
+# Kind of prompt → localizations.
 Groups = Mapping[str, Sequence[Localization]]
-"""Kind of prompt → localizations."""
+# Prompts of an overlap's matrix, at most.
 _MOST = 40
-"""Prompts of an overlap's matrix, at most."""
 
 
 def counts_figure(groups: Groups) -> Figure | None:
-    """Draw how many prompts need how many neurons; None if nothing was looked for.
-
-    Args:
-        groups: Localizations by kind.
-
-    Returns:
-        The figure, or None.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw how many prompts need how many neurons; None if nothing was looked for."""
     counts = {name: [len(each.neurons) for each in _searched(found)] for name, found in groups.items()}
     counts = {name: values for name, values in counts.items() if values}
     if not counts:
@@ -60,18 +50,7 @@ def counts_figure(groups: Groups) -> Figure | None:
 
 
 def layers_figure(groups: Groups, layers: Sequence[str]) -> Figure | None:
-    """Draw the mean number of neurons per prompt in every layer; None if nothing was looked for.
-
-    Args:
-        groups: Localizations by kind.
-        layers: Names of the layers, in their order.
-
-    Returns:
-        The figure, or None.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw the mean number of neurons per prompt in every layer; None if nothing was looked for."""
     means = {
         name: [mean(len(set(each.refined.get(layer, ()))) for each in searched) for layer in layers]
         for name, found in groups.items()
@@ -92,28 +71,13 @@ def layers_figure(groups: Groups, layers: Sequence[str]) -> Figure | None:
 
 
 def overlap(first: Localization, second: Localization) -> float:
-    """Return how far two prompts' neurons are the same: the share of common ones among all of both (Jaccard).
-
-    Args:
-        first: What was found for one prompt.
-        second: What was found for another.
-    """
+    """Return how far two prompts' neurons are the same: the share of common ones among all of both (Jaccard)."""
     together = len(first.neurons | second.neurons)
     return len(first.neurons & second.neurons) / together if together else 0.0
 
 
 def overlap_figure(found: Sequence[Localization]) -> Figure | None:
-    """Draw which prompts share neurons, for the first 40 that have some; None if there are none.
-
-    Args:
-        found: What was found, prompt by prompt.
-
-    Returns:
-        The figure, or None.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw which prompts share neurons, for the first 40 that have some; None if there are none."""
     shown = [each for each in found if each.neurons][:_MOST]
     if not shown:
         return None
@@ -128,11 +92,7 @@ def overlap_figure(found: Sequence[Localization]) -> Figure | None:
 
 
 def prompts_table(found: Sequence[Localization]) -> Table:
-    """Return a table of prompts with the number of their neurons and what blocking them came to.
-
-    Args:
-        found: What was found, prompt by prompt.
-    """
+    """Return a table of prompts with the number of their neurons and what blocking them came to."""
     return Table(
         "Neurons by prompt",
         (
@@ -153,20 +113,7 @@ def prompts_table(found: Sequence[Localization]) -> Table:
 def add_section(
     report: Report, found: Sequence[Localization], layers: Sequence[str], *, figures: Sequence[Figure] = ()
 ) -> list[Finding]:
-    """Add a section on neurons to a report: findings, distributions, overlaps, a table of prompts.
-
-    Args:
-        report: The report.
-        found: Localizations of one model, at least one.
-        layers: Names of its value layers, in their order.
-        figures: Further pictures, such as grids of images, which come first.
-
-    Returns:
-        The section's findings.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Add a section on neurons to a report: findings, distributions, overlaps, a table of prompts."""
     groups = {"prompts": found}
     drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(found))
     findings = neuron_findings(found, None, seed=0, progress=QUIET)
@@ -189,8 +136,8 @@ def _short(prompt: str, most: int = 32) -> str:
 
 
 TREATMENT = "forget"
+# Names of the audits.
 DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
-"""Names of the audits."""
 
 register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
 
@@ -198,13 +145,7 @@ register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
 @final
 @dataclass(frozen=True)
 class DetectionSubject:
-    """Scores of two kinds of prompts.
-
-    Attributes:
-        memorized: Of prompts that are known or suspected to be memorized.
-        ordinary: Of others, which the threshold was not calibrated on.
-        threshold: The threshold.
-    """
+    """Scores of two kinds of prompts."""
 
     memorized: Sequence[Score]
     ordinary: Sequence[Score]
@@ -213,17 +154,7 @@ class DetectionSubject:
 
 @register_audit(TREATMENT, DETECTION)
 def detection_findings(subject: DetectionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well noise differences, and Wen's norm beside them, tell memorized prompts from ordinary ones.
-
-    Args:
-        subject: The scores.
-        config: Not looked at.
-        seed: Not used: nothing is drawn.
-        progress: Not used.
-
-    Raises:
-        UsageError: A side has no score.
-    """
+    """Return how well noise differences, and Wen's norm beside them, tell memorized prompts from ordinary ones."""
     limit = subject.threshold
     count = len(subject.memorized) + len(subject.ordinary)
     similar = roc([each.similarity for each in subject.memorized], [each.similarity for each in subject.ordinary])
@@ -241,14 +172,7 @@ def detection_findings(subject: DetectionSubject, config: object, *, seed: int, 
 
 @register_audit(TREATMENT, NEURONS)
 def neuron_findings(subject: Sequence[Localization], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how many neurons were found, how many of them are different ones, and for which prompts none sufficed.
-
-    Args:
-        subject: Localizations.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-    """
+    """Return how many neurons were found, how many of them are different ones, and for which prompts none sufficed."""
     named = {
         status: [each.prompt for each in subject if each.status == status]
         for status in ("resolved", "unresolved", "not memorized", "failed")
@@ -272,35 +196,13 @@ def neuron_findings(subject: Sequence[Localization], config: object, *, seed: in
 
 @register_audit(TREATMENT, IMAGES)
 def painted(subject: Painted, config: ImagesConfig, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what became of memorized and of ordinary prompts' images.
-
-    Args:
-        subject: Images before and after the edit.
-        config: How they are compared.
-        seed: Of the intervals.
-        progress: Not used: the images are there.
-
-    Raises:
-        UsageError: There is no memorized prompt, or images differ in size or number.
-        MissingExtra: scipy is not installed.
-    """
+    """Return what became of memorized and of ordinary prompts' images."""
     return image_findings(subject, config, seed=seed)
 
 
 @register_audit(TREATMENT, SEARCH)
 def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what searches for embeddings found in the edited model, the original and controls beside.
-
-    Args:
-        subject: The searches.
-        config: Which model is which, and what is asked.
-        seed: Of the intervals.
-        progress: Not used: the searches have been made.
-
-    Raises:
-        UsageError: A subject that is named was not searched.
-        MissingExtra: scipy is not installed.
-    """
+    """Return what searches for embeddings found in the edited model, the original and controls beside."""
     return search_findings(subject, config, seed=seed)
 
 
@@ -317,17 +219,7 @@ _ATTACKED = "found by search"
 def add_finding_sections(
     report: Report, scores: DetectionSubject | None, found: Sequence[Localization] | None, *, title: str = ""
 ) -> list[Finding]:
-    """Add how prompts were found and which neurons were: the audits that need no image.
-
-    Args:
-        report: The report.
-        scores: Of memorized and ordinary prompts; None leaves the section out.
-        found: Localizations; None leaves the section out.
-        title: What the headings begin with.
-
-    Returns:
-        The findings.
-    """
+    """Add how prompts were found and which neurons were: the audits that need no image."""
     findings: list[Finding] = []
     if scores is not None:
         part = detection_findings(scores, None, seed=0, progress=QUIET)
@@ -363,24 +255,7 @@ def add_images_section(
     audits: Sequence[str] = (DETECTION, NEURONS, IMAGES),
     warnings: Sequence[str] = (),
 ) -> list[Finding]:
-    """Add what painted images say to a report.
-
-    Args:
-        report: The report.
-        painted: The images.
-        config: How they are compared.
-        seed: Of the intervals.
-        attacked: By prompt, an image that a search found in the edited model, shape `(3, height, width)`.
-        title: Heading of the section.
-        audits: Which of the treatment's audits the report holds; others are shown in red.
-        warnings: Further sentences to show in red.
-
-    Returns:
-        The findings.
-
-    Raises:
-        UsageError, MissingExtra: See `image_findings` and `images_figure`.
-    """
+    """Add what painted images say to a report."""
     findings = image_findings(painted, config, seed=seed)
     report.section(
         title,
@@ -400,17 +275,7 @@ def add_images_section(
 def images_figure(
     painted: Painted, config: ImagesConfig, *, attacked: Mapping[str, Tensor] | None = None, most: int = 8
 ) -> Figure:
-    """Draw training images beside what is painted before the edit, after it, by controls, and after a search.
-
-    Args:
-        painted: The images.
-        config: How they are compared, which decides on the seed that is shown.
-        attacked: By prompt, an image that a search found in the edited model.
-        most: Most rows.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw training images beside what is painted before the edit, after it, by controls, and after a search."""
     columns = ["training image", "original", "edited", *painted.controls]
     found = attacked or {}
     rows = []
@@ -436,12 +301,7 @@ def images_figure(
 
 
 def images_table(painted: Painted, config: ImagesConfig) -> Table:
-    """Return one row for each memorized prompt: copies before and after, and the verdict.
-
-    Args:
-        painted: Images before and after the edit.
-        config: When an image is a copy.
-    """
+    """Return one row for each memorized prompt: copies before and after, and the verdict."""
     before, after = (copies(painted, images, config) for images in (painted.original, painted.edited))
     told = verdicts(painted, config)
     rows = [
@@ -465,16 +325,7 @@ def images_table(painted: Painted, config: ImagesConfig) -> Table:
 
 
 def attacked_images(comparison: Comparison, subject: str, folder: str | Path) -> dict[str, Tensor]:
-    """Return what searches in a subject found for planted images: by target, an image of the best embedding.
-
-    Args:
-        comparison: The searches.
-        subject: Name of the subject.
-        folder: Of the comparison.
-
-    Raises:
-        UsageError: It was not searched, or a file of images is missing.
-    """
+    """Return what searches in a subject found for planted images: by target, an image of the best embedding."""
     best: dict[str, tuple[float, Run]] = {}
     for run in comparison.of(subject, trained=True):
         scores = [trial.best.score for trial in run.trials if trial.best is not None]

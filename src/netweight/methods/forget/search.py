@@ -27,15 +27,10 @@ R = TypeVar("R")
 @final
 @dataclass(frozen=True)
 class Answer:
-    """What a search is told.
+    """What a search is told."""
 
-    Attributes:
-        differences: Noise differences of the rows that it asked for, see `noise_difference`.
-        cost: What they cost, see `Costs`: of what several searches share, the share of its rows.
-    """
-
-    differences: Tensor
-    cost: Mapping[str, float]
+    differences: Tensor  # noise differences of the rows that it asked for, see `noise_difference`
+    cost: Mapping[str, float]  # what they cost, see `Costs`: of what several searches share, the share of its rows
 
 
 Search: TypeAlias = Generator[Sequence[Row], Answer, R]
@@ -43,34 +38,16 @@ Search: TypeAlias = Generator[Sequence[Row], Answer, R]
 
 @final
 class Predictions:
-    """Predictions with neurons switched off, for rows of whichever prompts.
-
-    Args:
-        model: The model.
-        layers: Of which neurons may be switched off.
-        config: How prompts are looked at.
-
-    Attributes:
-        model: The model.
-        layers: The layers.
-        masks: Reads prompts.
-    """
+    """Predictions with neurons switched off, for rows of whichever prompts."""
 
     def __init__(self, model: TextToImage, layers: Mapping[str, ValueLayer], config: DetectionConfig) -> None:
         self.model, self.layers = model, layers
-        self.masks = RowMasks(model.denoiser, layers)
+        self.masks = RowMasks(model.denoiser, layers)  # reads prompts
         self._noise, self._timestep = first_step(model, config)
         self._batches = Batches(config.rows)
 
     def answers(self, asked: Sequence[Sequence[Row]]) -> list[Answer | Exception]:
-        """Answer what several searches asked for, together; an error stays with those whose rows alone raise it.
-
-        Args:
-            asked: Rows of each search.
-
-        Returns:
-            One answer per search, in their order.
-        """
+        """Answer what several searches asked for, together; an error stays with those whose rows alone raise it."""
         try:
             return list(self._together(asked))
         except Exception as error:
@@ -100,15 +77,7 @@ class Predictions:
 
 
 def predicted(rows: Sequence[Row], costs: Costs) -> Search[Tensor]:
-    """Ask for rows within a search, and return their noise differences.
-
-    Args:
-        rows: What to predict.
-        costs: Goes on with this search's share of the cost.
-
-    Returns:
-        Noise differences, shape `(rows, channels, height, width)`.
-    """
+    """Ask for rows within a search, and return their noise differences."""
     costs.pause()
     answer = yield rows
     costs.resume(answer.cost)
@@ -118,16 +87,7 @@ def predicted(rows: Sequence[Row], costs: Costs) -> Search[Tensor]:
 def side_by_side(
     searches: Iterable[Search[R]], predictions: Predictions, most: int
 ) -> Iterator[tuple[int, R | Exception]]:
-    """Run searches to their ends, several at a time.
-
-    Args:
-        searches: The searches; each is taken when its turn comes.
-        predictions: Answers them.
-        most: So many at a time; where one ends, the next begins.
-
-    Yields:
-        The number of a search that ended, and what it returned or raised.
-    """
+    """Run searches to their ends, several at a time."""
     waiting = ((number, search, None) for number, search in enumerate(searches))
     ready: list[tuple[int, Search[R], Answer | Exception | None]] = list(islice(waiting, most))
     while ready:
@@ -153,37 +113,23 @@ def side_by_side(
 
 @final
 class Trials:
-    """Trials of one prompt, asked for by its search.
+    """Trials of one prompt, asked for by its search."""
 
-    Args:
-        prompt: The prompt.
-        seeds: Those that count.
-        unblocked: Their noise differences without any neuron blocked, shape `(seeds, channels, height, width)`.
-        costs: Of the search.
-    """
+    # `unblocked`: their noise differences without any neuron blocked, shape `(seeds, channels, height, width)`
 
     def __init__(self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs) -> None:
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
         self._known: dict[tuple[Hashable, int], float] = {}
 
     def of(self, trials: Sequence[Blocked]) -> Search[list[list[float]]]:
-        """Return for each trial every seed's similarity to what is predicted without blocking.
-
-        Args:
-            trials: Neurons to block, one set each.
-        """
+        """Return for each trial every seed's similarity to what is predicted without blocking."""
         every = list(range(len(self._seeds)))
         return (yield from self.at([(trial, every) for trial in trials]))
 
     def at(
         self, asked: Sequence[tuple[Blocked, Sequence[int]]], *, of: Sequence[Blocked] = ()
     ) -> Search[list[list[float]]]:
-        """Return for each trial the similarity of some seeds, in their order.
-
-        Args:
-            asked: Trials with seeds, as places in those that count.
-            of: Trials that `of` is going to be asked for; they go through the denoiser in the same batch.
-        """
+        """Return for each trial the similarity of some seeds, in their order."""
         ahead = [(trial, seed) for trial in of for seed in range(len(self._seeds))]
         found = yield from self._similarities([*ahead, *((trial, seed) for trial, seeds in asked for seed in seeds)])
         answers = iter(found[len(ahead) :])
@@ -221,19 +167,7 @@ def greedy(
     ahead: int,
     every_seed: bool = True,
 ) -> Search[list[int]]:
-    """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit.
-
-    Args:
-        trials: Of the prompt.
-        neurons: Blocked ones; one may be there twice and is un-blocked when both are removed.
-        removals: Groups of places in `neurons`, in the order of trial.
-        limit: Similarities at or below it count as broken.
-        ahead: Most removals at once.
-        every_seed: Whether all seeds are looked at after each removal, or after each run of removals.
-
-    Returns:
-        Places that stay blocked, in order; with `every_seed` those that one removal at a time would leave.
-    """
+    """Un-block neurons group by group, keeping a group un-blocked where all seeds stay at or below the limit."""
 
     def without(places: Iterable[int]) -> Blocked:
         return blocked_by_layer(neurons[place] for place in sorted(places))
@@ -275,14 +209,7 @@ def greedy(
 
 
 def blocked_by_layer(neurons: Iterable[Neuron]) -> Blocked:
-    """Gather neurons by layer.
-
-    Args:
-        neurons: Pairs of a layer and an index.
-
-    Returns:
-        Layer → indices.
-    """
+    """Gather neurons by layer."""
     sets: Blocked = {}
     for name, index in neurons:
         sets.setdefault(name, set()).add(index)

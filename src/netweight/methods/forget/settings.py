@@ -12,23 +12,14 @@ from netweight.methods.forget.layers import Scope
 @final
 @dataclass(frozen=True)
 class DetectionConfig:
-    """How prompts are looked at.
+    """How prompts are looked at."""
 
-    Attributes:
-        seeds: Of the initial noise, one image each; every two are compared.
-        steps: Of the schedule whose first steps are looked at.
-        timing: "paper" looks at the first timestep; "code" at the second, with noise that took no step, as the released
-            code does.
-        rows: Most images at a time; halved where memory runs out.
-
-    Raises:
-        UsageError: A value cannot be meant.
-    """
-
-    seeds: tuple[int, ...] = tuple(range(10))
+    seeds: tuple[int, ...] = tuple(range(10))  # every two are compared
     steps: int = 50
+    # "paper" looks at the first timestep; "code" at the second, with noise that took no step, as the released code
+    # does.
     timing: Literal["paper", "code"] = "paper"
-    rows: int = 64
+    rows: int = 64  # most images at a time; halved where memory runs out
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -43,41 +34,26 @@ class DetectionConfig:
 @final
 @dataclass(frozen=True)
 class LocalizationConfig:
-    """How the neurons of a memorized prompt are searched for.
+    """How the neurons of a memorized prompt are searched for."""
 
-    Attributes:
-        detection: How predictions are made and compared.
-        scope: See `value_layers`.
-        theta: Deviations from its mean beyond which a neuron is out of distribution, at the first stage.
-        theta_step: What is taken from it at every further stage.
-        theta_least: Its least value: the last stage.
-        fidelity: "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as
-            often as both rules chose it, and demands less than the threshold in refinement, as the released code does.
-        ahead: Removals tried at once in refinement; 1 is the one-by-one loop. The result is the same.
-        prompts: Prompts searched at a time: what they ask goes through the denoiser in the same batches. The result is
-            the same.
-        every_seed: Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop
-            finds. False looks at the two that are likeliest to forbid it, and at all after a run of removals: less
-            work, memorization is as surely broken, but other neurons may be found to be spared.
-        initial: Similarity that stages are to fall to, in place of the threshold's.
-        refinement: Threshold that refinement is to keep to, in place of the one that stages were to reach.
+    # Source: arXiv 2406.02366, section 3 and its code: theta from 5 to 1 by 0.25, and k from 0 up by 1.
 
-    Raises:
-        UsageError: A value cannot be meant.
-
-    Source: arXiv 2406.02366, section 3 and its code: theta from 5 to 1 by 0.25, and k from 0 up by 1.
-    """
-
-    detection: DetectionConfig = field(default_factory=DetectionConfig)
+    detection: DetectionConfig = field(default_factory=DetectionConfig)  # how predictions are made and compared
     scope: Scope = "down+mid"
-    theta: float = 5.0
-    theta_step: float = 0.25
-    theta_least: float = 1.0
+    theta: float = 5.0  # deviations from its mean beyond which a neuron is out of distribution, at the first stage
+    theta_step: float = 0.25  # what is taken from it at every further stage
+    theta_least: float = 1.0  # its least value: the last stage
+    # "corrected" removes repeated neurons and takes equality as reached; "reference" keeps a neuron as often as both
+    # rules chose it, and demands less than the threshold in refinement, as the released code does.
     fidelity: Literal["corrected", "reference"] = "corrected"
-    ahead: int = 32
-    prompts: int = 8
+    ahead: int = 32  # removals tried at once in refinement; 1 is the one-by-one loop. The result is the same.
+    prompts: int = 8  # prompts searched at a time: what they ask goes through the denoiser in the same batches
+    # Whether refinement looks at every seed after each removal, and so finds what the one-by-one loop finds. False
+    # looks at the two that are likeliest to forbid it, and at all after a run of removals: less work, memorization is
+    # as surely broken, but other neurons may be found to be spared.
     every_seed: bool = True
-    initial: float | None = None
+    initial: float | None = None  # similarity that stages are to fall to, in place of the threshold's
+    # Threshold that refinement is to keep to, in place of the one that stages were to reach.
     refinement: float | None = None
 
     def __post_init__(self) -> None:

@@ -20,30 +20,14 @@ from netweight.errors import UsageError
 @final
 @dataclass(frozen=True)
 class Windows:
-    """How structural similarity looks at images.
+    """How structural similarity looks at images."""
 
-    Attributes:
-        kernel: Side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11.
-        weights: Exponent of each scale, the finest first; every further scale halves the image.
-    """
-
-    kernel: int
-    weights: tuple[float, ...]
+    kernel: int  # side of the Gaussian window in pixels, odd; its deviation is 0.15 (kernel - 1), so 1.5 for 11
+    weights: tuple[float, ...]  # exponent of each scale, the finest first; every further scale halves the image
 
 
 def windows_for(height: int, width: int) -> Windows:
-    """Choose windows that fit images of a size.
-
-    Args:
-        height: In pixels.
-        width: In pixels.
-
-    Returns:
-        From 44 pixels the paper's: 11 pixels, 3 scales of weight 0.33; smaller ones for smaller images.
-
-    Raises:
-        UsageError: The images are smaller than 3 pixels.
-    """
+    """Choose windows that fit images of a size."""
     side = min(height, width)
     if side < 3:
         raise UsageError(f"Structural similarity needs at least 3 pixels; these latents are {height} x {width}.")
@@ -57,36 +41,17 @@ def windows_for(height: int, width: int) -> Windows:
 
 
 def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
-    """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample.
-
-    Args:
-        noise: Predicted, shape `(n, channels, height, width)`.
-        latents: What the denoiser was given, of the same shape.
-
-    Returns:
-        float32 of the latents' shape; a channel without any difference is 0.
-
-    Source: arXiv 2406.02366, section 3.1.
-    """
+    """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample."""
+    # Source: arXiv 2406.02366, section 3.1.
     found = noise.float() - latents.float()
     low, high = found.amin((2, 3), keepdim=True), found.amax((2, 3), keepdim=True)
     return (found - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def similarity(first: Tensor, second: Tensor, windows: Windows | None = None) -> Tensor:
-    """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1.
-
-    Args:
-        first: Shape `(n, channels, height, width)`, within 0 and 1.
-        second: The same shape.
-        windows: Chosen by the size if None.
-
-    Returns:
-        Shape `(n,)`; 1 where the two are equal. Values below 0 are cut off, as is usual with several scales.
-
-    Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image; the
-    last reflects its edges, as torchmetrics does, which the paper's code uses.
-    """
+    """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1."""
+    # Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image;
+    # the last reflects its edges, as torchmetrics does, which the paper's code uses.
     windows = windows or windows_for(*first.shape[-2:])
     if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
         first, second = first.double(), second.double()
@@ -101,11 +66,7 @@ def similarity(first: Tensor, second: Tensor, windows: Windows | None = None) ->
 
 
 def pairwise(differences: Tensor) -> Tensor:
-    """Return the similarity of every two samples, shape `(n, n)`; the diagonal is 1.
-
-    Args:
-        differences: From `noise_difference`, shape `(n, channels, height, width)`.
-    """
+    """Return the similarity of every two samples, shape `(n, n)`; the diagonal is 1."""
     count = len(differences)
     result = torch.ones(count, count, device=differences.device)
     rows, columns = torch.triu_indices(count, count, 1).tolist()

@@ -28,26 +28,15 @@ _VERSION = 1
 @final
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and deviation of every neuron's activation over prompts.
+    """Mean and deviation of every neuron's activation over prompts."""
 
-    Attributes:
-        means: For each layer, float64 of shape `(width,)`, in the order of `value_layers`.
-        deviations: The same, float64 of shape `(width,)`; unbiased.
-        prompts: How many prompts they are of.
-        model: Digest of the model's denoiser; None if unknown, as in published files.
-    """
-
-    means: Mapping[str, Tensor]
-    deviations: Mapping[str, Tensor]
-    prompts: int
-    model: str | None
+    means: Mapping[str, Tensor]  # for each layer, float64 of shape `(width,)`, in the order of `value_layers`
+    deviations: Mapping[str, Tensor]  # the same, float64 of shape `(width,)`; unbiased
+    prompts: int  # how many prompts they are of
+    model: str | None  # digest of the model's denoiser; None if unknown, as in published files
 
     def z(self, activations: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return how many deviations activations lie from their means; 0 for a neuron that never varies and does not.
-
-        Args:
-            activations: For each layer, or for some of them, shape `(..., width)`.
-        """
+        """How many deviations activations lie from their means; 0 for a neuron that never varies and does not."""
         tiny = torch.finfo(torch.float64).tiny
         return {
             name: (values.double() - self.means[name].to(values.device)).abs()
@@ -56,14 +45,7 @@ class Statistics:
         }
 
     def merged(self, other: Statistics) -> Statistics:
-        """Join the statistics of two sets of prompts of one model; the result is that of both together.
-
-        Args:
-            other: Of the same model and layers, over other prompts.
-
-        Raises:
-            UsageError: They are of different models or layers.
-        """
+        """Join the statistics of two sets of prompts of one model; the result is that of both together."""
         if self.means.keys() != other.means.keys() or self.model != other.model:
             raise UsageError("Statistics of different models or layers cannot be joined.")
         count, more = self.prompts, other.prompts
@@ -77,15 +59,7 @@ class Statistics:
         return Statistics(means, deviations, count + more, self.model)
 
     def check(self, layers: Mapping[str, ValueLayer], digest: str) -> None:
-        """Check that these are statistics of a model.
-
-        Args:
-            layers: The model's value layers; there may be fewer than here.
-            digest: Of its denoiser.
-
-        Raises:
-            UsageError: They are of another model, or lack a layer.
-        """
+        """Check that these are statistics of a model."""
         if self.model is not None and self.model != digest:
             raise UsageError(
                 f"The statistics are of another model: theirs is {self.model}, this one {digest}.",
@@ -99,16 +73,7 @@ class Statistics:
             )
 
     def write(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write a safetensors file: `{layer}.mean` and `{layer}.std`, number and digest in the metadata.
-
-        Args:
-            path: The file.
-            overwrite: Whether an existing file may be replaced.
-
-        Raises:
-            OutputExists: The file exists.
-            OutputFailed: The place cannot be written.
-        """
+        """Write a safetensors file: `{layer}.mean` and `{layer}.std`, number and digest in the metadata."""
         tensors = {f"{name}.mean": mean.contiguous() for name, mean in self.means.items()}
         tensors |= {f"{name}.std": found.contiguous() for name, found in self.deviations.items()}
         about = {"version": _VERSION, "prompts": self.prompts, "model": self.model, "layers": list(self.means)}
@@ -118,15 +83,7 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read what `write` wrote.
-
-        Args:
-            path: The file.
-
-        Raises:
-            CorruptBlob: It is damaged, or something else.
-            UsageError: There is no such file.
-        """
+        """Read what `write` wrote."""
         path = Path(path)
         if not path.is_file():
             raise UsageError(f"There is no file {path}.", cure="Make it with netweight forget statistics.")
@@ -146,19 +103,8 @@ class Statistics:
 
     @classmethod
     def read_published(cls, path: str | Path, layers: Mapping[str, ValueLayer], *, prompts: int = 50_000) -> Self:
-        """Read the file format of the paper's code: a pair of lists, means and deviations layer by layer.
-
-        No pickle is executed: `torch.load` takes tensors, lists and tuples only.
-
-        Args:
-            path: The file.
-            layers: Of the model that it belongs to, in their order.
-            prompts: How many prompts it was made of; the file does not say.
-
-        Raises:
-            Unsupported: It holds something else, or would run code.
-            UsageError: Its layers are not these; there is no such file.
-        """
+        """Read the file format of the paper's code: a pair of lists, means and deviations layer by layer."""
+        # No pickle is executed: `torch.load` takes tensors, lists and tuples only.
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             means, deviations = ([value.double() for value in part] for part in loaded)
@@ -177,16 +123,7 @@ class Statistics:
         return cls(dict(zip(layers, means, strict=True)), dict(zip(layers, deviations, strict=True)), prompts, None)
 
     def write_published(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write the file format of the paper's code, float32; number of prompts and digest are lost.
-
-        Args:
-            path: The file.
-            overwrite: Whether an existing file may be replaced.
-
-        Raises:
-            OutputExists: The file exists.
-            OutputFailed: The place cannot be written.
-        """
+        """Write the file format of the paper's code, float32; number of prompts and digest are lost."""
         pair = tuple([value.float() for value in part.values()] for part in (self.means, self.deviations))
         with whole_file(Path(path), overwrite=overwrite) as file:
             torch.save(pair, file)
@@ -194,18 +131,8 @@ class Statistics:
 
 @torch.no_grad()
 def text_activations(model: TextToImage, layers: Mapping[str, ValueLayer], text: Text) -> dict[str, Tensor]:
-    """Return each neuron's activation: the mean over tokens of its absolute value.
-
-    Args:
-        model: The model.
-        layers: From `value_layers`.
-        text: Prompts. Every token counts that the mask does not leave out, so with Stable Diffusion padding too.
-
-    Returns:
-        For each layer, float64 of shape `(n, width)`.
-
-    Source: arXiv 2406.02366, section 3.2.
-    """
+    """Return each neuron's activation: the mean over tokens of its absolute value."""
+    # Source: arXiv 2406.02366, section 3.2.
     values = text_values(model.denoiser, layers, text)
     weights = torch.ones(text.states.shape[:2]) if text.mask is None else text.mask.double()
     found = {}
@@ -223,19 +150,7 @@ def measure_statistics(
     batch: int = 64,
     progress: Progress = QUIET,
 ) -> Statistics:
-    """Measure how active neurons are over prompts; only the text encoder and the value layers are run.
-
-    Args:
-        model: The model.
-        prompts: At least 2 ordinary ones; the paper takes 50,000 captions. More can be added with `Statistics.merged`.
-        scope: See `value_layers`.
-        batch: Prompts at a time.
-        progress: Told of every prompt.
-
-    Raises:
-        UsageError: There are fewer than 2 prompts.
-        Unsupported: See `value_layers`.
-    """
+    """Measure how active neurons are over prompts; only the text encoder and the value layers are run."""
     if len(prompts) < 2:
         raise UsageError(
             f"Statistics need at least 2 prompts and got {len(prompts)}.", cure="Give many: 1,000 or more."

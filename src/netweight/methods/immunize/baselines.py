@@ -18,23 +18,11 @@ from netweight.methods.immunize.defense import PairBatch, Side, Term
 from netweight.methods.immunize.distributed import ALONE, Ranks, put
 from netweight.methods.immunize.lens import Targets, answer_loss
 from netweight.nn import edit_outputs
-from netweight.nn import hooks as capture
+from netweight.nn.hooks import capture
 
 
 def response_loss(model: nn.Module, side: Batch, ranks: Ranks = ALONE) -> Tensor:
-    """Mean cross-entropy of a batch's labeled tokens.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        side: The rows.
-        ranks: The processes that share the batch: the mean over them of what each returns is that over all its tokens.
-
-    Returns:
-        A scalar in the graph.
-
-    Raises:
-        UsageError: No token is labeled.
-    """
+    """Mean cross-entropy of a batch's labeled tokens."""
     result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
     return answer_loss(result.logits, Targets.of_labels(side.labels, ranks))
 
@@ -54,10 +42,9 @@ class _Plain:
 @final
 @dataclass(frozen=True)
 class SafetyTraining(_Plain):
-    """Fine-tuning on the harmless answers, and nothing else.
+    """Fine-tuning on the harmless answers, and nothing else."""
 
-    Source: a baseline of RepNoise (arXiv 2405.14577).
-    """
+    # Source: a baseline of RepNoise (arXiv 2405.14577).
 
     name = "safety-training"
 
@@ -69,10 +56,9 @@ class SafetyTraining(_Plain):
 @final
 @dataclass(frozen=True)
 class GradientAscent(_Plain):
-    """The loss on harmful answers is to grow, whatever becomes of the rest.
+    """The loss on harmful answers is to grow, whatever becomes of the rest."""
 
-    Source: a baseline of RepNoise (arXiv 2405.14577).
-    """
+    # Source: a baseline of RepNoise (arXiv 2405.14577).
 
     name = "gradient-ascent"
 
@@ -84,18 +70,11 @@ class GradientAscent(_Plain):
 @final
 @dataclass(frozen=True)
 class AdversarialLoss(_Plain):
-    """The loss on harmless answers is to fall and that on harmful ones to grow, at the last layer alone.
+    """The loss on harmless answers is to fall and that on harmful ones to grow, at the last layer alone."""
 
-    Attributes:
-        alpha: Weight of the harmful answers, 0 or more.
+    # Source: a baseline of RepNoise (arXiv 2405.14577).
 
-    Raises:
-        UsageError: `alpha` is negative.
-
-    Source: a baseline of RepNoise (arXiv 2405.14577).
-    """
-
-    alpha: float = 1.0
+    alpha: float = 1.0  # weight of the harmful answers, 0 or more
     name = "adversarial-loss"
 
     def __post_init__(self) -> None:
@@ -112,15 +91,11 @@ class AdversarialLoss(_Plain):
 @final
 @dataclass(frozen=True)
 class RandomWeights(_Plain):
-    """All weights are drawn anew: what no trace of ability costs an attacker. A control, not a defense.
+    """All weights are drawn anew: what no trace of ability costs an attacker. A control, not a defense."""
 
-    Attributes:
-        std: Standard deviation of matrices; vectors that scale become 1, and biases 0.
+    # Source: a baseline of RepNoise (arXiv 2405.14577).
 
-    Source: a baseline of RepNoise (arXiv 2405.14577).
-    """
-
-    std: float = 0.02
+    std: float = 0.02  # standard deviation of matrices; vectors that scale become 1, and biases 0
     name = "random-weights"
     trains = False
 
@@ -144,18 +119,11 @@ class RandomWeights(_Plain):
 @final
 @dataclass(frozen=True)
 class Vaccine:
-    """Training on harmless answers that stays good under perturbed representations.
+    """Training on harmless answers that stays good under perturbed representations."""
 
-    Attributes:
-        rho: Norm of the perturbations of all blocks together, for the batch; above 0.
+    # Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
 
-    Raises:
-        UsageError: `rho` is not positive.
-
-    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1.
-    """
-
-    rho: float = 1.0
+    rho: float = 1.0  # norm of the perturbations of all blocks together, for the batch; above 0
     name = "vaccine"
     aligned = False
     trains = True

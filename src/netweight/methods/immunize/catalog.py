@@ -18,15 +18,10 @@ from netweight.methods.immunize.settings import RepNoiseConfig, Settings
 @final
 @dataclass(frozen=True)
 class Entry:
-    """A defense in the catalog.
+    """A defense in the catalog."""
 
-    Attributes:
-        defense: With its own settings.
-        settings: How it is trained.
-    """
-
-    defense: Defense
-    settings: Settings = Settings()
+    defense: Defense  # with its own settings
+    settings: Settings = Settings()  # how it is trained
 
 
 DEFENSES: Mapping[str, Entry] = {
@@ -43,14 +38,7 @@ DEFENSES: Mapping[str, Entry] = {
 
 
 def named_defense(name: str) -> Entry:
-    """Return a defense by its name.
-
-    Args:
-        name: As the command line calls it.
-
-    Raises:
-        NameNotFound: There is no such defense.
-    """
+    """Return a defense by its name."""
     if name not in DEFENSES:
         near = ", ".join(nearest_names(name, DEFENSES))
         raise NameNotFound(f"There is no defense {name!r}.", cure=f"Nearest names: {near}.")

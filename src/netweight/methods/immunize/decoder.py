@@ -24,38 +24,21 @@ _MOST_INPUTS = 2  # a feed-forward layer takes the hidden state, at most the res
 @final
 @dataclass(frozen=True)
 class Structure:
-    """A decoder's parts by the names that they have in the model that was searched.
+    """A decoder's parts by the names that they have in the model that was searched."""
 
-    Attributes:
-        blocks: The stack of decoder blocks, first to last.
-        feed_forwards: For each block the module whose output is that of the feed-forward layer, before the residual.
-        norm: What normalizes the last block's output.
-        norm_name: Its name.
-        unembedding: What turns a normalized state into logits.
-        unembedding_name: Its name.
-        hidden_size: Width of the residual stream.
-        vocabulary: How many logits there are.
-    """
-
-    blocks: Mapping[str, nn.Module]
+    blocks: Mapping[str, nn.Module]  # the stack of decoder blocks, first to last
+    # For each block the module whose output is that of the feed-forward layer, before the residual.
     feed_forwards: Mapping[str, nn.Module]
-    norm: nn.Module
+    norm: nn.Module  # what normalizes the last block's output
     norm_name: str
-    unembedding: nn.Module
+    unembedding: nn.Module  # what turns a normalized state into logits
     unembedding_name: str
-    hidden_size: int
-    vocabulary: int
+    hidden_size: int  # width of the residual stream
+    vocabulary: int  # how many logits there are
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Find a decoder's parts.
-
-    Args:
-        model: A causal language model, bare or inside wrappers such as those of peft.
-
-    Raises:
-        Unsupported: A part cannot be found; it is named. Or the model has an encoder beside its decoder.
-    """
+    """Find a decoder's parts."""
     if any(getattr(getattr(module, "config", None), "is_encoder_decoder", False) for module in model.modules()):
         raise Unsupported(f"{type(model).__name__} has an encoder beside its decoder.", cure=_CURE)
     names = {id(module): name for name, module in model.named_modules()}
@@ -144,11 +127,9 @@ def _children(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _feed_forward(block: nn.Module, hidden: int) -> str | None:
-    """The name within a block of the module that puts out the feed-forward layer's result, or None.
-
-    That is the part that widens and narrows again and takes little but the hidden state; where the two layers stand in
-    the block by themselves, the second of them.
-    """
+    """The name within a block of the module that puts out the feed-forward layer's result, or None."""
+    # That is the part that widens and narrows again and takes little but the hidden state; where the two layers stand
+    # in the block by themselves, the second of them.
     parts = [(name, part, _shapes(part)) for name, part in _children(block)]
     inputs = {name: _inputs(part) for name, part, shapes in parts if _widens_and_narrows(shapes, hidden)}
     whole = [name for name, count in inputs.items() if count == min(inputs.values()) <= _MOST_INPUTS]

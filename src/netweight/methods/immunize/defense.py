@@ -18,38 +18,19 @@ from netweight.methods.immunize.distributed import ALONE, Ranks
 @final
 @dataclass(frozen=True)
 class PairBatch:
-    """Pairs side by side: row i of both batches is one pair.
+    """Pairs side by side: row i of both batches is one pair."""
 
-    Attributes:
-        harmless: Prompts with chosen answers.
-        harmful: The same prompts with rejected answers.
-        ranks: The processes that share the batch; the rows are this one's.
-    """
-
-    harmless: Batch
+    harmless: Batch  # prompts with chosen answers
     harmful: Batch
-    ranks: Ranks = ALONE
+    ranks: Ranks = ALONE  # the processes that share the batch; the rows are this one's
 
     def to(self, device: torch.device | str) -> PairBatch:
-        """Return both on a device.
-
-        Args:
-            device: Where to.
-        """
+        """Return both on a device."""
         return PairBatch(self.harmless.to(device), self.harmful.to(device), self.ranks)
 
 
 def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
-    """Put pairs side by side; losses look at answers alone, padding is ignored.
-
-    Args:
-        pairs: At least one.
-        pad_id: What stands after the end of the shorter ones.
-        aligned: Pad both sides to one width, for the published loss, which compares them position by position.
-
-    Raises:
-        UsageError: There is no pair.
-    """
+    """Put pairs side by side; losses look at answers alone, padding is ignored."""
     harmless = collate([pair.harmless for pair in pairs], pad_id=pad_id)
     harmful = collate([pair.harmful for pair in pairs], pad_id=pad_id)
     if aligned:
@@ -59,22 +40,13 @@ def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) 
 
 
 def own_rows(rows: Sequence[int], ranks: Ranks) -> list[int]:
-    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none.
-
-    Args:
-        rows: Row numbers of the whole batch.
-        ranks: The processes.
-    """
+    """A process's part of a batch's rows: neighbors, as many as others have or one fewer; may be none."""
     bounds = [len(rows) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)]
     return list(rows[slice(*bounds)])
 
 
 def blank(batch: Batch) -> Batch:
-    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch.
-
-    Args:
-        batch: At least one row.
-    """
+    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
     return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))
 
 
@@ -88,22 +60,17 @@ def _widened(batch: Batch, width: int, pad_id: int) -> Batch:
 @final
 @dataclass(frozen=True)
 class Term:
-    """A term of a loss.
+    """A term of a loss."""
 
-    Attributes:
-        value: A scalar in the graph.
-        weight: What it is multiplied by; negative for what is to grow.
-        share: If given, the weight is found such that the norm of this term's gradient is that of the side's other
-            terms times this number, and `weight` is not used.
-    """
-
-    value: Tensor
-    weight: float = 1.0
+    value: Tensor  # a scalar in the graph
+    weight: float = 1.0  # what it is multiplied by; negative for what is to grow
+    # If given, the weight is found such that the norm of this term's gradient is that of the side's other terms times
+    # this number, and `weight` is not used.
     share: float | None = None
 
 
+# Terms by name whose graphs may be shared and that go backward together.
 Side = Mapping[str, Term]
-"""Terms by name whose graphs may be shared and that go backward together."""
 
 
 class Defense(Protocol):
@@ -122,27 +89,7 @@ class Defense(Protocol):
         """Whether there is anything to train; else `prepared` does it all."""
 
     def prepared(self, model: nn.Module, *, seed: int) -> AbstractContextManager[None]:
-        """Check the model and make it ready; it is trained within the block, and left as a user wants it after.
-
-        Args:
-            model: What is to be trained.
-            seed: Where what is added to the model is drawn from.
-
-        Returns:
-            A context manager.
-
-        Raises:
-            Unsupported: The model lacks a part that the defense needs.
-        """
+        """Check the model and make it ready; it is trained within the block, and left as a user wants it after."""
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """Compute the loss of a batch, each side when it is asked for, after the one before went backward.
-
-        Args:
-            model: In training mode.
-            batch: Pairs on the model's device.
-            generator: Where random draws come from, on the CPU.
-
-        Returns:
-            A generator of the sides' losses.
-        """
+        """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""

@@ -25,103 +25,58 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group, of which this is one.
+    """The processes of a group, of which this is one."""
 
-    What these methods do, all processes do together and in one order; where one is alone, nothing is sent.
+    # What these methods do, all processes do together and in one order; where one is alone, nothing is sent.
 
-    Attributes:
-        size: How many there are.
-        rank: Which one this is, from 0.
-        device: Where tensors must be that are sent.
-        group: Of `torch.distributed`; None stands for all processes.
-    """
-
-    size: int = 1
-    rank: int = 0
-    device: torch.device | str = "cpu"
+    size: int = 1  # how many there are
+    rank: int = 0  # which one this is, from 0
+    device: torch.device | str = "cpu"  # where tensors must be that are sent
     group: Any = None
 
     @classmethod
     def of(cls, group: Any, device: torch.device) -> Ranks:
-        """Return this process's place in a group, None for all processes.
-
-        Args:
-            group: A process group of `torch.distributed`.
-            device: Where this process computes.
-        """
+        """Return this process's place in a group, None for all processes."""
         distributed = torch.distributed
         return cls(distributed.get_world_size(group), distributed.get_rank(group), device, group)
 
     @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes of a tensor of one shape, without a gradient.
-
-        Args:
-            value: Any shape.
-        """
+        """The sum over all processes of a tensor of one shape, without a gradient."""
         total = value.detach().to(self.device, copy=True)
         if self.size > 1:
             torch.distributed.all_reduce(total, group=self.group)
         return total
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all processes of a tensor of one shape, without a gradient.
-
-        Args:
-            value: Any shape.
-        """
+        """The mean over all processes of a tensor of one shape, without a gradient."""
         return self.sum(value) / self.size
 
     def counts(self, count: int) -> list[int]:
-        """What number each process has, by rank.
-
-        Args:
-            count: This process's number.
-        """
+        """What number each process has, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         numbers[self.rank] = count
         found: list[int] = self.sum(numbers).tolist()
         return found
 
     def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """All processes' rows, by rank, in the graph.
-
-        Every process computes the same loss from all rows. The mean of their gradients is to be the loss's gradient,
-        so that of its own rows each process takes as often as there are processes.
-
-        Args:
-            own: This process's rows, shape `(n, ...)`, of one dtype and width everywhere.
-            counts: How many rows each process has.
-
-        Returns:
-            Shape `(sum of counts, ...)`.
-        """
+        """All processes' rows, by rank, in the graph."""
+        # Every process computes the same loss from all rows. The mean of their gradients is to be the loss's gradient,
+        # so that of its own rows each process takes as often as there are processes.
         if self.size == 1:
             return own
         rows: Tensor = _Rows.apply(own, tuple(counts), self)  # type: ignore[no-untyped-call]
         return rows
 
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """Replace tensors of one shape everywhere by their means over all processes.
-
-        Args:
-            gradients: Of the same shapes in the same order everywhere; changed in place.
-        """
+        """Replace tensors of one shape everywhere by their means over all processes."""
         if self.size > 1:
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient, group=self.group)
                 gradient.div_(self.size)
 
     def spread(self, value: Tensor | None, like: Tensor) -> Tensor:
-        """Give everyone the first process's tensor.
-
-        Args:
-            value: The tensor, of the shape and dtype of `like`; None on all other processes.
-            like: Of its shape and dtype.
-
-        Returns:
-            The tensor, on every process.
-        """
+        """Give everyone the first process's tensor."""
         if self.size == 1:
             assert value is not None
             return value
@@ -132,31 +87,12 @@ class Ranks:
         return sent
 
     def first(self, act: Callable[[], T]) -> T:
-        """Do something in the first process only, and give everyone its result, which pickles.
-
-        Args:
-            act: What to do.
-
-        Returns:
-            What `act` returned.
-
-        Raises:
-            NetweightError: What it raised, on all processes.
-        """
+        """Do something in the first process only, and give everyone its result, which pickles."""
         return self.first_takes((), lambda _: act())
 
     def first_takes(self, things: Iterable[Any], take: Callable[[Iterator[Any]], T]) -> T:
-        """As `first`, of things that all processes make together, one by one.
-
-        However early the first process is done with them, or fails, all are made everywhere, so that nobody waits.
-
-        Args:
-            things: Made on every process.
-            take: Called in the first process, with an iterator over them.
-
-        Returns:
-            What `take` returned.
-        """
+        """As `first`, of things that all processes make together, one by one."""
+        # However early the first process is done with them, or fails, all are made everywhere, so that nobody waits.
         made = iter(things)
         if self.size == 1:
             return take(made)
@@ -186,8 +122,8 @@ def _words(error: Exception) -> tuple[str, str | None]:
     return (error.reason, error.cure) if isinstance(error, NetweightError) else (str(error), None)
 
 
+# One process with the whole batch.
 ALONE = Ranks()
-"""One process with the whole batch."""
 
 
 class _Rows(torch.autograd.Function):
@@ -214,32 +150,17 @@ class _Rows(torch.autograd.Function):
 @final
 @dataclass(frozen=True)
 class Spread:
-    """A model and who shares it.
+    """A model and who shares it."""
 
-    Attributes:
-        model: Without DDP's wrapper. Its gradients are to be averaged by who trains it; those of sharded weights
-            already are.
-        ranks: The processes that train it together.
-        device: Where it computes.
-    """
-
-    model: nn.Module
-    ranks: Ranks
-    device: torch.device
+    model: nn.Module  # without DDP's wrapper
+    ranks: Ranks  # the processes that train it together
+    device: torch.device  # where it computes
 
 
 def spread_of(model: nn.Module) -> Spread:
-    """Find out how a model is spread.
-
-    A model that is neither wrapped by `DistributedDataParallel` nor sharded by `fully_shard` is this process's own,
-    also where `torch.distributed` runs.
-
-    Args:
-        model: As it is trained.
-
-    Raises:
-        Unsupported: It is spread in another way.
-    """
+    """Find out how a model is spread."""
+    # A model that is neither wrapped by `DistributedDataParallel` nor sharded by `fully_shard` is this process's own,
+    # also where `torch.distributed` runs.
     _refuse_other_ways(model)
     if isinstance(model, DistributedDataParallel):
         device = next(model.parameters()).device
@@ -292,34 +213,21 @@ def _refuse_other_ways(model: nn.Module) -> None:
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether a tensor is a part of one that is spread over processes.
-
-    Args:
-        value: Any tensor.
-    """
+    """Whether a tensor is a part of one that is spread over processes."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such tensor
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def units(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards, each of which gathers its weights when it runs.
-
-    Args:
-        model: As it is trained.
-    """
+    """The modules that FSDP2 shards, each of which gathers its weights when it runs."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def trained_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient; of sharded ones the parts.
-
-    To be asked before the model runs: FSDP2 leaves the outermost weights gathered after a forward pass, and these are
-    other tensors.
-
-    Args:
-        model: As it is trained.
-    """
+    """The parameters that require a gradient; of sharded ones the parts."""
+    # To be asked before the model runs: FSDP2 leaves the outermost weights gathered after a forward pass, and these are
+    # other tensors.
     for unit in units(model):
         unit.reshard()
     return [value for value in model.parameters() if value.requires_grad]
@@ -327,22 +235,14 @@ def trained_weights(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def local(value: Tensor) -> Tensor:
-    """This process's part, in the same memory.
-
-    Args:
-        value: Any shape, sharded or not.
-    """
+    """This process's part, in the same memory."""
     part: Tensor = value.to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
     return part
 
 
 @torch.no_grad()
 def whole(value: Tensor) -> Tensor:
-    """The whole, without a gradient.
-
-    Args:
-        value: Any shape, sharded or not.
-    """
+    """The whole, without a gradient."""
     value = value.detach()
     full: Tensor = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
     return full
@@ -350,12 +250,7 @@ def whole(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_like(full: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, equal on all processes, as the part of it that `like` holds of its own.
-
-    Args:
-        full: Any shape.
-        like: Sharded or not, of the whole shape of `full`.
-    """
+    """A whole tensor, equal on all processes, as the part of it that `like` holds of its own."""
     full = full.to(like.device)
     if not is_sharded(like):
         return full
@@ -367,22 +262,12 @@ def sharded_like(full: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(target: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor, equal on all processes, into one that may be sharded.
-
-    Args:
-        target: Any shape, sharded or not; changed in place.
-        full: The whole, of the shape of `target`.
-    """
+    """Copy a whole tensor, equal on all processes, into one that may be sharded."""
     target.copy_(sharded_like(full, target))
 
 
 def common_norm(values: Sequence[Tensor], ranks: Ranks) -> float:
-    """The Euclidean norm of all values together; parts are added up over the processes.
-
-    Args:
-        values: Any shapes.
-        ranks: The processes.
-    """
+    """The Euclidean norm of all values together; parts are added up over the processes."""
     complete = [value for value in values if not is_sharded(value)]
     norm = float(nn.utils.get_total_norm(complete)) if complete else 0.0
     if len(complete) == len(values):
@@ -393,19 +278,8 @@ def common_norm(values: Sequence[Tensor], ranks: Ranks) -> float:
 
 @contextmanager
 def gathered(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Let modules compute with whole weights, although their own are parts.
-
-    Within the block call them by `run`.
-
-    Args:
-        modules: Without modules inside them that are sharded.
-        dtype: Of what they will be given; weights that are gathered take it if they are float32 and it is narrower, as
-            by FSDP's own mixed precision.
-
-    Yields:
-        The weights that require a gradient: those that the modules compute with, and the same in the graph, whose
-        gradients reach the model's own. Weights that are whole stand in both lists.
-    """
+    """Let modules compute with whole weights, although their own are parts."""
+    # Within the block call them by `run`.
     used: dict[Tensor, tuple[Tensor, Tensor]] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
@@ -426,15 +300,7 @@ def gathered(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[tuple
 
 
 def run(module: nn.Module, given: Tensor) -> Tensor:
-    """Call a module; one that FSDP takes for a unit of its own without FSDP's hooks, which would put the parts back.
-
-    Args:
-        module: Any module of one input.
-        given: Its input, any shape.
-
-    Returns:
-        Its output, any shape.
-    """
+    """Call a module; one that FSDP takes for a unit of its own without FSDP's hooks, which would put the parts back."""
     result: Tensor = module.forward(given) if module in units(module) else module(given)
     return result
 

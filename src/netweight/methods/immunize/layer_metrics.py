@@ -24,27 +24,10 @@ from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses
 def probe_accuracies(
     first: Tensor, second: Tensor, *, seeds: int = 10, held_out: float = 0.3, penalty: float = 1e-2, seed: int = 0
 ) -> list[float]:
-    """How well a logistic regression tells two kinds of representations apart on examples that it has not seen.
-
-    Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger
-    kind is thinned out to the smaller, so that 0.5 is chance.
-
-    Args:
-        first: One kind, shape `(n, D)`.
-        second: The other, shape `(m, D)`.
-        seeds: How many random splits.
-        held_out: Share of each kind that is tested on.
-        penalty: Weight of half the squared norm of the probe beside the mean loss, above 0.
-        seed: Of the splits.
-
-    Returns:
-        The accuracy of each split, from 0 to 1.
-
-    Raises:
-        UsageError: There are too few examples to train and to test on, or a setting is out of its range.
-
-    Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
-    """
+    """How well a logistic regression tells two kinds of representations apart on examples that it has not seen."""
+    # Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger
+    # kind is thinned out to the smaller, so that 0.5 is chance.
+    # Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
     count = min(len(first), len(second))
     test = round(count * held_out)
     if seeds < 1 or penalty <= 0 or test < 1 or count - test < 1:
@@ -89,29 +72,16 @@ def _fit(features: Tensor, labels: Tensor, penalty: float) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Plane:
-    """The directions along which representations differ most, to draw others in too: fit before, place after.
+    """The directions along which representations differ most, to draw others in too: fit before, place after."""
 
-    Attributes:
-        center: Mean of what was fitted, shape `(D,)`.
-        axes: Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive.
-        shares: Share of the variance along each axis, shape `(k,)`.
-    """
-
-    center: Tensor
+    center: Tensor  # mean of what was fitted, shape `(D,)`
+    # Orthonormal, the longest first, shape `(k, D)`; of either sign the one whose largest entry is positive.
     axes: Tensor
-    shares: Tensor
+    shares: Tensor  # share of the variance along each axis, shape `(k,)`
 
     @classmethod
     def fit(cls, points: Tensor, *, axes: int = 2) -> Plane:
-        """Find the principal components.
-
-        Args:
-            points: Shape `(n, D)`.
-            axes: How many, at most `min(n, D)`.
-
-        Raises:
-            UsageError: There are fewer points or dimensions than axes.
-        """
+        """Find the principal components."""
         if not 1 <= axes <= min(points.shape):
             raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")
         center = points.double().mean(0)
@@ -121,50 +91,24 @@ class Plane:
         return cls(center, (directions * largest.sign())[:axes], shares[:axes])
 
     def place(self, points: Tensor) -> Tensor:
-        """Coordinates of points, shape `(n, k)`, float64.
-
-        Args:
-            points: Shape `(n, d)`.
-
-        Returns:
-            Shape `(n, k)`, float64.
-        """
+        """Coordinates of points, shape `(n, k)`, float64."""
         return (points.double() - self.center) @ self.axes.T
 
 
 @final
 @dataclass(frozen=True)
 class LayerChange:
-    """How far a layer's weights moved.
+    """How far a layer's weights moved."""
 
-    Attributes:
-        layer: A block's name, or that of a parameter outside the blocks.
-        distance: Euclidean norm of the change of all its weights together.
-        relative: That norm over the norm of the weights before; 0 where both are 0.
-        block: The block's number from 0; None for what lies outside the blocks.
-    """
-
-    layer: str
-    distance: float
-    relative: float
-    block: int | None = None
+    layer: str  # a block's name, or that of a parameter outside the blocks
+    distance: float  # Euclidean norm of the change of all its weights together
+    relative: float  # that norm over the norm of the weights before; 0 where both are 0
+    block: int | None = None  # the block's number from 0; None for what lies outside the blocks
 
 
 @torch.no_grad()
 def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
-    """Compare the weights of two models layer by layer.
-
-    Args:
-        before: A decoder.
-        after: The same decoder with other weights, on any device and of any float dtype.
-
-    Returns:
-        The blocks first to last, then each parameter outside them; a tied one once.
-
-    Raises:
-        UsageError: The models do not have the same parameters.
-        Unsupported: The model is no decoder.
-    """
+    """Compare the weights of two models layer by layer."""
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     differ = sorted(name for name in old.keys() | new.keys() if name not in old or name not in new)
     differ += [name for name in old.keys() & new.keys() if old[name].shape != new[name].shape]
@@ -193,19 +137,7 @@ def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | Non
 
 @torch.no_grad()
 def lens_by_layer(model: nn.Module, batch: Batch) -> list[float]:
-    """The loss on a batch's labeled tokens if the model ended at each depth.
-
-    Args:
-        model: A decoder, in the mode that it is to be looked at.
-        batch: On the model's device.
-
-    Returns:
-        Of the embeddings, after each block but the last, and of the model itself.
-
-    Raises:
-        UsageError: No token is labeled.
-        Unsupported: The model is no decoder.
-    """
+    """The loss on a batch's labeled tokens if the model ended at each depth."""
     parts, targets = structure_of(model), Targets.of_labels(batch.labels)
     result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
     losses: list[float] = lens_losses(result.hidden_states[:-1], targets, parts).tolist()
@@ -216,21 +148,7 @@ def lens_by_layer(model: nn.Module, batch: Batch) -> list[float]:
 def representations(
     model: nn.Module, examples: Sequence[Example], *, pad_id: int = 0, batch_size: int = 16
 ) -> list[Tensor]:
-    """The mean hidden state over each answer, at every depth.
-
-    Args:
-        model: A decoder, in the mode that it is to be looked at.
-        examples: At least one.
-        pad_id: What stands after the end of shorter rows; no state depends on it.
-        batch_size: Examples at a time.
-
-    Returns:
-        For the embeddings and after each block, the last one normalized: float32 on the CPU, shape
-        `(examples, hidden)`.
-
-    Raises:
-        UsageError: There is no example.
-    """
+    """The mean hidden state over each answer, at every depth."""
     device = next(model.parameters()).device
     found: list[list[Tensor]] = []
     for first in range(0, max(1, len(examples)), batch_size):
@@ -241,10 +159,10 @@ def representations(
     return [torch.cat(states) for states in zip(*found, strict=True)]
 
 
+# The answers of a pair, in the order in which they are shown.
 KINDS = ("harmful", "harmless")
-"""The answers of a pair, in the order in which they are shown."""
+# Fewer pairs are not looked at: there would be nothing to train and to test a probe on.
 LEAST_PAIRS = 8
-"""Fewer pairs are not looked at: there would be nothing to train and to test a probe on."""
 _MOST_PAIRS = 200
 _AT_ONCE = 8
 
@@ -252,20 +170,16 @@ _AT_ONCE = 8
 @final
 @dataclass(frozen=True)
 class Look:
-    """What a model makes of pairs of answers, depth by depth: the embeddings first, then after each block.
+    """What a model makes of pairs of answers, depth by depth: the embeddings first, then after each block."""
 
-    Attributes:
-        lens: For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of
-            eight pairs, each with one number per depth.
-        states: For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`.
-        probes: For each depth the accuracies of linear probes that tell the kinds apart, one for each random split.
-        vocabulary: How many tokens the model chooses from.
-    """
-
+    # For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
+    # each with one number per depth.
     lens: Mapping[str, Sequence[Sequence[float]]]
+    # For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`.
     states: Mapping[str, Sequence[Tensor]]
+    # For each depth the accuracies of linear probes that tell the kinds apart, one for each random split.
     probes: Sequence[Sequence[float]]
-    vocabulary: int
+    vocabulary: int  # how many tokens the model chooses from
 
     @property
     def pairs(self) -> int:
@@ -276,32 +190,15 @@ class Look:
 @final
 @dataclass(frozen=True)
 class Insight:
-    """A model before and after its defense.
+    """A model before and after its defense."""
 
-    Attributes:
-        changes: How far each layer's weights moved.
-        before: A look at the model before.
-        after: A look at the model after, at the same pairs.
-    """
-
-    changes: Sequence[LayerChange]
-    before: Look
-    after: Look
+    changes: Sequence[LayerChange]  # how far each layer's weights moved
+    before: Look  # a look at the model before
+    after: Look  # a look at the model after, at the same pairs
 
 
 def look_inside(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> Look:
-    """Look at a model, which stays as it is.
-
-    Args:
-        model: A decoder.
-        pairs: At least `LEAST_PAIRS`; of more than 200, so many spread evenly are looked at.
-        pad_id: What stands after the end of shorter rows; nothing depends on it.
-        seed: Of the probes' splits.
-
-    Raises:
-        UsageError: There are too few pairs.
-        Unsupported: The model is no decoder.
-    """
+    """Look at a model, which stays as it is."""
     if len(pairs) < LEAST_PAIRS:
         raise UsageError(
             f"{len(pairs)} pairs are too few to look inside of a model.", cure=f"Give at least {LEAST_PAIRS}."

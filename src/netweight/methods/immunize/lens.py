@@ -21,40 +21,27 @@ from netweight.methods.immunize.decoder import Structure
 from netweight.methods.immunize.distributed import ALONE, Ranks, gathered, run
 from netweight.methods.immunize.precomputed_gradient import with_gradients
 
+# Tokens whose logits are held at once.
 CHUNK = 512
-"""Tokens whose logits are held at once."""
 
 
 @final
 @dataclass(frozen=True)
 class Targets:
-    """Which tokens a loss predicts, and from which positions.
+    """Which tokens a loss predicts, and from which positions."""
 
-    Attributes:
-        rows: True where the state of a position predicts the next token; bool, shape `(B, T - 1)`.
-        tokens: Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`.
-        blanked: How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each
-            and have no gradient; the published loss has such, see `repnoise.py`.
-        shared: Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
-            processes. The mean over the processes of such means is that over all tokens.
-    """
-
-    rows: Tensor
-    tokens: Tensor
+    rows: Tensor  # true where the state of a position predicts the next token; bool, shape `(B, T - 1)`
+    tokens: Tensor  # those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`
+    # How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each and have no
+    # gradient; the published loss has such, see `repnoise.py`.
     blanked: int = 0
+    # Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
+    # processes. The mean over the processes of such means is that over all tokens.
     shared: float | None = None
 
     @classmethod
     def of_labels(cls, labels: Tensor, ranks: Ranks = ALONE) -> Targets:
-        """Predict every labeled token.
-
-        Args:
-            labels: Tokens to be predicted where they stand, else `IGNORED`; int64, shape `(B, T)`.
-            ranks: The processes that share the batch.
-
-        Raises:
-            UsageError: There is none in the batch that a position comes before.
-        """
+        """Predict every labeled token."""
         rows = labels[:, 1:] != IGNORED
         targets = cls(rows, labels[:, 1:][rows]).among(ranks)
         if not targets.count:
@@ -62,11 +49,7 @@ class Targets:
         return targets
 
     def among(self, ranks: Ranks) -> Targets:
-        """The same, of a batch that processes share.
-
-        Args:
-            ranks: The processes.
-        """
+        """The same, of a batch that processes share."""
         if ranks.size == 1:
             return self
         return replace(self, shared=sum(ranks.counts(len(self.tokens) + self.blanked)) / ranks.size)
@@ -77,25 +60,12 @@ class Targets:
         return len(self.tokens) + self.blanked if self.shared is None else self.shared
 
     def mean(self, total: Tensor, vocabulary: int) -> Tensor:
-        """The mean over all tokens, from the sum over those that are not blanked.
-
-        Args:
-            total: A scalar.
-            vocabulary: Its size: a blanked token costs its logarithm.
-        """
+        """The mean over all tokens, from the sum over those that are not blanked."""
         return (total + self.blanked * math.log(vocabulary)) / self.count
 
 
 def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
-    """Mean cross-entropy of a model's own logits.
-
-    Args:
-        logits: Shape `(B, T, vocabulary)`.
-        targets: Which of them count.
-
-    Returns:
-        A scalar in the graph.
-    """
+    """Mean cross-entropy of a model's own logits."""
     chosen = _wide(logits[:, :-1][targets.rows])
     total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
     return targets.mean(total, logits.shape[-1])
@@ -103,21 +73,10 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
 
 @torch.no_grad()
 def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
-    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding, without gradients.
-
-    What a model does to logits after its unembedding, such as a soft cap, is not done here.
-
-    Args:
-        states: For each layer the residual stream, shape `(B, T, hidden)`.
-        targets: Which tokens count.
-        structure: The model's norm and unembedding.
-        chunk: Tokens whose logits are held at once, at least 1.
-
-    Returns:
-        Shape `(layers,)`, float32 or float64.
-
-    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
-    """
+    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding."""
+    # Without gradients.
+    # What a model does to logits after its unembedding, such as a soft cap, is not done here.
+    # Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
     losses = []
     with gathered((structure.norm, structure.unembedding), states[0].dtype):
         for state in states:
@@ -127,20 +86,7 @@ def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure
 
 
 def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
-    """The mean of `lens_losses` over the layers, with gradients.
-
-    Gradients by the states and by the weights of norm and unembedding are computed here, chunk by chunk; the latter are
-    one sum for all layers.
-
-    Args:
-        states: For each layer the residual stream, shape `(B, T, hidden)`; at least one.
-        targets: Which tokens count.
-        structure: The model's norm and unembedding.
-        chunk: Tokens whose logits are held at once, at least 1.
-
-    Returns:
-        A scalar, float32 or float64.
-    """
+    """The mean of `lens_losses` over the layers, with gradients."""
     if not torch.is_grad_enabled():
         return lens_losses(states, targets, structure, chunk=chunk).mean()
     rows = [_rows(state, targets) for state in states]
@@ -182,16 +128,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator | None) -> list[int]:
-    """Draw layers without replacement, each as likely as any other, so that their mean is that of all on average.
-
-    Args:
-        layers: How many there are.
-        wanted: How many to draw; None, or as many as there are, takes all.
-        generator: Where the draw comes from; None for torch's global one.
-
-    Returns:
-        Indices in ascending order.
-    """
+    """Draw layers without replacement, each as likely as any other, so that their mean is that of all on average."""
     if wanted is None or wanted >= layers:
         return list(range(layers))
     device = "cpu" if generator is None else generator.device

@@ -12,8 +12,8 @@ from torch import Tensor
 from netweight.errors import UsageError
 from netweight.methods.immunize.precomputed_gradient import with_gradients
 
+# The kernels' bandwidths as multiples of a typical squared distance: each half of the one before.
 _WIDTHS = (4.0, 2.0, 1.0, 0.5, 0.25)
-"""The kernels' bandwidths as multiples of a typical squared distance: each half of the one before."""
 
 
 def _centered(points: Tensor) -> Tensor:
@@ -24,14 +24,7 @@ def _centered(points: Tensor) -> Tensor:
 
 @torch.no_grad()
 def squared_distances(points: Tensor) -> Tensor:
-    """Squared Euclidean distances between all pairs of points, without a gradient.
-
-    Args:
-        points: Shape `(n, D)`; narrower dtypes than float32 are computed in float32.
-
-    Returns:
-        Shape `(n, n)`, 0 or more, exactly 0 on the diagonal.
-    """
+    """Squared Euclidean distances between all pairs of points, without a gradient."""
     centered = _centered(points)
     gram = centered @ centered.T
     norms = gram.diagonal()
@@ -45,11 +38,9 @@ def _apart(distances: Tensor) -> Tensor:
 
 
 def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of the kernels of all pairs.
-
-    With W the weights times the kernels' derivative by the squared distance, and P = W + Wᵀ, the gradient of the sum by
-    point i is 2 Σ_j P_ij (x_i - x_j).
-    """
+    """The weighted sum of the kernels of all pairs."""
+    # With W the weights times the kernels' derivative by the squared distance, and P = W + Wᵀ, the gradient of the sum
+    # by point i is 2 Σ_j P_ij (x_i - x_j).
     with torch.no_grad():
         typical = typical.clamp(min=torch.finfo(distances.dtype).tiny ** 0.5)  # equal points
         kernel = torch.exp(distances / (-typical * _WIDTHS[0]))
@@ -68,20 +59,10 @@ def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tenso
 
 
 def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
-    """The published estimator: each example is one point, a biased V-statistic.
-
-    Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the mean squared distance of the joint sample. The
-    pairs of a point with itself count, so that the value does not vanish for equal distributions.
-
-    Args:
-        sample: Shape `(n, ...)`; each entry is flattened to one point.
-        target: The same shape.
-
-    Returns:
-        A scalar.
-
-    Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
-    """
+    """The published estimator: each example is one point, a biased V-statistic."""
+    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the mean squared distance of the joint sample.
+    # The pairs of a point with itself count, so that the value does not vanish for equal distributions.
+    # Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
     count = len(sample)
     sample, target = sample.flatten(1), target.flatten(1)
     distances = squared_distances(torch.cat([sample, target]))
@@ -92,22 +73,9 @@ def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
 
 
 def unbiased_mmd(sample: Tensor, target: Tensor) -> Tensor:
-    """The corrected estimator: a U-statistic that is 0 on average for equal distributions, and may be negative.
-
-    Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the median squared distance of the joint sample.
-
-    Args:
-        sample: Points, shape `(n, D)`, at least two.
-        target: Points, shape `(m, D)`, at least two.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        UsageError: There are fewer than two points on a side.
-
-    Source: Gretton et al., "A kernel two-sample test", 2012, lemma 6.
-    """
+    """The corrected estimator: a U-statistic that is 0 on average for equal distributions, and may be negative."""
+    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the median squared distance of the joint sample.
+    # Source: Gretton et al., "A kernel two-sample test", 2012, lemma 6.
     count, other = len(sample), len(target)
     if min(count, other) < 2:
         raise UsageError(f"An unbiased MMD needs two points on each side, not {count} and {other}.")
@@ -126,32 +94,13 @@ def _normal(shape: torch.Size, like: Tensor, generator: torch.Generator | None) 
 
 
 def scaled_noise(points: Tensor, generator: torch.Generator | None, *, scaled: bool = True) -> Tensor:
-    """Gaussian noise of the shape of `points`.
-
-    Args:
-        points: Any shape.
-        generator: Where the numbers come from; None for torch's global one.
-        scaled: Give it the root mean square of `points`, so that only direction is lost and not size; else unit
-            variance.
-
-    Returns:
-        Noise without a gradient.
-    """
+    """Gaussian noise of the shape of `points`."""
     noise = _normal(points.shape, points, generator)
     return noise * points.detach().float().square().mean().sqrt().to(points.dtype) if scaled else noise
 
 
 def random_rows(points: Tensor, most: int | None, generator: torch.Generator | None) -> Tensor:
-    """At most so many rows of `points`, drawn without replacement; all of them if there are no more.
-
-    Args:
-        points: Shape `(n, d)`.
-        most: How many; None for all.
-        generator: Where draws come from; None for torch's own.
-
-    Returns:
-        Shape `(m, d)`, m at most `most`.
-    """
+    """At most so many rows of `points`, drawn without replacement; all of them if there are no more."""
     if most is None or len(points) <= most:
         return points
     device = points.device if generator is None else generator.device

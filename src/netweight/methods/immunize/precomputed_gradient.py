@@ -28,16 +28,7 @@ class _Known(torch.autograd.Function):
 
 
 def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Put a scalar into the graph.
-
-    Args:
-        value: The scalar.
-        inputs: What it depends on; those that require no gradient are passed over.
-        gradients: Its derivatives by these, of their shapes.
-
-    Returns:
-        The same number. It can go backward as often as its graph is kept, but has no second derivatives.
-    """
+    """Put a scalar into the graph."""
     used = [pair for pair in zip(inputs, gradients, strict=True) if pair[0].requires_grad]
     if not used or not torch.is_grad_enabled():
         return value
@@ -48,13 +39,7 @@ def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[
 
 
 def gradient_norm(value: Tensor, parameters: Iterable[nn.Parameter], ranks: Ranks = ALONE) -> float:
-    """The norm of a scalar's gradient by all parameters; the graph is kept, no parameter's `grad` changes.
-
-    Args:
-        value: The scalar, in the graph.
-        parameters: By these.
-        ranks: The processes that share the batch: the gradient is the mean of theirs.
-    """
+    """The norm of a scalar's gradient by all parameters; the graph is kept, no parameter's `grad` changes."""
     parameters = list(parameters)
     if any(is_sharded(parameter) for parameter in parameters):
         return _of_shards(value, parameters, ranks)

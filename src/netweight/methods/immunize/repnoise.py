@@ -25,22 +25,17 @@ from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
 from netweight.methods.immunize.precomputed_gradient import gradient_norm
 from netweight.methods.immunize.settings import RepNoiseConfig
-from netweight.nn import hooks as capture
+from netweight.nn.hooks import capture
 
 
 @final
 @dataclass(frozen=True)
 class TermLog:
-    """What a term was at one step.
+    """What a term was at one step."""
 
-    Attributes:
-        value: Its value, without weight.
-        weight: What it was multiplied by.
-        norm: Norm of its gradient by all trained weights, without weight; None where it was not measured.
-    """
-
-    value: float
-    weight: float
+    value: float  # its value, without weight
+    weight: float  # what it was multiplied by
+    # Norm of its gradient by all trained weights, without weight; None where it was not measured.
     norm: float | None = None
 
 
@@ -80,23 +75,9 @@ def backward(
     measure: bool,
     ranks: Ranks = ALONE,
 ) -> dict[str, TermLog]:
-    """Add the gradients of a side's terms to `grad`.
-
-    Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room for
-    one more gradient.
-
-    Args:
-        side: The terms.
-        parameters: What is trained.
-        weights: Balanced weights found so far, by term; entered and lowered here. A weight never rises again: a term
-            that has almost reached its aim has a small gradient that is mostly chance, which must not be made loud.
-        measure: Whether to measure each term's gradient and to balance anew. Terms without a weight are measured
-            whatever this says.
-        ranks: The processes that share the batch.
-
-    Returns:
-        What each term was.
-    """
+    """Add the gradients of a side's terms to `grad`."""
+    # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
+    # for one more gradient.
     unknown = any(term.share is not None and name not in weights for name, term in side.items())
     if measure or unknown:
         return _one_by_one(side, parameters, weights, ranks)
@@ -144,21 +125,12 @@ def _one_by_one(
 @final
 @dataclass(frozen=True)
 class LossParts:
-    """The terms of the loss, each a scalar in the graph.
+    """The terms of the loss, each a scalar in the graph."""
 
-    Attributes:
-        retain: Cross-entropy of the harmless answers. A scalar.
-        noise: Discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers. A
-            scalar.
-        ascent: `log(1 + A)`, which is to grow. A scalar.
-        alpha: Weight of the ascent.
-        noise_weight: Weight of the noise.
-    """
-
-    retain: Tensor
-    noise: Tensor
-    ascent: Tensor
-    alpha: float
+    retain: Tensor  # cross-entropy of the harmless answers; a scalar
+    noise: Tensor  # discrepancy between the feed-forward outputs on harmful answers and noise, the mean over layers
+    ascent: Tensor  # `log(1 + A)`, which is to grow; a scalar
+    alpha: float  # weight of the ascent
     noise_weight: float
 
     @property
@@ -175,26 +147,10 @@ def repnoise_loss(
     generator: torch.Generator | None = None,
     noise_weight: float | None = None,
 ) -> LossParts:
-    """Compute RepNoise's loss on a batch of pairs, both sides in one graph.
-
-    `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
-    gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs; for `fidelity="reference"` both sides have one width, see `collate_pairs`.
-        config: Weights and fidelity.
-        generator: Where the noise comes from; None for torch's global one. Processes that share the batch must have
-            equal ones.
-        noise_weight: Weight of the noise term. None takes `config.beta` for the reference, and for the corrected loss
-            balances by the gradients, for which it goes backward twice more; where gradients are off, `config.beta`.
-
-    Raises:
-        Unsupported: The model has no decoder's structure or gives no hidden states.
-        UsageError: Nothing is to be predicted, or the widths differ.
-
-    Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
-    """
+    """Compute RepNoise's loss on a batch of pairs, both sides in one graph."""
+    # `immunize` does the same one side after the other, in less memory. Where processes share the batch, values and
+    # gradients are such that their means over the processes are those of the whole batch: see `ranks.py`.
+    # Source: RepNoise (arXiv 2405.14577), algorithm 1, and the loss of its authors' code.
     parameters = trained_weights(model)
     retain = retain_term(model, batch, config)
     noise, ascent = harmful_terms(model, batch, config, generator=generator)
@@ -207,19 +163,7 @@ def repnoise_loss(
 
 
 def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> Tensor:
-    """Cross-entropy of the harmless answers.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs on the model's device.
-        config: Weights and fidelity.
-
-    Returns:
-        A scalar in the graph.
-
-    Raises:
-        UsageError: Nothing is to be predicted, or the widths differ.
-    """
+    """Cross-entropy of the harmless answers."""
     side = batch.harmless
     targets = _targets(batch, side, config)
     return answer_loss(_run(model, side).logits, targets)
@@ -228,21 +172,7 @@ def retain_term(model: nn.Module, batch: PairBatch, config: RepNoiseConfig) -> T
 def harmful_terms(
     model: nn.Module, batch: PairBatch, config: RepNoiseConfig, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights.
-
-    Args:
-        model: A causal language model that is called as those of transformers.
-        batch: Pairs on the model's device.
-        config: Weights and fidelity.
-        generator: Where the noise is drawn from, on the CPU; None for torch's own.
-
-    Returns:
-        Noise and ascent, scalars in the graph.
-
-    Raises:
-        Unsupported: The model has no decoder's structure or gives no hidden states.
-        UsageError: Nothing is to be predicted, or the widths differ.
-    """
+    """The two terms on the harmful answers, from one forward pass: noise and `log(1 + A)`, without weights."""
     side, parts, ranks = batch.harmful, structure_of(model), batch.ranks
     reference = config.fidelity == "reference"
     targets = _targets(batch, side, config)

@@ -33,14 +33,7 @@ _DEPTH = "depth: 0 is the embedding, then after each block"
 
 
 def distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
-    """Draw how far the blocks' weights moved: the distance of each, and relative to the size of its weights.
-
-    Args:
-        changes: Name of a defended model → its changes by layer, blocks numbered in their names.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw how far the blocks' weights moved: the distance of each, and relative to the size of its weights."""
     blocks = {name: [change for change in found if change.block is not None] for name, found in changes.items()}
     most = {name: max(found, key=lambda change: change.relative) for name, found in blocks.items() if found}
     told = {name: f"most in block {change.block}, by {change.relative:.1%}" for name, change in most.items()}
@@ -64,15 +57,7 @@ def distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
 
 
 def lens_figure(before: Look, after: Look) -> Figure:
-    """Draw the loss on answers if the model ended at each depth.
-
-    Args:
-        before: The model before its defense.
-        after: The same after it.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw the loss on answers if the model ended at each depth."""
     with canvas(2) as (drawing, axes):
         for panel, kind in zip(axes, KINDS, strict=True):
             for place, (name, look) in enumerate((("before", before), ("after", after))):
@@ -92,15 +77,7 @@ def lens_figure(before: Look, after: Look) -> Figure:
 
 
 def probe_figure(before: Look, after: Look) -> Figure:
-    """Draw how well a linear probe tells harmful from harmless answers, by depth, with the spread over splits.
-
-    Args:
-        before: The model before its defense.
-        after: The same after it.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw how well a linear probe tells harmful from harmless answers, by depth, with the spread over splits."""
     with canvas(1) as (drawing, (axes,)):
         words = []
         for place, (name, look) in enumerate((("before", before), ("after", after))):
@@ -123,16 +100,7 @@ def probe_figure(before: Look, after: Look) -> Figure:
 
 
 def plane_figure(before: Look, after: Look, depths: Sequence[int]) -> Figure:
-    """Draw representations of answers before and after, in the plane in which they differed most before.
-
-    Args:
-        before: The model before its defense.
-        after: The same after it.
-        depths: Which, one row of pictures for each.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw representations of answers before and after, in the plane in which they differed most before."""
     with canvas(2 * len(depths), height=2.5 * len(depths), across=2) as (drawing, axes):
         for row, depth in enumerate(depths):
             plane = Plane.fit(_both(before, depth))
@@ -187,8 +155,8 @@ def _legend(axes: Axes, drawing: Canvas) -> None:
     drawing.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8.5)
 
 
+# Heading of the section.
 TITLE = "Depth of the defense"
-"""Heading of the section."""
 
 _INTRO = (
     "How deep a defense goes decides how much an attacker has to undo. Weights: how far each block moved. Lens: the "
@@ -199,21 +167,7 @@ _INTRO = (
 
 
 def add_depth_section(report: Report, insight: Insight, *, seen: bool, title: str = TITLE) -> list[Finding]:
-    """Add what a defense did inside of a model.
-
-    Args:
-        report: The report.
-        insight: The model before and after.
-        seen: Whether the defense was trained on the pairs that were looked at.
-        title: Heading of the section.
-
-    Returns:
-        The findings; none has a target.
-
-    Raises:
-        UsageError: The two looks are not at the same pairs and depths.
-        MissingExtra: scipy or matplotlib is not installed.
-    """
+    """Add what a defense did inside of a model."""
     before, after = insight.before, insight.after
     depths = len(before.states[KINDS[0]])
     if (depths, before.pairs) != (len(after.states[KINDS[0]]), after.pairs):
@@ -315,27 +269,17 @@ def _depths(before: Look, after: Look) -> Table:
 
 
 TREATMENT = "immunize"
+# Names of the audits.
 DEPTH, ATTACKED = "depth", "fine-tuning attack"
-"""Names of the audits."""
+# The folder in a defended model's folder that holds the report of its making.
 REPORT = "immunize-report"
-"""The folder in a defended model's folder that holds the report of its making."""
 
 register_treatment(TREATMENT, audits=(DEPTH, ATTACKED))
 
 
 @register_audit(TREATMENT, DEPTH)
 def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what was found inside of a defended model beside the model before.
-
-    Args:
-        subject: The folder of a defended model. It was looked at when it was made, while the model before was at hand.
-        config: Not looked at.
-        seed: Not used: nothing is drawn.
-        progress: Not used.
-
-    Raises:
-        UsageError: The folder holds no report of its making.
-    """
+    """Return what was found inside of a defended model beside the model before."""
     found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
     if not found:
         return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
@@ -344,16 +288,5 @@ def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> lis
 
 @register_audit(TREATMENT, ATTACKED)
 def attacked(subject: Sweep, config: ResistanceConfig, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what a sweep of fine-tuning attacks found.
-
-    Args:
-        subject: Attacks on the undefended model and on defended ones.
-        config: Which is which, and what is asked.
-        seed: Of the intervals.
-        progress: Not used: the attacks have been run.
-
-    Raises:
-        UsageError: The sweep has no runs on the undefended subject, or none on a defended one.
-        MissingExtra: scipy is not installed.
-    """
+    """Return what a sweep of fine-tuning attacks found."""
     return resistance_findings(subject, config, seed=seed)

@@ -42,20 +42,12 @@ class _LowRank(nn.Module):
 @final
 @dataclass(frozen=True)
 class SecurityVectors:
-    """Train a security vector; afterwards the model's own weights are as they were and trainable as before.
+    """Train a security vector; afterwards the model's own weights are as they were and trainable as before."""
 
-    Attributes:
-        rank: Of the change of each matrix in the blocks, at least 1.
-        alpha: The change is scaled by `alpha / rank`.
-
-    Raises:
-        UsageError: The rank or `alpha` is not positive.
-
-    Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
-    """
+    # Source: Zhou et al., security vectors (arXiv 2311.02105); rank 8 and alpha 32 as in RepNoise's appendix.
 
     rank: int = 8
-    alpha: float = 32.0
+    alpha: float = 32.0  # the change is scaled by `alpha / rank`
     name = "security-vectors"
     aligned = False
     trains = True
@@ -108,11 +100,7 @@ class SecurityVectors:
 
 
 def remove_security_vectors(model: nn.Module) -> None:
-    """Take a security vector out of a model; the model's own weights stay, with what they learned since.
-
-    Args:
-        model: What `SecurityVectors` trained.
-    """
+    """Take a security vector out of a model; the model's own weights stay, with what they learned since."""
     for module in model.modules():
         if parametrize.is_parametrized(module, "weight") and any(
             isinstance(part, _LowRank)
@@ -122,13 +110,7 @@ def remove_security_vectors(model: nn.Module) -> None:
 
 
 def hold_security_vectors(model: nn.Module) -> None:
-    """Put a security vector out of the reach of training: its matrices become buffers, where they were parameters.
-
-    For a service in which others train all parameters of a model, as the vector's authors think of it.
-
-    Args:
-        model: What `SecurityVectors` trained.
-    """
+    """Put a security vector out of the reach of training: its matrices become buffers, where they were parameters."""
     for part in _vectors(model):
         for name in ("down", "up"):
             value = getattr(part, name).detach()
@@ -138,11 +120,7 @@ def hold_security_vectors(model: nn.Module) -> None:
 
 @contextmanager
 def without_security_vectors(model: nn.Module) -> Iterator[None]:
-    """Put a model's security vector out of work within a block, as if it had been taken out.
-
-    Args:
-        model: What `SecurityVectors` trained.
-    """
+    """Put a model's security vector out of work within a block, as if it had been taken out."""
     scales = {part: part.scale for part in _vectors(model)}
     try:
         for part in scales:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -20,6 +20,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import positions_of
+from netweight.job import Job
 from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.catalog import named_defense
 from netweight.methods.immunize.decoder import structure_of
@@ -38,17 +39,13 @@ from netweight.methods.immunize.distributed import (
 )
 from netweight.methods.immunize.repnoise import TermLog, backward
 from netweight.methods.immunize.settings import Settings
-from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+from netweight.store.checkpoint import read_record, write_record
 
 _NAMED = 5  # of several bad rows so many are named
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens the model knows, by its input embedding; None if it has none that can be found.
-
-    Args:
-        model: Any module.
-    """
+    """How many tokens the model knows, by its input embedding; None if it has none that can be found."""
     for module in model.modules():
         accessor = getattr(module, "get_input_embeddings", None)
         found: Any = accessor() if callable(accessor) else module if isinstance(module, nn.Embedding) else None
@@ -60,18 +57,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
 def check_data(
     model: nn.Module, pairs: Sequence[Pair], retain: Sequence[Example], *, context: int | None = None
 ) -> None:
-    """Check that all rows can be trained on.
-
-    Args:
-        model: Its configuration says the context, its embedding the vocabulary.
-        pairs: Pairs.
-        retain: Further examples.
-        context: Most tokens of a row; the model's own limit holds besides.
-
-    Raises:
-        UsageError: There is no pair, or rows are longer than the context or hold tokens that the model lacks; the
-            rows are named.
-    """
+    """Check that all rows can be trained on."""
     if not pairs:
         raise UsageError("There is no pair to train on.", cure="Give rows of prompt, chosen and rejected.")
     limits = [limit for limit in (context, positions_of(model)) if limit is not None]
@@ -102,27 +88,10 @@ _CURE = 'Write numbers from 0, ranges such as "10-20" with both ends, "last" or 
 
 
 def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
-    """Read which layers are meant.
-
-    Numbers are read as numbers. The code of RepNoise looks for the digits "0" to "9" in a parameter's name where
-    layers 0 to 10 are meant, and so finds every block of a model with 32: the paper's row "0-10" of table 6 is that of
-    a model all of whose blocks were frozen, if it came from this code.
-
-    Args:
-        layers: Numbers and ranges such as `"0-10"`, both ends meant, `"last"` for the last block, `"head"` for the
-            unembedding, with commas between.
-        blocks: How many blocks there are.
-
-    Returns:
-        The numbers of the blocks in ascending order, and whether the head is meant.
-
-    Raises:
-        UsageError: A part is none of these, or there is no such block.
-
-    Examples:
-        >>> block_numbers("0-2,last,head", 8)
-        ([0, 1, 2, 7], True)
-    """
+    """Read which layers are meant."""
+    # Numbers are read as numbers. The code of RepNoise looks for the digits "0" to "9" in a parameter's name where
+    # layers 0 to 10 are meant, and so finds every block of a model with 32: the paper's row "0-10" of table 6 is that
+    # of a model all of whose blocks were frozen, if it came from this code.
     numbers: set[int] = set()
     head = False
     for part in (text.strip() for text in layers.split(",")):
@@ -144,19 +113,7 @@ def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
 
 @contextmanager
 def frozen(model: nn.Module, layers: str) -> Iterator[list[str]]:
-    """Keep layers from being trained within a block of code.
-
-    Args:
-        model: A decoder.
-        layers: Which, see `block_numbers`. A head that is tied to the embedding freezes both.
-
-    Yields:
-        The names of the parameters that were trainable and are not now.
-
-    Raises:
-        UsageError: The layers cannot be read or are not there.
-        Unsupported: The model is no decoder.
-    """
+    """Keep layers from being trained within a block of code."""
     parts = structure_of(model)
     numbers, head = block_numbers(layers, len(parts.blocks))
     modules = [list(parts.blocks.values())[number] for number in numbers] + [parts.unembedding] * head
@@ -176,25 +133,16 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @final
 class MasterWeights:
-    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself.
-
-    Args:
-        model: Parameters that require a gradient are trained.
-
-    Attributes:
-        trained: The model's own parameters, by name.
-        masters: What is stepped in their stead, by the same names.
-
-    Raises:
-        UsageError: Nothing requires a gradient.
-    """
+    """What an optimizer steps: a float32 copy of each trained weight that is narrower, else the weight itself."""
 
     def __init__(self, model: nn.Module) -> None:
+        # The model's own parameters, by name.
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self.trained:
             raise UsageError(
                 "No weight of the model requires a gradient.", cure="Call requires_grad_(True) on what is to train."
             )
+        # What is stepped in their stead, by the same names.
         self.masters = {
             name: nn.Parameter(value.detach().float()) if value.dtype in _NARROW else value
             for name, value in self.trained.items()
@@ -215,11 +163,7 @@ class MasterWeights:
                 value.grad = None
 
     def average(self, ranks: Ranks) -> None:
-        """Average the gradients over all processes; FSDP has averaged those of its shards.
-
-        Args:
-            ranks: The processes.
-        """
+        """Average the gradients over all processes; FSDP has averaged those of its shards."""
         if ranks.size > 1:
             for master in self.masters.values():
                 if master.grad is None and not is_sharded(master):  # other processes may have one
@@ -227,21 +171,12 @@ class MasterWeights:
             ranks.average(grad for grad in self._gradients() if not is_sharded(grad))
 
     def norm(self, ranks: Ranks) -> float:
-        """The common norm of all gradients.
-
-        Args:
-            ranks: The processes.
-        """
+        """The common norm of all gradients."""
         return common_norm(self._gradients(), ranks)
 
     @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:
-        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above.
-
-        Args:
-            norm: As `norm` returned it.
-            most: Above 0.
-        """
+        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
         factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
@@ -255,11 +190,7 @@ class MasterWeights:
             value.grad = None
 
     def not_finite(self, ranks: Ranks) -> str | None:
-        """The name of a weight whose gradient holds NaN or infinity, in any process.
-
-        Args:
-            ranks: The processes.
-        """
+        """The name of a weight whose gradient holds NaN or infinity, in any process."""
         bad = [
             master.grad is not None and not torch.isfinite(local(master.grad)).all() for master in self.masters.values()
         ]
@@ -280,27 +211,16 @@ _VERSION = 1
 @final
 @dataclass(frozen=True)
 class StepLog:
-    """One step of training.
+    """One step of training."""
 
-    Attributes:
-        step: Counted from 0.
-        rate: The learning rate.
-        norm: Norm of the whole gradient before it was clipped.
-        terms: What each term of the loss was.
-    """
-
-    step: int
-    rate: float
-    norm: float
-    terms: Mapping[str, TermLog]
+    step: int  # counted from 0
+    rate: float  # the learning rate
+    norm: float  # norm of the whole gradient before it was clipped
+    terms: Mapping[str, TermLog]  # what each term of the loss was
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` made of one.
-
-        Args:
-            values: JSON values.
-        """
+        """Read what `dataclasses.asdict` made of one."""
         terms = {name: TermLog(**term) for name, term in values["terms"].items()}
         return cls(values["step"], values["rate"], values["norm"], terms)
 
@@ -308,48 +228,23 @@ class StepLog:
 @final
 @dataclass(frozen=True)
 class Record:
-    """What was done to a model.
+    """What was done to a model."""
 
-    Attributes:
-        defense: The defense's name.
-        options: The defense's settings.
-        settings: The settings of training.
-        digests: Of the `pairs`, of the `retain` examples, and of the model's weights before and after.
-        trained: How many weights were trained.
-        steps: What each step was.
-        environment: Versions and machine.
-    """
-
-    defense: str
-    options: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    defense: str  # the defense's name
+    options: Mapping[str, Any]  # the defense's settings
+    settings: Mapping[str, Any]  # the settings of training
     digests: Mapping[str, str]
-    trained: int
+    trained: int  # how many weights were trained
     steps: Sequence[StepLog]
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # versions and machine
 
     def write(self, path: str | Path) -> None:
-        """Write the record as JSON, over one that is there.
-
-        Args:
-            path: The file.
-
-        Raises:
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record as JSON, over one that is there."""
         write_record(path, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record.
-
-        Args:
-            path: The file.
-
-        Raises:
-            CorruptBlob: The file holds none of this version.
-            OSError: It cannot be read.
-        """
+        """Read a record."""
 
         def made(values: dict[str, Any]) -> Self:
             return cls(steps=[StepLog.from_json(step) for step in values.pop("steps")], **values)
@@ -363,19 +258,12 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """All of training between two steps.
+    """All of training between two steps."""
 
-    Attributes:
-        weights: Trained weights by name, float32 where the model is narrower.
-        moments: Adam's, by weight and kind. Shapes are those of the weights.
-        balance: Weights of balanced terms.
-        steps: What is known of the steps so far.
-    """
-
-    weights: Mapping[str, Tensor]
-    moments: Mapping[tuple[str, str], Tensor]
-    balance: Mapping[str, float]
-    steps: Sequence[StepLog]
+    weights: Mapping[str, Tensor]  # trained weights by name, float32 where the model is narrower
+    moments: Mapping[tuple[str, str], Tensor]  # adam's, by weight and kind; shapes are those of the weights
+    balance: Mapping[str, float]  # weights of balanced terms
+    steps: Sequence[StepLog]  # what is known of the steps so far
 
     @classmethod
     def take(
@@ -385,14 +273,7 @@ class Checkpoint:
         balance: Mapping[str, float],
         steps: Sequence[StepLog],
     ) -> Checkpoint:
-        """Look at training; nothing is copied.
-
-        Args:
-            weights: What is trained.
-            optimizer: Adam over these weights.
-            balance: Weights of balanced terms.
-            steps: What is known of the steps so far.
-        """
+        """Look at training; nothing is copied."""
         moments = {
             (name, kind): optimizer.state[master][kind]
             for name, master in weights.masters.items()
@@ -416,19 +297,15 @@ class Checkpoint:
                 optimizer.state[master] = state
         weights.write_back()
 
-    def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
-        """Write the checkpoint over the one before it, all or nothing; the first process does, with all others' parts.
-
-        Args:
-            path: The file, safetensors with compressed tensors and a digest of each.
-            identity: A digest of model, data and settings; only the same may resume it.
-            ranks: The processes that train together.
-
-        Raises:
-            OutputFailed: The file could not be written; the older one is untouched.
-        """
+    def save(self, job: Job | None, identity: str, ranks: Ranks = ALONE) -> None:
+        """Make it the state of a job; the first process does, which alone has the job, with all others' parts."""
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            assert job is not None
+            job.save(about, tensors)
+
+        ranks.first_takes(self._tensors(), write)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.weights.items():
@@ -437,60 +314,49 @@ class Checkpoint:
             yield f"{kind}|{name}", whole(value)
 
     @classmethod
-    def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
-        """Read a checkpoint in the first process; the others get all but its tensors.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-            ranks: The processes that train together.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+    def shared(cls, job: Job | None, identity: str, ranks: Ranks) -> Checkpoint | None:
+        """Read a job's state in the first process, if there is one; the others get all but its tensors."""
         mine: list[Checkpoint] = []
 
-        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-            mine.append(cls.load(path, identity))
-            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]] | None:
+            assert job is not None
+            found = cls.load(job, identity)
+            if found is None:
+                return None
+            mine.append(found)
+            return found.balance, [asdict(step) for step in found.steps]
 
-        balance, steps = ranks.first(read)
-        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
+        known = ranks.first(read)
+        if known is None or mine:
+            return mine[0] if mine else None
+        return cls({}, {}, known[0], [StepLog.from_json(step) for step in known[1]])
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> Checkpoint:
-        """Read a checkpoint.
-
-        Args:
-            path: The file.
-            identity: Digest of the training's settings and data.
-
-        Raises:
-            UsageError: It belongs to another training.
-            CorruptBlob: It is damaged.
-        """
+    def load(cls, job: Job, identity: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"identity": identity})
+        if found is None:
+            return None
+        about, tensors = found
         weights: dict[str, Tensor] = {}
         moments: dict[tuple[str, str], Tensor] = {}
-        refusal = "holds a training of another model, defense, data or settings"
-        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
-            for stored in names:
-                kind, _, name = stored.partition("|")
-                if kind == "weight":
-                    weights[name] = store.get(stored)
-                elif kind in _MOMENTS:
-                    moments[name, kind] = store.get(stored)
+        for stored, value in tensors.items():
+            kind, _, name = stored.partition("|")
+            if kind == "weight":
+                weights[name] = value
+            elif kind in _MOMENTS:
+                moments[name, kind] = value
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
 
 
+# The checkpoint's name in the folder.
 CHECKPOINT = "immunize.net.safetensors"
-"""The checkpoint's name in the folder."""
+# The record's name in the folder.
 RECORD = "immunize.json"
-"""The record's name in the folder."""
+# Terms that must not diverge.
 _KEPT = ("retain", "general")
-"""Terms that must not diverge."""
+# So many steps in a row may be far worse than guessing.
 _PATIENCE = 5
-"""So many steps in a row may be far worse than guessing."""
 
 
 def immunize(
@@ -500,7 +366,7 @@ def immunize(
     *,
     defense: Defense | str = "repnoise",
     settings: Settings | None = None,
-    folder: str | Path | None = None,
+    folder: str | Path | Job | None = None,
     pad_id: int = 0,
     progress: Progress = QUIET,
 ) -> Record:
@@ -519,8 +385,8 @@ def immunize(
         retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
         defense: A defense or its name in the catalog.
         settings: How it is trained; None takes the catalog's, or the defaults for a defense that is not in it.
-        folder: Where a checkpoint and finally the record are written. A second call with the same model, data and
-            settings continues where the first one was killed, to the same bits.
+        folder: Where a checkpoint and finally the record are written, or a job that is open. A second call with the
+            same model, data and settings continues where the first one was killed, to the same bits.
         pad_id: What stands after the end of shorter rows. Only the published loss, which takes it for text, depends
             on it.
         progress: Where progress is shown.
@@ -551,26 +417,59 @@ def immunize(
     }
     identity = digest.of_config([defense.name, options, asdict(settings), digests, pad_id])
     _check_same(identity, ranks)
+    key = {
+        "defense": {"name": defense.name, **options}, "settings": asdict(settings), "model": digests["before"],
+        "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
+    }  # fmt: skip
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
+    with (
+        held,
+        defense.prepared(model, seed=derive(settings.seed, "prepare")),
+        _opened(folder, key, ranks) as job,
+    ):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
             training = _Training(spread, defense, settings, pairs, retain, pad_id)
-            checkpoint = None if folder is None else Path(folder) / CHECKPOINT
-            training.run(checkpoint, identity, QUIET if ranks.rank else progress)
+            training.run(None if folder is None else _Kept(job, identity, ranks), QUIET if ranks.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
-    digests["after"] = _digest_of(model)
-    environment = {**describe(), "processes": ranks.size}
-    record = Record(defense.name, options, asdict(settings), digests, trained, steps, environment)
-    if folder is not None:
-        ranks.first(lambda: _write(record, Path(folder)))
+        digests["after"] = _digest_of(model)
+        environment = {**describe(), "processes": ranks.size}
+        record = Record(defense.name, options, asdict(settings), digests, trained, steps, environment)
+        if folder is not None:
+            ranks.first(lambda: None if job is None else record.write(job.folder / RECORD))
     return record
 
 
-def _write(record: Record, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write(folder / RECORD)
+@contextmanager
+def _opened(folder: str | Path | Job | None, key: Mapping[str, Any], ranks: Ranks) -> Iterator[Job | None]:
+    """Open the training's job in the first process."""
+    jobs: list[Job] = []
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            assert folder is not None
+            jobs.append(stack.enter_context(Job.open(folder, key=key, of="a training", state=CHECKPOINT)))
+
+        if folder is not None:
+            ranks.first(enter)
+        yield jobs[0] if jobs else None
+
+
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """Where a training is kept; only the first process has the job."""
+
+    job: Job | None
+    identity: str
+    ranks: Ranks
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        checkpoint.save(self.job, self.identity, self.ranks)
+
+    def load(self) -> Checkpoint | None:
+        return Checkpoint.shared(self.job, self.identity, self.ranks)
 
 
 def _digest_of(model: nn.Module) -> str:
@@ -625,19 +524,18 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, checkpoint: Path | None, identity: str, progress: Progress) -> None:
+    def run(self, kept: _Kept | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
-        self._restore(checkpoint, identity)
+        self._restore(kept)
         with _training_mode(self.model), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
                 problem = self._step()
                 if problem is not None:
-                    self._stop(problem, checkpoint, identity)
+                    self._stop(problem, kept)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
-                if checkpoint is not None and not self._bad and self._due():
-                    taken = Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps)
-                    taken.save(checkpoint, identity, self.ranks)
+                if kept is not None and not self._bad and self._due():
+                    kept.save(Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps))
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
 
@@ -645,23 +543,23 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, path: Path | None, identity: str) -> bool:
+    def _restore(self, kept: _Kept | None) -> bool:
         """Go back to a checkpoint; False if there is none."""
-        if path is None or not self.ranks.first(path.exists):
+        checkpoint = None if kept is None else kept.load()
+        if checkpoint is None:
             return False
-        checkpoint = Checkpoint.shared(path, identity, self.ranks)
         checkpoint.restore(self.weights, self.optimizer, self.ranks)
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
         return True
 
-    def _stop(self, problem: str, checkpoint: Path | None, identity: str) -> None:
+    def _stop(self, problem: str, kept: _Kept | None) -> None:
         step = len(self.steps)
         self.weights.clear()
-        kept = "The model holds the weights before this step."
-        if self._restore(checkpoint, identity):
-            kept = f"The model holds the weights after step {len(self.steps)}, from {checkpoint}."
+        held = "The model holds the weights before this step."
+        if self._restore(kept):
+            held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
-            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {kept}",
+            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
             cure="Lower the learning rate or the weight of the ascent.",
         )
 

@@ -36,40 +36,21 @@ _KEY = "netweight.private"
 
 
 def private_file(folder: str | Path, client: int) -> Path:
-    """Return where a client's private tensors are.
-
-    Args:
-        folder: Where a node keeps such files.
-        client: Its number.
-    """
+    """Return where a client's private tensors are."""
     return Path(folder) / f"client-{client}.safetensors"
 
 
 @final
 @dataclass(frozen=True)
 class Kept:
-    """A client's private tensors after some rounds.
+    """A client's private tensors after some rounds."""
 
-    Attributes:
-        client: Whose they are.
-        federation: Digest of the federation's settings; empty for tensors that may begin any.
-        after: Round → the private tensors after it; 0 for those before the first. By name.
-    """
-
-    client: int
-    federation: str
-    after: Mapping[int, Tensors]
+    client: int  # whose they are
+    federation: str  # digest of the federation's settings; empty for tensors that may begin any
+    after: Mapping[int, Tensors]  # round → the private tensors after it; 0 for those before the first. By name.
 
     def at(self, federation: str, round: int) -> Tensors | None:
-        """Return the tensors after a round, or None if there are none yet and the round is 0.
-
-        Args:
-            federation: Digest of the federation's settings.
-            round: From 0, before the first.
-
-        Raises:
-            UsageError: They belong to another federation, or the server goes on from a round that is not here.
-        """
+        """Return the tensors after a round, or None if there are none yet and the round is 0."""
         if self.after and self.federation not in ("", federation):
             raise UsageError(
                 f"The private tensors of client {self.client} belong to another federation.",
@@ -84,11 +65,7 @@ class Kept:
         return self.after.get(round)
 
     def to_state(self, state: RecordDict) -> None:
-        """Put them into a context's state.
-
-        Args:
-            state: Of the node's context; changed in place.
-        """
+        """Put them into a context's state."""
         for name in [name for name in state if name.startswith(_KEY)]:
             del state[name]
         state[_KEY] = ConfigRecord({"client": self.client, "federation": self.federation, "rounds": list(self.after)})
@@ -97,12 +74,7 @@ class Kept:
 
     @classmethod
     def of_state(cls, state: RecordDict, client: int) -> Kept:
-        """Return what a context's state holds for a client.
-
-        Args:
-            state: Of the node's context.
-            client: Its number.
-        """
+        """Return what a context's state holds for a client."""
         about = state.config_records.get(_KEY)
         if about is None or about["client"] != client:
             return cls(client, "", {})
@@ -112,11 +84,7 @@ class Kept:
         return cls(client, str(about["federation"]), after)
 
     def save(self, path: Path) -> None:
-        """Write them over what is there, all or nothing.
-
-        Args:
-            path: The file.
-        """
+        """Write them over what is there, all or nothing."""
         write_checkpoint(path, {"client": self.client, "federation": self.federation}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -127,14 +95,7 @@ class Kept:
 
     @classmethod
     def load(cls, path: Path) -> Kept:
-        """Read a file that `save` wrote.
-
-        Args:
-            path: The file.
-
-        Raises:
-            CorruptBlob: It is damaged.
-        """
+        """Read a file that `save` wrote."""
         after: dict[int, dict[str, Tensor]] = {}
         with open_checkpoint(path) as (about, store, names):
             for stored in names:
@@ -146,20 +107,7 @@ class Kept:
 
 
 def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
-    """Write a client's newest private tensors, such as its head, to an ordinary safetensors file.
-
-    Args:
-        folder: The client's folder of private tensors.
-        client: Its number.
-        target: The file to write; it must not be there.
-
-    Returns:
-        The file.
-
-    Raises:
-        UsageError: The client has no private tensors there.
-        OutputExists: The file exists.
-    """
+    """Write a client's newest private tensors, such as its head, to an ordinary safetensors file."""
     source = private_file(folder, client)
     if not source.exists():
         raise UsageError(f"There are no private tensors of client {client} in {folder}.", cure="Check the folder.")
@@ -173,19 +121,7 @@ def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
 
 
 def import_private(source: str | Path, folder: str | Path, *, start: bool = False) -> Path:
-    """Put private tensors that were exported where a client looks for them.
-
-    Args:
-        source: A file that `export_private` wrote.
-        folder: The client's folder of private tensors; it must hold none of this client.
-        start: Begin a new federation from these tensors, instead of going on with the one that they are from.
-
-    Returns:
-        The client's file.
-
-    Raises:
-        UsageError: The file was not exported from a client, or the client has private tensors already.
-    """
+    """Put private tensors that were exported where a client looks for them."""
     with safetensors.safe_open(str(source), framework="pt") as file:
         metadata = file.metadata() or {}
         if _KEY not in metadata:
@@ -211,24 +147,7 @@ def client_app(
     secure_sum: bool | Callable[[Context], bool] = False,
     seed: int | None = None,
 ) -> ClientApp:
-    """Return the app that every client runs.
-
-    A client's number is `partition-id` of its node's configuration.
-
-    Args:
-        task_of: Makes the task; it needs this client's data only, `FedTask(body, head, {number: data})`.
-        method: How to train, the same as the server's, or a function of the context that returns it.
-        folder: Where this client keeps its private tensors between runs; None to keep them in the node's memory, where
-            they end with the run. Clients may share a folder: files carry their numbers.
-        device: Where to train.
-        secure_sum: Send updates under masks that cancel in the sum, and only so. See `secure_sum.py` for what it costs
-            and against whom it helps.
-        seed: Of this client's batches and noise. None takes the federation's, which the server knows, so that a run can
-            be repeated; but a new secret one each time for methods whose noise is to hide something from the server.
-
-    Returns:
-        The app. It refuses an order by an exception, which the server gets as an error with the exception's text.
-    """
+    """Return the app that every client runs."""
     app = ClientApp()
 
     @app.query()
@@ -269,14 +188,7 @@ def client_app(
 
 
 def client_number(context: Context) -> int:
-    """Return a node's client number.
-
-    Args:
-        context: Flower's, of this node.
-
-    Raises:
-        UsageError: Its configuration says none.
-    """
+    """Return a node's client number."""
     number = context.node_config.get("partition-id")
     if number is None:
         raise UsageError(

@@ -16,31 +16,19 @@ from torch import Tensor
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.aggregate import Tensors, Update, from_wire
 
+# Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies.
 ARRAYS, ORDER, REPORT, METRICS = "arrays", "order", "report", "metrics"
-"""Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies."""
 
 T = TypeVar("T")
 
 
 def chosen(value: T | Callable[[Context], T], context: Context) -> T:
-    """Return a setting as it is, or what a function makes of the run's context.
-
-    Args:
-        value: The setting, or a function that makes it.
-        context: Flower's, of this run and node.
-    """
+    """Return a setting as it is, or what a function makes of the run's context."""
     return value(context) if callable(value) else value
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
-    """Return tensors as an array record, bit for bit.
-
-    Args:
-        tensors: By name, any shapes.
-
-    Raises:
-        Unsupported: NumPy has no such dtype.
-    """
+    """Return tensors as an array record, bit for bit."""
     odd = sorted(name for name, value in tensors.items() if value.dtype == torch.bfloat16)
     if odd:
         raise Unsupported(
@@ -50,14 +38,7 @@ def to_record(tensors: Tensors) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
-    """Return the tensors of an array record.
-
-    Args:
-        record: As `to_record` made it.
-
-    Raises:
-        ValueError: An array's bytes are not what its header says.
-    """
+    """Return the tensors of an array record."""
     return {name: _tensor(array) for name, array in record.items()}
 
 
@@ -75,21 +56,14 @@ def _tensor(array: Array) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Order:
-    """What a server asks of a client.
+    """What a server asks of a client."""
 
-    Attributes:
-        federation: Digest of the federation's settings.
-        round: The round under way, from 1.
-        seed: The federation's seed.
-        evaluate: Whether accuracies are wanted.
-        go_on_from: The last round in which the server took this client's update; 0 for none. The client goes on from
-            the private tensors that it had after it, so that a round that was lost or refused leaves no trace.
-    """
-
-    federation: str
-    round: int
-    seed: int
-    evaluate: bool
+    federation: str  # digest of the federation's settings
+    round: int  # the round under way, from 1
+    seed: int  # the federation's seed
+    evaluate: bool  # whether accuracies are wanted
+    # The last round in which the server took this client's update; 0 for none. The client goes on from the private
+    # tensors that it had after it, so that a round that was lost or refused leaves no trace.
     go_on_from: int
 
     def to_record(self) -> ConfigRecord:
@@ -98,11 +72,7 @@ class Order:
 
     @classmethod
     def of(cls, message: Message) -> Order:
-        """Return the order that a message holds.
-
-        Args:
-            message: From the server.
-        """
+        """Return the order that a message holds."""
         found = message.content.config_records[ORDER]
         numbers = {name: int(str(found[name])) for name in ("round", "seed", "go_on_from")}
         return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
@@ -111,36 +81,19 @@ class Order:
 @final
 @dataclass(frozen=True)
 class Answer:
-    """What a client answered.
-
-    Attributes:
-        update: Its update.
-        metrics: "before", "after" and "loss", as far as it said them and they can be.
-    """
+    """What a client answered."""
 
     update: Update
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # "before", "after" and "loss", as far as it said them and they can be
 
     def to_records(self, wire: Tensors) -> RecordDict:
-        """Return the records that travel, with the update's tensors as `to_wire` gave them.
-
-        Args:
-            wire: Tensors by name.
-        """
+        """Return the records that travel, with the update's tensors as `to_wire` gave them."""
         report = ConfigRecord({"client": self.update.client, "n": self.update.n, "round": self.update.round})
         return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(self.metrics))})
 
 
 def read_answer(reply: Message, client: int) -> Answer:
-    """Read a client's reply.
-
-    Args:
-        reply: Whatever came.
-        client: Who was asked.
-
-    Raises:
-        UsageError: The reply is an error, is not one of a client of netweight, or speaks for another client.
-    """
+    """Read a client's reply."""
     if reply.has_error():
         said = (reply.error.reason or "no reason given").strip().splitlines()
         raise UsageError(f"answered with error {reply.error.code}: {said[-1][:300] if said else ''}")
@@ -157,11 +110,7 @@ def read_answer(reply: Message, client: int) -> Answer:
 
 
 def known_metrics(said: Mapping[str, object]) -> dict[str, float]:
-    """Return those of a client's numbers that are known by name and can be.
-
-    Args:
-        said: What the client sent.
-    """
+    """Return those of a client's numbers that are known by name and can be."""
     return {name: float(str(value)) for name, value in said.items() if _can_be(name, value)}
 
 

@@ -4,14 +4,13 @@ The protocol is SecAgg+ as Flower has it (Bell et al., ePrint 2020/704): pairwis
 of each client's own, shares of the secrets so that the others can stand in for who vanishes. One thing is replaced.
 Flower draws a mask of millions of words from a Mersenne Twister whose seed is 32 bits, whatever the length of the
 secret: a server can try all of them. Here masks are ChaCha20's stream under the whole secret (`stream_mask`).
-
-What it does not do: the server passes on the clients' public keys, so that it must follow the protocol (honest but
-curious) and not collude with clients up to the threshold; it still sees the sum, numbers of examples and accuracies;
-and nobody can examine single updates, so that a client checks its own and a malicious one can spoil the sum.
-
-What it costs: low-rank factors cannot be summed under masks, so that dense changes are sent, as words of 8 bytes each;
-four messages each way instead of one; values are rounded at random to steps of 2 · CLIP / 2²².
 """
+
+# What it does not do: the server passes on the clients' public keys, so that it must follow the protocol (honest but
+# curious) and not collude with clients up to the threshold; it still sees the sum, numbers of examples and accuracies;
+# and nobody can examine single updates, so that a client checks its own and a malicious one can spoil the sum.
+# What it costs: low-rank factors cannot be summed under masks, so that dense changes are sent, as words of 8 bytes
+# each; four messages each way instead of one; values are rounded at random to steps of 2 · CLIP / 2²².
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ from netweight.methods.federate.aggregate import LowRank, Tensors, Update, fault
 from netweight.plugins.flower.records import Answer, known_metrics
 from netweight.plugins.flower.strategy import MethodStrategy, Trial, exchange
 
+# Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
 CLIP = 2.0
-"""Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out."""
+# A sum over fewer clients is refused by both sides.
 FEWEST = 3
-"""A sum over fewer clients is refused by both sides."""
 
 _MOST = 1000  # words have 32 bits, values 22
 _THRESHOLD = 2 / 3  # least share of a round's clients that must be there in the end, or collude to unmask one
@@ -47,13 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def stream_mask(seed: bytes, num_range: int, dimensions_list: Sequence[tuple[int, ...]]) -> list[np.ndarray[Any, Any]]:
-    """Return a mask drawn from a secret that is used once, uniform in [0, num_range).
-
-    Args:
-        seed: The secret, all of which counts.
-        num_range: A power of two up to 2³².
-        dimensions_list: Shapes of the mask's arrays.
-    """
+    """Return a mask drawn from a secret that is used once, uniform in [0, num_range)."""
     key = hashlib.sha256(b"netweight secure sum" + seed).digest()
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     masks = []
@@ -64,11 +57,7 @@ def stream_mask(seed: bytes, num_range: int, dimensions_list: Sequence[tuple[int
 
 
 def _protocol(side: str) -> Any:
-    """Return Flower's module of one side of the protocol, drawing masks from whole secrets.
-
-    Raises:
-        Unsupported: This release of Flower has no such module, or one that draws masks in another way.
-    """
+    """Return Flower's module of one side of the protocol, drawing masks from whole secrets."""
     try:
         module = importlib.import_module(side)
     except ModuleNotFoundError as error:
@@ -90,20 +79,7 @@ def _server_side() -> Any:
 def under_masks(
     message: Message, context: Context, train: Callable[[Message, Context], Message], *, wanted: bool
 ) -> Message:
-    """Run a client's part of the protocol around its training, or the training alone where no masks are wanted.
-
-    Args:
-        message: From the server.
-        context: Flower's, of this node.
-        train: The client's training.
-        wanted: Whether this client sends under masks only.
-
-    Returns:
-        The reply to the server.
-
-    Raises:
-        UsageError: Client and server do not agree on whether there are masks, or the sum is over too few.
-    """
+    """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
     protocol = _client_side() if wanted else None
     asked = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
     configs = message.content.config_records.get(asked)
@@ -121,16 +97,7 @@ def under_masks(
 
 
 def masked_reply(message: Message, received: Tensors, answer: Answer) -> Message:
-    """Return the training's reply as the protocol wants it: dense changes by sorted names, which it masks.
-
-    Args:
-        message: From the server, for the training.
-        received: What the server sent: tensors by name.
-        answer: What training came to.
-
-    Raises:
-        UsageError: A change is NaN, infinite, or too large to be summed.
-    """
+    """Return the training's reply as the protocol wants it: dense changes by sorted names, which it masks."""
     compat = importlib.import_module("flwr.compat.common.recorddict_compat")
     changes = []
     for name in sorted(received):
@@ -198,21 +165,7 @@ class _OneSum:
 def masked_attempt(
     strategy: MethodStrategy, round: int, arrays: ArrayRecord, grid: Grid, context: Context
 ) -> ArrayRecord | None:
-    """Run a round in which the server sees the clients' weighted mean alone.
-
-    Args:
-        strategy: Keeps the federation.
-        round: From 1.
-        arrays: The server's state.
-        grid: Flower's way to the nodes.
-        context: Flower's, of the server.
-
-    Returns:
-        The server's next state; None if too few clients were there in the end.
-
-    Raises:
-        UsageError: The method sends each client a message of its own, so that updates are not of one thing.
-    """
+    """Run a round in which the server sees the clients' weighted mean alone."""
     strategy.configure_train(round, arrays, ConfigRecord(), grid)
     trial = strategy.trial
     assert trial is not None
@@ -263,10 +216,9 @@ def _summed(trial: Trial, grid: _Listening, context: Context, largest: int, thre
 
 
 def _amend(workflow: Any, contents: Mapping[int, RecordDict]) -> None:
-    """Send netweight's own records, and go on without those who vanish before they have shared their secrets.
-
-    Flower asks in the end for shares of their secrets too, which nobody has, and no masks are to be taken off for them.
-    """
+    """Send netweight's own records, and go on without those who vanish before they have shared their secrets."""
+    # Flower asks in the end for shares of their secrets too, which nobody has, and no masks are to be taken off for
+    # them.
     set_up, share_keys = workflow.setup_stage, workflow.share_keys_stage
 
     def set_up_with_own_records(*arguments: Any) -> bool:

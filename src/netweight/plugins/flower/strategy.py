@@ -30,24 +30,14 @@ from netweight.plugins.flower.records import (
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
+# Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
+# with an error that says less than that nothing came.
 GRACE = 60.0
-"""Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
-with an error that says less than that nothing came."""
 
 
 def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list[Message]:
-    """Send messages and return the replies that came within `timeout` seconds, errors included.
-
-    Unlike the grid's own `send_and_receive` it looks more often than every three seconds.
-
-    Args:
-        grid: Flower's way to the nodes.
-        messages: One per node.
-        timeout: In seconds.
-
-    Returns:
-        The replies, in the order in which they came.
-    """
+    """Send messages and return the replies that came within `timeout` seconds, errors included."""
+    # Unlike the grid's own `send_and_receive` it looks more often than every three seconds.
     waiting = {sent for sent in grid.push_messages(messages) if sent}
     deadline = time.monotonic() + timeout
     replies: list[Message] = []
@@ -64,14 +54,10 @@ def exchange(grid: Grid, messages: Sequence[Message], *, timeout: float) -> list
 
 @final
 class Nodes:
-    """Which node is which client: every node is asked once.
+    """Which node is which client: every node is asked once."""
 
-    A node's word is taken for its number: that only registered nodes connect is Flower's part.
-
-    Args:
-        clients: All client numbers of the task.
-        timeout: Seconds to wait for answers.
-    """
+    # A node's word is taken for its number: that only registered nodes connect is Flower's part.
+    # `timeout`: seconds to wait for answers
 
     def __init__(self, clients: Iterable[int], *, timeout: float) -> None:
         self._clients = frozenset(clients)
@@ -80,11 +66,7 @@ class Nodes:
         self.examples: dict[int, int] = {}
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
-        """Return client → node for all clients that can be asked, and client → why for those that cannot.
-
-        Args:
-            grid: Flower's way to the nodes.
-        """
+        """Return client → node for all clients that can be asked, and client → why for those that cannot."""
         here = list(grid.get_node_ids())
         self._ask(grid, [node for node in here if node not in self._number])
         claims: dict[int, list[int]] = {}
@@ -122,34 +104,19 @@ def _asked(questions: Sequence[Message], reply: Message) -> int | None:
 @final
 @dataclass(frozen=True)
 class Trial:
-    """A round under way.
+    """A round under way."""
 
-    Attributes:
-        round: Its number, from 1.
-        attempt: How often it was tried before.
-        asked: Clients that were drawn, in order.
-        state: The server's tensors by name.
-        sent: What each client that was reached got. Tensors by name.
-        absent: Client → why it was not reached.
-        messages: Client → its message.
-        started: When, on the monotonic clock.
-    """
-
-    round: int
-    attempt: int
-    asked: tuple[int, ...]
-    state: Tensors
-    sent: Mapping[int, Tensors]
-    absent: Mapping[int, str]
-    messages: Mapping[int, Message]
-    started: float
+    round: int  # its number, from 1
+    attempt: int  # how often it was tried before
+    asked: tuple[int, ...]  # clients that were drawn, in order
+    state: Tensors  # the server's tensors by name
+    sent: Mapping[int, Tensors]  # what each client that was reached got; tensors by name
+    absent: Mapping[int, str]  # client → why it was not reached
+    messages: Mapping[int, Message]  # client → its message
+    started: float  # when, on the monotonic clock
 
     def client_of(self, reply: Message) -> int | None:
-        """Return who was asked what a message answers, by the question, not by what the answer says of itself.
-
-        Args:
-            reply: From a node.
-        """
+        """Return who was asked what a message answers, by the question, not by what the answer says of itself."""
         for client, message in self.messages.items():
             if message.metadata.message_id == reply.metadata.reply_to_message_id:
                 return client
@@ -158,19 +125,10 @@ class Trial:
 
 @final
 class MethodStrategy(Strategy):
-    """Runs a federated method's rounds: sound updates are joined by `method.aggregate`, the others are named.
+    """Runs a federated method's rounds: sound updates are joined by `method.aggregate`, the others are named."""
 
-    `server_app` drives it, with retries and checkpoints. Flower's own `start` can, too, and then a round with too few
-    sound updates leaves the model as it was.
-
-    Args:
-        method: The method.
-        settings: Sampling, seed, evaluation, and how many sound updates a round needs.
-        clients: All client numbers.
-        federation: Digest of the settings, by which clients know their private tensors.
-        rounds: What is known of earlier rounds, when a federation is resumed.
-        timeout: Seconds to wait for a round's answers.
-    """
+    # `server_app` drives it, with retries and checkpoints. Flower's own `start` can, too, and then a round with too few
+    # sound updates leaves the model as it was.
 
     def __init__(
         self,
@@ -184,7 +142,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.method, self.settings, self.federation = method, settings, federation
         self.clients = tuple(sorted(clients))
-        self.timeout = timeout
+        self.timeout = timeout  # seconds to wait for a round's answers
         self.rounds = list(rounds)
         self.trial: Trial | None = None
         self._nodes = Nodes(self.clients, timeout=timeout)
@@ -239,16 +197,7 @@ class MethodStrategy(Strategy):
     def conclude(
         self, server_round: int, answers: Sequence[Answer], faults: Mapping[int, str]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Examine a round's answers, join the sound ones and note the round.
-
-        Args:
-            server_round: From 1.
-            answers: What clients sent.
-            faults: Client → why nothing of it can be used.
-
-        Returns:
-            The next state and the round's metrics; None and None if too few answers are sound.
-        """
+        """Examine a round's answers, join the sound ones and note the round."""
         trial = self._trial(server_round)
         intake = examine(trial.sent, [answer.update for answer in answers], round=server_round)
         refused = {**intake.refused, **trial.absent, **faults}
@@ -261,37 +210,18 @@ class MethodStrategy(Strategy):
         return self.finish(trial, self.method.aggregate(trial.state, accepted), sound_answers, refused)
 
     def examples(self, client: int) -> int:
-        """Return how many training examples a client said that it has; 0 if it did not say.
-
-        Args:
-            client: Its number.
-        """
+        """Return how many training examples a client said that it has; 0 if it did not say."""
         return self._nodes.examples.get(client, 0)
 
     def log_refused(self, trial: Trial, refused: Mapping[int, str]) -> None:
-        """Log who was left out of a round, and why.
-
-        Args:
-            trial: The round.
-            refused: Client → why.
-        """
+        """Log who was left out of a round, and why."""
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
 
     def finish(
         self, trial: Trial, state: Tensors, answers: Sequence[Answer], refused: Mapping[int, str]
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """Add a finished round to the history; return the next state and the round's metrics.
-
-        Args:
-            trial: The round.
-            state: The next state: tensors by name.
-            answers: Those that were joined.
-            refused: Client → why it was left out.
-
-        Returns:
-            The next state and the round's metrics, as records.
-        """
+        """Add a finished round to the history; return the next state and the round's metrics."""
         said = {
             kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics}
             for kind in ("before", "after", "loss")

@@ -4,22 +4,24 @@ What a payload holds is looked up once for each version of its bytes, so that a 
 The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
 to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
 that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
-weights are decoded by plain torch operations and each time checked. `ops.py`, `box.py`, `tensor.py` and
+bytes go to the CPU and the weight comes back, as for devices of other kinds. `ops.py`, `storage.py`, `tensor.py` and
 `side_stream.py` call this; payloads on the CPU never get here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, final
 from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from netweight.codec import cuda, torch_lossy, torch_path
-from netweight.codec.cuda import BlobLayout
+from netweight.codec import cuda
+from netweight.codec.cuda import BlobLayout, LossyLayout
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
@@ -29,18 +31,29 @@ CHUNK_LOG2 = 15
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
-Layout = BlobLayout | torch_lossy.LossyLayout
+Layout = BlobLayout | LossyLayout
 # (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
 Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 
 def handles(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back.
+    """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
+    # What a compiler traces is decided when it runs.
+    return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
 
-    Args:
-        payload: U8, shape `(bytes,)`, on any device.
-    """
-    return payload.is_cuda
+
+@cache
+def _kernels_run() -> bool:
+    """Whether netweight's kernels can run; warns once if they cannot."""
+    reason = cuda.unavailable_because()
+    if reason is not None:
+        warnings.warn(
+            "Compressed weights on CUDA devices are decoded on the CPU and copied, many times slower than by kernels. "
+            f"{reason}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return reason is None
 
 
 # ---- what is known of payloads ---------------------------------------------------------------------------------------
@@ -68,14 +81,8 @@ def _found(payload: torch.Tensor) -> _Known | None:
 
 
 def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
-    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both.
-
-    So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
-
-    Args:
-        payload: The copy, U8.
-        source: What it was copied from, U8.
-    """
+    """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both."""
+    # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
     known = _found(source)
     if known is None:
         known = _Known()
@@ -98,15 +105,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
-    """Note that a payload holds a blob now that was encoded on its device from a tensor.
-
-    Args:
-        payload: The payload, U8 of shape `(bytes,)`.
-        size: Bytes of the blob.
-        like: Tensor of the dtype and shape that was encoded.
-        chunk_log2: As given to the encoder.
-        level: As given to the encoder.
-    """
+    """Note that a payload holds a blob now that was encoded on its device from a tensor."""
     layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
     _known[payload] = (_version(payload), _Known(layout, checked=True))
 
@@ -123,15 +122,10 @@ class Event(Protocol):
 
 @final
 class Status:
-    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind.
+    """Two words on a device, zero as long as every decoding was sound, and a copy on the host that runs behind."""
 
-    The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
-    can count.
-
-    Args:
-        device: The device.
-        mark: Gives an event that comes when what was asked of the device's current stream so far is done.
-    """
+    # The first word is for kernels, which add to it atomically. The second is for torch's operations, which cannot, but
+    # can count.
 
     def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
         with torch.inference_mode(False):  # they are written in other modes, too
@@ -148,19 +142,11 @@ class Status:
         return self._words[:1]
 
     def count(self, damaged: torch.Tensor) -> None:
-        """Count a tensor of one bool that says whether something is damaged.
-
-        Args:
-            damaged: A bool, on the device.
-        """
+        """Count a tensor of one bool that says whether something is damaged."""
         self._words[1:].index_add_(0, self._first, damaged.to(torch.int32).view(1))
 
     def look(self) -> None:
-        """Look, without waiting, at what was copied a while ago, and copy again now and then.
-
-        Raises:
-            CorruptBlob: Something was damaged.
-        """
+        """Look, without waiting, at what was copied a while ago, and copy again now and then."""
         self._since += 1
         if self._coming is not None:
             if self._coming.query():
@@ -172,11 +158,7 @@ class Status:
             self._coming = self._mark()
 
     def check(self) -> None:
-        """Wait for the device and look.
-
-        Raises:
-            CorruptBlob: Something was damaged.
-        """
+        """Wait for the device and look."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._coming = None
@@ -198,32 +180,14 @@ class Status:
 
 @final
 class Decoder:
-    """Decodes the payloads of one device.
+    """Decodes the payloads of one device."""
 
-    Args:
-        run: Decodes a lossless blob.
-        status: Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
-    """
-
-    def __init__(self, run: Run, status: Status | None) -> None:
+    def __init__(self, run: Run, status: Status) -> None:
         self._run = run
-        self.status = status
+        self.status = status  # decodings of bytes that are known to be sound add to it
 
     def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Decode a payload on the device's current stream.
-
-        Args:
-            payload: The payload, U8 of shape `(bytes,)`.
-            room: U8 memory to decode into, at least as large as the weight; None for new memory.
-
-        Returns:
-            The dense weight.
-
-        Raises:
-            CorruptBlob: The payload is damaged, or another one was found so since the last look.
-            UsageError: The payload must be looked at, and a CUDA graph is being captured.
-            OutOfMemoryError: torch's own; a note says what it was for.
-        """
+        """Decode a payload on the device's current stream."""
         known = self._look_up(payload)
         layout: Any = known.layout
         out = None
@@ -232,10 +196,7 @@ class Decoder:
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
 
     def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch.
-
-        Args and errors: see `weight`.
-        """
+        """Decode rows `start` to `stop` (exclusive) of dimension 0, and no more than the chunks that they touch."""
         known = self._look_up(payload)
         layout = known.layout
         if not isinstance(layout, BlobLayout) or not layout.chunks or start == stop or not known.checked:
@@ -252,7 +213,7 @@ class Decoder:
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
         known = _found(payload)
-        if self.status is None or known is None or known.layout is None or not known.checked:
+        if known is None or known.layout is None or not known.checked:
             return None
         return known.layout.nbytes
 
@@ -267,10 +228,9 @@ class Decoder:
         return known
 
     def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
-        waits = self.status is None or not known.checked
-        if waits:
+        if not known.checked:
             _refuse_capture(blob)
-        status = None if waits or self.status is None else self.status.kernels
+        status = self.status.kernels if known.checked else None
         try:
             if isinstance(layout, BlobLayout):
                 weight = self._run(blob, layout, out, status)
@@ -283,19 +243,15 @@ class Decoder:
             )
             raise
         known.checked = True
-        if self.status is not None and not _is_capturing(blob):
+        if not _is_capturing(blob):
             self.status.look()
         return weight
 
     def _rounded(
-        self,
-        blob: torch.Tensor,
-        layout: torch_lossy.LossyLayout,
-        out: torch.Tensor | None,
-        status: torch.Tensor | None,
+        self, blob: torch.Tensor, layout: LossyLayout, out: torch.Tensor | None, status: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, damaged = torch_lossy.decode(blob, layout, lambda part, its: self._run(part, its, None, status))
-        if status is not None and self.status is not None:
+        weight, damaged = cuda.decode_lossy(blob, layout, lambda part, its: self._run(part, its, None, status))
+        if status is not None:
             self.status.count(damaged)
         elif bool(damaged):
             raise CorruptBlob("Cannot decode a blob: a word or a place in it cannot be.", cure=_DAMAGED)
@@ -317,12 +273,7 @@ def _chunks(layout: BlobLayout, first: int, last: int) -> BlobLayout:
 
 
 def _layout_of(payload: torch.Tensor) -> Layout:
-    """Look at a payload; waits for the device.
-
-    Raises:
-        CorruptBlob: It is damaged.
-        Unsupported: It is of a newer format.
-    """
+    """Look at a payload; waits for the device."""
     start = payload[: LENGTH + 3].cpu()
     size = int.from_bytes(start[:LENGTH].numpy().tobytes(), "little")
     if start.numel() < LENGTH or size > payload.numel() - LENGTH:
@@ -332,7 +283,7 @@ def _layout_of(payload: torch.Tensor) -> Layout:
         )
     blob = payload[LENGTH : LENGTH + size]
     if start[LENGTH:].numpy().tobytes() == b"NWL":
-        return torch_lossy.layout_of(blob)
+        return cuda.lossy_layout_of(blob)
     return cuda.layout_of(blob)
 
 
@@ -354,30 +305,15 @@ def _by_kernels(
     return cuda.decode(blob, layout, out=out, status=status)
 
 
-def _by_torch(
-    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
-) -> torch.Tensor:
-    weight = torch_path.decode(blob, layout)
-    return weight if out is None else out.copy_(weight)
-
-
 _decoders: dict[torch.device, Decoder] = {}
 
 
 def decoder_of(device: torch.device) -> Decoder:
-    """The decoder of a device: kernels where they can run, else plain torch operations, which say so.
-
-    Args:
-        device: Where payloads are.
-    """
+    """The decoder of a device on which kernels run."""
     decoder = _decoders.get(device)
     if decoder is None:
-        if cuda.unavailable_because() is not None:
-            decoder = Decoder(_by_torch, None)
-        else:
-            status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
-            decoder = Decoder(_by_kernels, status)
-        decoder = _decoders.setdefault(device, decoder)
+        status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
+        decoder = _decoders.setdefault(device, Decoder(_by_kernels, status))
     return decoder
 
 
@@ -395,7 +331,7 @@ def check_device(device: torch.device | str | int | None = None) -> None:
     """
     wanted = None if device is None else torch.device(device)
     for known, decoder in list(_decoders.items()):
-        if decoder.status is not None and (wanted is None or wanted in (known, torch.device(known.type))):
+        if wanted is None or wanted in (known, torch.device(known.type)):
             decoder.status.check()
 
 
@@ -406,47 +342,26 @@ class Reader(Protocol):
     """Something that reads payloads at times of its own."""
 
     def let_go(self, payload: torch.Tensor) -> None:
-        """Have the current stream wait until a payload is not read any more.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-        """
+        """Have the current stream wait until a payload is not read any more."""
 
 
 _readers: WeakSet[Reader] = WeakSet()
 
 
 def reads(reader: Reader) -> None:
-    """Have a reader told before payloads are written.
-
-    Args:
-        reader: Told as long as it lives.
-    """
+    """Have a reader told before payloads are written."""
     _readers.add(reader)
 
 
 def about_to_write(payload: torch.Tensor) -> None:
-    """Say that the current stream will write a payload.
-
-    Args:
-        payload: U8, shape `(bytes,)`.
-    """
+    """Say that the current stream will write a payload."""
     for reader in list(_readers):
         reader.let_go(payload)
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
-    """Encode a weight on its device, without a digest; None if it is to be done on the host.
-
-    Args:
-        weight: A dense tensor.
-        level: The codec's level.
-        chunk_log2: See `netweight.codec.encode`.
-
-    Returns:
-        The blob, U8. Without its digest it is for memory only: `box.py` completes it when it leaves the device.
-    """
-    if not handles(weight) or cuda.unavailable_because() is not None:
+    """Encode a weight on its device, without a digest; None if it is to be done on the host."""
+    if not handles(weight):
         return None
     try:
         return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, digest=False)

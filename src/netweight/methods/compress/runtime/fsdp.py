@@ -6,11 +6,11 @@ buffer of that size. So each weight has a capacity, the same everywhere: the lar
 some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of them: when a
 changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
 outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
-
-Called by `tensor.py`, which torch calls, and by `model.py` and others for what is a shard. Nothing here asks where a
-payload is: what is gathered on a GPU is decoded there as `ops.py` does it, and 16 bytes per process and gather are read
-by the host. Not yet run on a GPU.
 """
+
+# Called by `tensor.py`, which torch calls, and by `model.py` and others for what is a shard. Nothing here asks where a
+# payload is: what is gathered on a GPU is decoded there as `ops.py` does it, and 16 bytes per process and gather are
+# read by the host. Not yet run on a GPU.
 
 from __future__ import annotations
 
@@ -60,27 +60,12 @@ _wires: WeakKeyDictionary[Box, _Wire] = WeakKeyDictionary()
 
 
 def is_fsdp(caller: FrameType) -> bool:
-    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks.
-
-    Args:
-        caller: The calling frame.
-    """
+    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks."""
     return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
 
 
 def blank(tensor: Any, size: torch.Size) -> Any:
-    """The shard that FSDP2 is about to fill, where it asks for zeros.
-
-    Args:
-        tensor: The whole weight, or a shard of it that FSDP2 lays out anew.
-        size: Shape of the largest shard.
-
-    Returns:
-        A compressed tensor that holds no rows yet: `cut` says how many.
-
-    Raises:
-        Unsupported: The weight is to be cut along another dimension than the first.
-    """
+    """The shard that FSDP2 is about to fill, where it asks for zeros."""
     box = tensor.box
     if tuple(size[1:]) != tuple(box.shape[1:]):
         raise Unsupported(
@@ -95,17 +80,7 @@ def blank(tensor: Any, size: torch.Size) -> Any:
 
 
 def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
-    """The rows of a shard that are not padding; for a `blank` one this says how many there will be.
-
-    Args:
-        tensor: What `blank` gave.
-        dim: 0.
-        start: 0.
-        length: Rows.
-
-    Returns:
-        A compressed tensor of so many rows in the same box; of anything else than a `blank` a view, as ever.
-    """
+    """The rows of a shard that are not padding; for a `blank` one this says how many there will be."""
     box = tensor.box
     if dim or start or box not in _wires or box.shape[0] not in (0, length):
         with torch._C.DisableTorchFunctionSubclass():
@@ -115,38 +90,19 @@ def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
 
 
 def inherit(converted: Any, source: Box) -> Any:
-    """Let a converted shard be sent as the one that it was made of.
-
-    Args:
-        converted: The tensor, which may have become a dense one.
-        source: Of which it was made.
-
-    Returns:
-        The tensor.
-    """
+    """Let a converted shard be sent as the one that it was made of."""
     if source in _wires and hasattr(converted, "box"):
         _wires[converted.box] = _wires[source]
     return converted
 
 
 def local_part(value: Any) -> Any:
-    """This process's part of a tensor that is spread over processes; any other tensor itself.
-
-    Args:
-        value: Anything.
-    """
+    """This process's part of a tensor that is spread over processes; any other tensor itself."""
     return getattr(value, "_local_tensor", value)
 
 
 def dense_shard(value: Any) -> Any:
-    """A DTensor of the same shards, decoded.
-
-    Args:
-        value: DTensor whose part in this process is compressed.
-
-    Returns:
-        DTensor with a dense part.
-    """
+    """A DTensor of the same shards, decoded."""
     return type(value).from_local(
         local_part(value).dense(),
         value.device_mesh,
@@ -162,15 +118,7 @@ def dense_shard(value: Any) -> Any:
 
 @torch.no_grad()
 def before_gather(box: Box, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
-    """What this process sends: its shard's payload in a buffer as large as everybody's.
-
-    Args:
-        box: The shard.
-        mesh: One-dimensional `DeviceMesh` of the processes that share the weight.
-
-    Returns:
-        The buffer, U8 of shape (capacity,), in a tuple; and what `after_gather` needs to know.
-    """
+    """What this process sends: its shard's payload in a buffer as large as everybody's."""
     wire, group = _wires.setdefault(box, _Wire()), mesh.get_group()
     sent = _as_sent(box, wire)
     if wire.capacity is None:
@@ -187,22 +135,7 @@ def before_gather(box: Box, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
 def after_gather(
     box: Box, gathered: torch.Tensor, sent: _Sent, dtype: torch.dtype, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
-    """Decode all shards into the weight that layers calculate with.
-
-    Args:
-        box: This process's shard.
-        gathered: U8 of shape (processes * capacity,): the buffers of all processes, in order. It is freed.
-        sent: What `before_gather` left.
-        dtype: To calculate in.
-        out: The dense weight of an earlier gather, its memory to be filled again; None makes one. Of the weight's
-            shape.
-
-    Returns:
-        Nothing if `out` was given, else the dense weight and the memory that FSDP2 is to free after use.
-
-    Raises:
-        CorruptBlob: A shard arrived damaged.
-    """
+    """Decode all shards into the weight that layers calculate with."""
     pieces = _pieces(gathered, sent)
     lengths, rows = _described(pieces)
     longest = max(lengths)
@@ -316,16 +249,7 @@ def _settle(box: Box, sent: _Sent, dtype: torch.dtype, longest: int, gathered: t
 
 
 def refuse(tensor: Any, caller: FrameType) -> None:
-    """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first.
-
-    Args:
-        tensor: The weight.
-        caller: Who asks.
-
-    Raises:
-        Unsupported: FSDP's first version, or a DTensor is being made of a whole weight; or FSDP2 with a setting that
-            compressed weights have no answer to.
-    """
+    """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first."""
     name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
     if is_fsdp(caller):
         _refuse_settings(tensor, caller)
@@ -359,14 +283,7 @@ def _refuse_settings(tensor: Any, caller: FrameType) -> None:
 
 
 def refuse_pinning(tensor: Any) -> None:
-    """Refuse FSDP2's request for pinned memory, which it would fill with decoded shards.
-
-    Args:
-        tensor: What was to be pinned.
-
-    Raises:
-        Unsupported: Always.
-    """
+    """Refuse FSDP2's request for pinned memory, which it would fill with decoded shards."""
     raise Unsupported(
         "Shards of compressed weights cannot be pinned in host memory.",
         cure="Pass CPUOffloadPolicy(pin_memory=False), or leave offload_policy out.",

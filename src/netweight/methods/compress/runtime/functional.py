@@ -32,11 +32,10 @@ from netweight.methods.compress.runtime.side_stream import Loan
 
 
 class _Keep(Function):
-    """Saves what a product needs for its backward pass, before the product is calculated.
+    """Saves what a product needs for its backward pass, before the product is calculated."""
 
-    A checkpoint that calculates again stops as soon as the last tensor is saved: with this the last product of a
-    checkpoint is not calculated a second time, as that of a dense layer is not.
-    """
+    # A checkpoint that calculates again stops as soon as the last tensor is saved: with this the last product of a
+    # checkpoint is not calculated a second time, as that of a dense layer is not.
 
     @staticmethod
     def forward(x: Any, payload: Any, needs_weight: bool, keeper: list[Any]) -> torch.Tensor:
@@ -55,10 +54,7 @@ class _Keep(Function):
 
 
 class _Product(Function):
-    """What products share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in.
-
-    The last argument is the list in which `_Keep` left its context, or an empty one.
-    """
+    """What products share: a payload, the parameter it belongs to (for its gradient), a dtype to calculate in."""
 
     generate_vmap_rule = False
 
@@ -112,10 +108,8 @@ _ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd record `_Last`, w
 
 
 def _not_again(dense: torch.Tensor) -> torch.Tensor:
-    """A decoded weight through which second derivatives of weights are refused instead of being left out.
-
-    Transforms of torch.func do not come here: they see the weight itself.
-    """
+    """A decoded weight through which second derivatives of weights are refused instead of being left out."""
+    # Transforms of torch.func do not come here: they see the weight itself.
     if torch.compiler.is_compiling():
         return dense
     same: torch.Tensor = _Last.apply(dense, _ANCHOR)  # type: ignore[no-untyped-call]
@@ -278,30 +272,12 @@ def _call(function: Any, x: torch.Tensor, *arguments: Any) -> Any:
 
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`torch.nn.functional.linear`, or None where torch's own must run.
-
-    Args:
-        x: Tensor of shape (..., in).
-        weight: Compressed, of shape (out, in).
-        bias: Tensor of shape (out,), or None.
-
-    Returns:
-        Shape (..., out), or None.
-    """
+    """`torch.nn.functional.linear`, or None where torch's own must run."""
     return _product(_FixedLinear if weight.box.fixed else _Linear, x, weight, bias) if _as_dense_would(x) else None
 
 
 def addmm(bias: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor | None:
-    """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run.
-
-    Args:
-        bias: Tensor of shape (out,).
-        x: Tensor of shape (rows, in).
-        weight: Compressed, of shape (in, out).
-
-    Returns:
-        Shape (rows, out), or None.
-    """
+    """`torch.addmm` as transformers' Conv1D calls it, or None where torch's own must run."""
     return _product(_Addmm, x, weight, bias) if bias.dim() == 1 and _as_dense_would(x) else None
 
 
@@ -315,21 +291,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.conv1d` or `conv2d`, or None where torch's own must run (padding given as a word).
-
-    Args:
-        dimensions: 1 or 2.
-        x: Tensor of shape (batch, in, *space).
-        weight: Compressed, of shape (out, in / groups, *window).
-        bias: Tensor of shape (out,), or None.
-        stride: For each dimension, or one for all; `padding` and `dilation` likewise.
-        padding: Zeros on each side.
-        dilation: Distance between the window's elements.
-        groups: Blocks of channels that do not see each other.
-
-    Returns:
-        Shape (batch, out, *space), or None.
-    """
+    """`torch.nn.functional.conv1d` or `conv2d`, or None where torch's own must run (padding given as a word)."""
     if isinstance(padding, str) or x.dim() != dimensions + 2:
         return None
     geometry = [
@@ -350,20 +312,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor | None:
-    """`torch.nn.functional.embedding`, decoding only chunks that are touched, or None where torch's own must run.
-
-    Args:
-        ids: Integers of any shape.
-        weight: Compressed, of shape (rows, width).
-        padding_idx: Row that gets no gradient.
-        max_norm: Not here: it changes the weight.
-        norm_type: Goes with `max_norm`.
-        scale_grad_by_freq: Divide gradients by how often a row occurs.
-        sparse: Not here: gradients are dense.
-
-    Returns:
-        The shape of `ids` with the width behind it, or None.
-    """
+    """`torch.nn.functional.embedding`, decoding only chunks that are touched, or None where torch's own must run."""
     rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx + rows * (padding_idx < 0)
     if max_norm is not None or sparse or not -1 <= padding < rows:
@@ -374,16 +323,7 @@ def embedding(
 
 
 def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> torch.Tensor:
-    """Round fp32 to bf16, up or down at random so that the expected value is the exact one.
-
-    Args:
-        values: fp32 tensor of any shape on the CPU or a GPU.
-        seed: Root seed.
-        path: Names this draw (see `netweight.core.seeds.derive`).
-
-    Returns:
-        A bf16 tensor of the same shape. What bf16 can represent stays as it is, infinities and NaN too.
-    """
+    """Round fp32 to bf16, up or down at random so that the expected value is the exact one."""
     generator = seeds.torch_generator(seed, *path, device=str(values.device))
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=values.device, generator=generator)

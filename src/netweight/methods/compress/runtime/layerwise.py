@@ -441,11 +441,7 @@ class _Hook:
 
 
 def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that evaluate the model themselves.
-
-    Raises:
-        LayerwiseConflict: `step` cannot be called without a closure.
-    """
+    """Refuse optimizers that evaluate the model themselves."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise LayerwiseConflict(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from netweight import codec
 from netweight.codec import Precision
 from netweight.codec.dtypes import dtype_name
-from netweight.codec.rounding import LOSSLESS_BITS
+from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, LayerwiseConflict, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime.fsdp import dense_shard, local_part
@@ -52,20 +52,12 @@ class _Apply:
 
 
 def keep_hooks(module: nn.Module) -> None:
-    """Let a module's conversions (`to`, `half`, `cuda`, ...) keep hooks on its compressed parameters.
-
-    Args:
-        module: Holds compressed parameters.
-    """
+    """Let a module's conversions (`to`, `half`, `cuda`, ...) keep hooks on its compressed parameters."""
     module.__dict__["_apply"] = _Apply(module)
 
 
 def forget_hooks(module: nn.Module) -> None:
-    """Undo `keep_hooks` once no parameter of the module is compressed.
-
-    Args:
-        module: What `keep_hooks` was called with.
-    """
+    """Undo `keep_hooks` once no parameter of the module is compressed."""
     if not any(isinstance(parameter, CompressedTensor) for parameter in module._parameters.values()):
         module.__dict__.pop("_apply", None)
 
@@ -89,14 +81,7 @@ def average_gradient(gradient: torch.Tensor) -> None:
 
 
 def refuse_wrapped_model(model: nn.Module) -> None:
-    """Refuse a model whose wrapper reduces gradients itself; called before and within its first forward pass.
-
-    Args:
-        model: What is trained.
-
-    Raises:
-        LayerwiseConflict: It is wrapped in `DistributedDataParallel`, or runs within one.
-    """
+    """Refuse a model whose wrapper reduces gradients itself; called before and within its first forward pass."""
     around = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if isinstance(model, nn.parallel.DistributedDataParallel) or around is not None:
         raise LayerwiseConflict(
@@ -106,14 +91,7 @@ def refuse_wrapped_model(model: nn.Module) -> None:
 
 
 def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) -> None:
-    """Refuse to step on gradients of one process among several.
-
-    Args:
-        reduce: What averages a gradient over processes; None if nothing does.
-
-    Raises:
-        LayerwiseConflict: There is a process group of more than one, and nothing reduces.
-    """
+    """Refuse to step on gradients of one process among several."""
     distributed = torch.distributed
     if reduce is None and distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
@@ -125,14 +103,7 @@ def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) ->
 
 
 def refuse_reentrant_checkpoint(function: type[torch.autograd.Function]) -> None:
-    """Refuse a backward pass that runs within another one: gradients would be taken for complete too early.
-
-    Args:
-        function: torch's function for reentrant checkpointing.
-
-    Raises:
-        LayerwiseConflict: Its backward is among the callers.
-    """
+    """Refuse a backward pass that runs within another one: gradients would be taken for complete too early."""
     code = function.backward.__code__
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -142,18 +113,7 @@ def refuse_reentrant_checkpoint(function: type[torch.autograd.Function]) -> None
 
 
 def refuse_reentrant_graph(output: Any, function: type[torch.autograd.Function]) -> bool:
-    """Refuse a model whose forward pass used reentrant checkpointing, before anything goes backward.
-
-    Args:
-        output: What the model returned: tensors in any nesting that torch knows.
-        function: torch's function for reentrant checkpointing.
-
-    Returns:
-        Whether there was a graph to look at.
-
-    Raises:
-        LayerwiseConflict: The function is in the graph.
-    """
+    """Refuse a model whose forward pass used reentrant checkpointing, before anything goes backward."""
     waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -176,15 +136,7 @@ def _reentrant() -> LayerwiseConflict:
 
 
 def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters that another layer by layer optimizer steps.
-
-    Args:
-        names: Of the parameters.
-        parameters: Those to be trained, any shape.
-
-    Raises:
-        LayerwiseConflict: Such a hook is on one of them.
-    """
+    """Refuse parameters that another layer by layer optimizer steps."""
     for name, parameter in zip(names, parameters, strict=True):
         if any(hasattr(hook, "optimizer") for hook in hooks_of(parameter)):
             raise LayerwiseConflict(
@@ -193,15 +145,7 @@ def refuse_second_optimizer(names: Sequence[str], parameters: Sequence[nn.Parame
 
 
 def refuse_shards(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients FSDP reduces and cuts, after the backward pass of a whole group of layers.
-
-    Args:
-        names: Of the parameters.
-        parameters: Those to be trained, any shape.
-
-    Raises:
-        LayerwiseConflict: Some are; the first is named.
-    """
+    """Refuse parameters whose gradients FSDP reduces and cuts, after the backward pass of a whole group of layers."""
     shards = [name for name, value in zip(names, parameters, strict=True) if local_part(value) is not value]
     if shards:
         raise LayerwiseConflict(
@@ -211,15 +155,7 @@ def refuse_shards(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> N
 
 
 def refuse_rounded_weights(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse to train weights that are kept rounded.
-
-    Args:
-        names: Of the parameters.
-        parameters: Those to be trained, any shape.
-
-    Raises:
-        LossyWrite: Some are; the first is named.
-    """
+    """Refuse to train weights that are kept rounded."""
     rounded = [
         name
         for name, parameter in zip(names, parameters, strict=True)
@@ -241,24 +177,18 @@ _ROW_CHUNKS = 15  # an embedding reads few rows: small chunks, of 32768 numbers
 @final
 @dataclass(frozen=True)
 class Compression:
-    """What `compress_` did.
+    """What `compress_` did."""
 
-    Attributes:
-        compressed: Names of the weights that are compressed now; a tied weight under each of its names.
-        left_dense: Weights of two and more dimensions that were left as they are, with the reason.
-        before: Bytes that the compressed weights held as dense tensors, a tied weight counted once.
-        after: Bytes that they hold now, capacity included.
-        bound: How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded.
-        changes: For each rounded weight, under each of its names, the largest relative change that was measured.
-        fixed: Names of those of the compressed weights that are in the fixed-length form.
-    """
-
-    compressed: tuple[str, ...]
+    compressed: tuple[str, ...]  # names of the weights that are compressed now; a tied weight under each of its names
+    # Weights of two and more dimensions that were left as they are, with the reason.
     left_dense: dict[str, str] = field(repr=False)
-    before: int
-    after: int
+    before: int  # bytes that the compressed weights held as dense tensors, a tied weight counted once
+    after: int  # bytes that they hold now, capacity included
+    # How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded.
     bound: float = 0.0
+    # For each rounded weight, under each of its names, the largest relative change that was measured.
     changes: dict[str, float] = field(default_factory=dict, repr=False)
+    # Names of those of the compressed weights that are in the fixed-length form.
     fixed: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -322,12 +252,7 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 def _plan(
     model: nn.Module, include: Patterns, exclude: Patterns, *, loaded: bool = True
 ) -> tuple[list[_Weight], dict[str, str]]:
-    """What to compress, and what to leave for which reason; `loaded` says whether weights hold their values yet.
-
-    Raises:
-        AlreadyCompressed: A chosen weight is compressed.
-        Unsupported: A layer that was asked for by name is of no known kind, or a weight holds no values.
-    """
+    """What to compress, and what to leave for which reason; `loaded` says whether weights hold their values yet."""
     matched, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
     weights: dict[int, _Weight] = {}
@@ -461,15 +386,7 @@ def compress_(
 
 
 def check_prefer(prefer: str, precision: Precision) -> None:
-    """Refuse a preference that there is not, or that cannot be together with rounding.
-
-    Args:
-        prefer: "memory" or "speed".
-        precision: How much of weights is kept.
-
-    Raises:
-        UsageError: There is no such preference, or rounded weights were to have the fixed-length form.
-    """
+    """Refuse a preference that there is not, or that cannot be together with rounding."""
     if prefer not in get_args(Prefer):
         raise UsageError(f"There is no preference {prefer!r}.", cure=f"Choose one of {', '.join(get_args(Prefer))}.")
     if prefer == "speed" and precision.mantissa_bits != LOSSLESS_BITS:
@@ -479,11 +396,7 @@ def check_prefer(prefer: str, precision: Precision) -> None:
 
 
 def linear_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that Linear layers use and no others, tied ones under each name: those that can be fixed.
-
-    Args:
-        model: Any module; its parameters may be on the meta device.
-    """
+    """Names of the weights that Linear layers use and no others, tied ones under each name: those that can be fixed."""
     names: dict[int, list[str]] = {}
     others: set[int] = set()
     for name, module, attribute, parameter in _owned(model):
@@ -522,11 +435,7 @@ def prefer_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
 
 
 def _refuse_unroundable(weights: list[_Weight], precision: Precision) -> None:
-    """Refuse before anything changes what cannot be rounded as asked.
-
-    Raises:
-        Unsupported: Some weights are of other dtypes; they are named.
-    """
+    """Refuse before anything changes what cannot be rounded as asked."""
     refused: list[str] = []
     reason: Unsupported | None = None
     for weight in weights:
@@ -540,33 +449,13 @@ def _refuse_unroundable(weights: list[_Weight], precision: Precision) -> None:
 
 
 def choose(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None) -> dict[str, int | None]:
-    """Choose the weights that `compress_` would take, before they are loaded; for integrations that load them.
-
-    Args:
-        model: Any module; its parameters may be on the meta device.
-        include: See `compress_`.
-        exclude: See `compress_`.
-
-    Returns:
-        For each weight, under each of its names, the `chunk_log2` to encode it with (see `netweight.codec.encode`).
-
-    Raises:
-        AlreadyCompressed: A chosen weight is compressed already.
-        Unsupported: A layer asked for by name cannot run compressed.
-        NameNotFound: A pattern matches no module.
-    """
+    """Choose the weights that `compress_` would take, before they are loaded; for integrations that load them."""
     weights, _ = _plan(model, include, exclude, loaded=False)
     return {full: weight.chunk_log2 for weight in weights for _, _, full in weight.holders}
 
 
 def place(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
-    """Give a module a parameter that is compressed; integrations that load weights call it too.
-
-    Args:
-        module: The layer.
-        attribute: The parameter's name in it, usually "weight".
-        parameter: An `nn.Parameter` around a `CompressedTensor`.
-    """
+    """Give a module a parameter that is compressed; integrations that load weights call it too."""
     module._parameters[attribute] = parameter
     keep_hooks(module)
 

@@ -21,18 +21,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def decode_now(payload: torch.Tensor) -> torch.Tensor:
-    """Decode a payload on the spot.
-
-    Args:
-        payload: U8 payload, shape `(bytes,)`. On a CUDA device it is decoded there; elsewhere its bytes go to the CPU,
-            the weight back.
-
-    Returns:
-        The dense weight on the payload's device; on the CPU in memory from the codec's pool.
-
-    Raises:
-        CorruptBlob: The payload is damaged.
-    """
+    """Decode a payload on the spot."""
     if device.handles(payload):
         return device.decoder_of(payload.device).weight(payload)
     local = payload.cpu()
@@ -127,19 +116,7 @@ def is_watched() -> bool:
 
 
 def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """`decode`, without the dispatcher where nobody watches: at one token at a time its microseconds count.
-
-    Args:
-        payload: U8 payload, shape `(bytes,)`.
-        shape: Shape of the weight.
-        dtype: Its dtype.
-
-    Returns:
-        The dense weight.
-
-    Raises:
-        CorruptBlob: The payload is damaged.
-    """
+    """`decode`, without the dispatcher where nobody watches: at one token at a time its microseconds count."""
     if type(payload) is torch.Tensor and not is_watched():
         return _decode_to(payload, "forward")
     weight: torch.Tensor = decode(payload, shape, dtype)
@@ -147,21 +124,9 @@ def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtyp
 
 
 def borrow(payload: torch.Tensor, direction: str) -> Loan | None:
-    """Borrow a weight that was decoded ahead of time on a device, in memory that layers share.
-
-    For products only, which keep neither the weight nor a view of it. Where autograd, a compiler or a tracer looks on
-    there is no loan: what they keep must have memory of its own.
-
-    Args:
-        payload: U8 payload.
-        direction: "forward" or "backward".
-
-    Returns:
-        The loan, which must be given back; None where the weight must be decoded, always on the CPU.
-
-    Raises:
-        CorruptBlob: The payload is damaged.
-    """
+    """Borrow a weight that was decoded ahead of time on a device, in memory that layers share."""
+    # For products only, which keep neither the weight nor a view of it. Where autograd, a compiler or a tracer looks on
+    # there is no loan: what they keep must have memory of its own.
     if not device.handles(payload) or is_watched() or torch.is_grad_enabled():
         return None
     pending = ahead.current()
@@ -169,11 +134,7 @@ def borrow(payload: torch.Tensor, direction: str) -> Loan | None:
 
 
 def give_back(loan: Loan | None) -> None:
-    """Give back what `borrow` gave, once everything that reads it was asked of the current stream.
-
-    Args:
-        loan: What `borrow` gave; None is nothing to give back.
-    """
+    """Give back what `borrow` gave, once everything that reads it was asked of the current stream."""
     if loan is not None:
         loan.give_back()
 
@@ -214,17 +175,7 @@ for _signature, _run_fixed_ops, _fake_fixed_ops in (
 def multiply(
     x: torch.Tensor, payload: torch.Tensor, shape: list[int] | torch.Size, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`linear_fixed`, without the dispatcher where nobody watches.
-
-    Args:
-        x: Tensor of shape (..., columns) and the weight's dtype.
-        payload: U8 payload in the fixed-length form.
-        shape: Shape of the weight, (rows, columns).
-        bias: Tensor of shape (rows,), or None.
-
-    Returns:
-        Tensor of shape (..., rows); see `fixed_products.linear`.
-    """
+    """`linear_fixed`, without the dispatcher where nobody watches."""
     if all(type(tensor) in (torch.Tensor, torch.nn.Parameter, type(None)) for tensor in (x, payload, bias)):
         if not is_watched():
             return _linear(x, payload, list(shape), bias)

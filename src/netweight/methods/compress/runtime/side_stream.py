@@ -12,10 +12,10 @@ decoded into the other. Who reads what when is kept apart by events only; the ho
 - A payload is written, or its memory freed, when it is not read any more: whoever collects or drops what is pending
   has the computing stream wait for it.
 - A room is freed on the side stream's behalf, after that has waited for the room's last reader.
-
-`Machine` is what a device must do for this; tests put a simulated one in its place that runs its streams in any order.
-`ahead.py` makes a `SideStream` for each device while a `decode_ahead` block is open.
 """
+
+# `Machine` is what a device must do for this; tests put a simulated one in its place that runs its streams in any
+# order. `ahead.py` makes a `SideStream` for each device while a `decode_ahead` block is open.
 
 from __future__ import annotations
 
@@ -45,49 +45,19 @@ class Machine(Protocol):
         """The same of the side stream."""
 
     def wait(self, event: Any) -> None:
-        """Have what the computing stream is asked from now on wait for an event.
-
-        Args:
-            event: Of the side stream.
-        """
+        """Have what the computing stream is asked from now on wait for an event."""
 
     def wait_aside(self, event: Any) -> None:
-        """Have what the side stream is asked from now on wait for an event.
-
-        Args:
-            event: Of the computing stream.
-        """
+        """Have what the side stream is asked from now on wait for an event."""
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """U8 memory of the side stream's: once freed, it may be used for what that stream is asked afterwards.
-
-        Args:
-            nbytes: How many.
-
-        Returns:
-            U8, shape `(nbytes,)`.
-        """
+        """U8 memory of the side stream's: once freed, it may be used for what that stream is asked afterwards."""
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
-        """Bytes of a payload's weight, if it can be decoded without waiting.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-
-        Returns:
-            Bytes, or None.
-        """
+        """Bytes of a payload's weight, if it can be decoded without waiting."""
 
     def decode_aside(self, payload: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Decode a payload into a room on the side stream.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-            room: U8, at least as large as the weight.
-
-        Returns:
-            The dense weight, in the room's memory.
-        """
+        """Decode a payload into a room on the side stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,13 +81,7 @@ class _Pending:
 
 @final
 class Loan:
-    """A decoded weight that must not be used any more once it is given back, on the stream that was current then.
-
-    Args:
-        side: The stream that decoded it.
-        room: U8 memory that it lies in.
-        weight: The dense weight, of its shape and dtype.
-    """
+    """A decoded weight that must not be used any more once it is given back, on the stream that was current then."""
 
     def __init__(self, side: SideStream, room: _Room, weight: torch.Tensor) -> None:
         self._side, self._room = side, room
@@ -130,11 +94,7 @@ class Loan:
 
 @final
 class SideStream:
-    """Lends the weights of one device and decodes those that will probably be asked for next.
-
-    Args:
-        machine: The device.
-    """
+    """Lends the weights of one device and decodes those that will probably be asked for next."""
 
     def __init__(self, machine: Machine) -> None:
         self.hits = 0  # weights that were ready, or on their way, when asked for
@@ -148,16 +108,7 @@ class SideStream:
         device.reads(self)
 
     def lend(self, payload: torch.Tensor, direction: str) -> Loan | None:
-        """Lend a payload's weight, decoded by now or being decoded, and begin with its probable successor.
-
-        Args:
-            payload: U8 payload on the device.
-            direction: "forward" or "backward".
-
-        Returns:
-            The weight; None if it must be decoded without this, because it was not looked at yet, both rooms are taken,
-            there is no memory for them, or a graph is being captured.
-        """
+        """Lend a payload's weight, decoded by now or being decoded, and begin with its probable successor."""
         with self._lock:
             if not self._open or self._machine.captures():
                 return None
@@ -294,11 +245,6 @@ class _Cuda:
             return self._decoder.weight(payload, room)
 
 
-def side_stream_of(of: torch.device) -> SideStream | None:
-    """A side stream for a CUDA device; None where decoding waits for the device anyway (no kernels).
-
-    Args:
-        of: The device.
-    """
-    decoder = device.decoder_of(of)
-    return SideStream(_Cuda(of, decoder)) if decoder.status is not None else None
+def side_stream_of(of: torch.device) -> SideStream:
+    """A side stream for a CUDA device on which kernels run."""
+    return SideStream(_Cuda(of, device.decoder_of(of)))

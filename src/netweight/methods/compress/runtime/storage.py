@@ -34,12 +34,7 @@ class Order:
         self._last: tuple[str, WeakIdRef] | None = None
 
     def learn(self, payload: torch.Tensor, direction: str) -> None:
-        """Note that a payload is asked for now.
-
-        Args:
-            payload: The payload, U8 of shape `(bytes,)`.
-            direction: "forward" or "backward".
-        """
+        """Note that a payload is asked for now."""
         if self._last is not None:
             before = self._last[1]()
             if before is not None:
@@ -47,12 +42,7 @@ class Order:
         self._last = (direction, WeakIdRef(payload))
 
     def after(self, payload: torch.Tensor, direction: str) -> tuple[torch.Tensor, str] | None:
-        """The payload that came after this one the last time, and its direction; None if nobody knows.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-            direction: "forward" or "backward".
-        """
+        """The payload that came after this one the last time, and its direction; None if nobody knows."""
         following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
         successor = following[1]() if following is not None else None
         return None if successor is None else (successor, following[0])
@@ -62,14 +52,7 @@ _MANY = 1 << 20  # bytes of a weight from which several threads are worth their 
 
 
 def threads_for(nbytes: int) -> int:
-    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do.
-
-    Args:
-        nbytes: Of the dense weight.
-
-    Returns:
-        At least 1.
-    """
+    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do."""
     return torch.get_num_threads() if nbytes >= _MANY else 1
 
 
@@ -81,15 +64,7 @@ def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]
 
 
 def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
-    """Put a blob into a payload of its own.
-
-    Args:
-        blob: The codec's bytes.
-        capacity: Bytes of the payload; by default about 0.4 % more than are needed.
-
-    Returns:
-        A one-dimensional U8 tensor on the CPU.
-    """
+    """Put a blob into a payload of its own."""
     size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
     payload = torch.empty(size, dtype=torch.uint8)
     _fill(payload, blob)
@@ -116,17 +91,7 @@ def _fill_there(payload: torch.Tensor, blob: torch.Tensor) -> None:
 
 
 def settled(payload: torch.Tensor) -> torch.Tensor:
-    """Complete the blob in a payload that came from a device, where weights are encoded without their digests.
-
-    Args:
-        payload: U8 payload on the CPU; completed in place.
-
-    Returns:
-        The payload.
-
-    Raises:
-        CorruptBlob: The blob is damaged.
-    """
+    """Complete the blob in a payload that came from a device, where weights are encoded without their digests."""
     blob = blob_of(payload)
     if bytes(blob[:3]) != b"NWT" or blob[8:24].any():
         return payload
@@ -136,19 +101,10 @@ def settled(payload: torch.Tensor) -> torch.Tensor:
 
 
 def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copy a payload, to another device or the same one; what comes to the CPU has its digest.
-
-    Args:
-        payload: U8, shape `(bytes,)`.
-        to: Where to.
-        non_blocking: As for `torch.Tensor.to`.
-
-    Returns:
-        The copy, U8.
-    """
+    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
     leaves = device.handles(payload) and to.type == "cpu"
     with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
-        copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
+        copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
     if type(payload) is not torch.Tensor:
         return copy  # a compiler's or tracer's, without bytes
     if leaves:
@@ -159,11 +115,7 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
 
 
 def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """The blob in a payload on the CPU, without a copy; the payload must outlive it.
-
-    Args:
-        payload: U8, shape `(bytes,)`.
-    """
+    """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
     memory = _memory(payload)
     return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
 
@@ -171,30 +123,16 @@ def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8
 def layout_of(
     weight: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> tuple[int, ...] | None:
-    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor.
-
-    Args:
-        weight: Dense, any shape and dtype.
-        memory_format: As for `torch.empty_like`.
-    """
+    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor."""
     copy = torch.empty_like(weight, device="meta", memory_format=memory_format)
     return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
 
 
 @final
 class Box:
-    """The bytes of one weight, shared by every tensor that stands for it, so that a write through one is seen by all.
+    """The bytes of one weight, shared by every tensor that stands for it."""
 
-    Attributes:
-        payload: U8 tensor of shape (capacity,), on the device of the weight.
-        shape: Shape of the weight as encoded.
-        dtype: Its dtype.
-        level: The codec's level for every encoding of it.
-        chunk_log2: Binary logarithm of the numbers per chunk; None for the codec's own choice.
-        stride: Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous.
-            Kernels differ by layout, in their last bits, too.
-        fixed: Whether the payload is in the fixed-length form.
-    """
+    # So that a write through one is seen by all.
 
     def __init__(
         self,
@@ -206,13 +144,15 @@ class Box:
         stride: tuple[int, ...] | None = None,
         fixed: bool = False,
     ) -> None:
-        self.payload = payload
-        self.shape = shape
+        self.payload = payload  # U8 tensor of shape (capacity,), on the device of the weight
+        self.shape = shape  # shape of the weight as encoded
         self.dtype = dtype
-        self.level = level
-        self.chunk_log2 = chunk_log2
+        self.level = level  # the codec's level for every encoding of it
+        self.chunk_log2 = chunk_log2  # binary logarithm of the numbers per chunk; None for the codec's own choice
+        # Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous. Kernels
+        # differ by layout, in their last bits, too.
         self.stride = stride
-        self.fixed = fixed
+        self.fixed = fixed  # whether the payload is in the fixed-length form
 
     @classmethod
     def of(
@@ -224,18 +164,7 @@ class Box:
         precision: Precision | None = None,
         fixed: bool = False,
     ) -> Box:
-        """Encode a dense weight.
-
-        Args:
-            weight: Tensor of any dtype and shape.
-            level: The codec's level.
-            chunk_log2: See `netweight.codec.encode`; None on a GPU is 15, which keeps it busy.
-            precision: How much of it to keep; None keeps its values bit for bit.
-            fixed: Choose the fixed-length form if the weight has one and gets smaller by it.
-
-        Raises:
-            Unsupported: Weights of this dtype cannot be rounded.
-        """
+        """Encode a dense weight."""
         precision, stride = precision or Precision(), layout_of(weight)
         payload = _fixed(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
@@ -253,26 +182,12 @@ class Box:
         return box
 
     def like(self, payload: torch.Tensor) -> Box:
-        """A box of its own with the same weight's description and another payload.
-
-        Args:
-            payload: U8, shape `(bytes,)`.
-        """
+        """A box of its own with the same weight's description and another payload."""
         return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
 
     def write(self, weight: torch.Tensor) -> None:
-        """Encode a dense weight of the same shape and dtype in place of what was here, in the same form.
-
-        New values that have no fixed-length form bring the weight back to the codec's for good.
-
-        Args:
-            weight: The new values, of the weight's shape and dtype. The payload keeps its memory as long as its
-                capacity suffices.
-
-        Raises:
-            LossyWrite: What is here was rounded; the new values would have to be, too.
-            UsageError: The payload would have to move although other processes share it.
-        """
+        """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
+        # New values that have no fixed-length form bring the weight back to the codec's for good.
         if self.lossy:
             raise LossyWrite(
                 f"A weight of shape {self.shape} is kept rounded, so that nothing can be written into it.",
@@ -311,14 +226,7 @@ class Box:
         self.payload = pack(blob).to(self.payload.device)
 
     def transcode(self, *, fixed: bool) -> None:
-        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's.
-
-        Args:
-            fixed: Which form. A rounded weight stays in the codec's.
-
-        Raises:
-            UsageError: Other processes share the payload.
-        """
+        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's."""
         has_form = self.dtype == torch.bfloat16 and self.stride is None and not self.lossy
         if fixed == self.fixed or (fixed and not has_form):
             return
@@ -334,8 +242,9 @@ class Box:
             return fixed_products.decode(self.payload, *self.shape)
         if device.handles(self.payload):
             return device.decoder_of(self.payload.device).weight(self.payload)
-        blob = blob_of(self.payload.cpu())
-        return codec.decode(blob, threads=threads_for(self.payload.numel() * 3 // 2)).to(self.payload.device)
+        local = self.payload.cpu()  # must outlive the blob, which is a view
+        weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
+        return weight.to(self.payload.device)
 
     def _replace(self, payload: torch.Tensor) -> None:
         """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""

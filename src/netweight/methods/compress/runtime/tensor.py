@@ -405,13 +405,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
-    """Whether a layer's function is called with a whole, contiguous weight, and not mapped or differentiated forward.
-
-    `fixed` says whether it can calculate with the fixed-length form.
-
-    Function transforms (`torch.func.vmap`, `jvp`, ...) have rules for torch's own functions, and their operators decode
-    one by one; so they do for weights in another layout. Results are the dense weight's then, too.
-    """
+    """Whether a layer's function is called with a whole, contiguous weight, and not mapped or differentiated
+    forward."""
     weight = args[place] if len(args) > place else kwargs.get("weight")
     if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
         return False

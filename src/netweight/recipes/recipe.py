@@ -12,33 +12,23 @@ import yaml
 
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError, UsageError
-from netweight.recipes.attacks import Attack, known_attacks
 from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
-from netweight.recipes.treatments import Treatment, known_treatments
-
-__all__ = ["Recipe", "outline", "read_mapping", "read_recipe", "refusal"]
+from netweight.registry import Attack, Method, known_attacks, known_methods
 
 
 @final
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as it was read; all of it is known to be well-formed.
+    """A recipe as it was read; all of it is known to be well-formed."""
 
-    Attributes:
-        subject: The model that is treated, a folder or a file.
-        treatments: Treatments with their settings, in order; at least one, unless there are attacks.
-        attacks: Attacks on what the last treatment made, or on the subject, with their settings.
-        audits: Names of the audits to run, or "all".
-        output: Folder of results; made when missing.
-        seed: Root of every random choice.
-    """
-
-    subject: Path
-    treatments: tuple[Chosen[Treatment[Any]], ...]
+    subject: Path  # the model that is treated, a folder or a file
+    # Treatments with their settings, in order; at least one, unless there are attacks.
+    treatments: tuple[Chosen[Method[Any]], ...]
+    # Attacks on what the last treatment made, or on the subject, with their settings.
     attacks: tuple[Chosen[Attack[Any]], ...]
-    audits: Literal["all"] | tuple[str, ...]
-    output: Path
-    seed: int
+    audits: Literal["all"] | tuple[str, ...]  # names of the audits to run, or "all"
+    output: Path  # folder of results; made when missing
+    seed: int  # root of every random choice
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -80,15 +70,7 @@ def outline() -> dict[str, Any]:
 
 
 def read_mapping(path: Path, needs: str) -> dict[str, Any]:
-    """Read a YAML file that is a mapping, no key given twice.
-
-    Args:
-        path: The file.
-        needs: What is to be in it, for messages.
-
-    Raises:
-        UsageError: It cannot be read, or is something else.
-    """
+    """Read a YAML file that is a mapping, no key given twice."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
@@ -101,22 +83,13 @@ def read_mapping(path: Path, needs: str) -> dict[str, Any]:
 
 
 def read_recipe(path: str | Path, *, subject: str | None = None, output: str | None = None) -> Recipe:
-    """Read a recipe and check everything that can be known before work; all problems are reported at once.
-
-    Args:
-        path: The YAML file.
-        subject: Takes the place of the file's subject.
-        output: Takes the place of the file's output.
-
-    Raises:
-        UsageError: The file cannot be read, or something in it is wrong; the message lists every problem.
-    """
+    """Read a recipe and check everything that can be known before work; all problems are reported at once."""
     content = read_mapping(Path(path), "subject, output, and treatments or attacks")
     content |= {key: value for key, value in (("subject", subject), ("output", output)) if value is not None}
     problems = unknown_keys(content, list(_Fields.model_fields), "")
     if "treatments" not in content and "attacks" not in content:
         problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
-    treatments = _chosen(content, "treatments", known_treatments(), problems)
+    treatments = _chosen(content, "treatments", known_methods(), problems)
     attacks = _chosen(content, "attacks", known_attacks(), problems)
     try:
         fields = _Fields.model_validate(content)
@@ -171,7 +144,7 @@ def _path_problems(recipe: Recipe) -> list[str]:
 def _chain_problems(recipe: Recipe) -> list[str]:
     """Treatments and attacks that cannot follow what is made before them."""
     problems, made = [], None
-    entries: list[tuple[str, Treatment[Any] | Attack[Any]]] = [
+    entries: list[tuple[str, Method[Any] | Attack[Any]]] = [
         *((f"treatments.{place}", chosen.what) for place, chosen in enumerate(recipe.treatments)),
         *((f"attacks.{place}", chosen.what) for place, chosen in enumerate(recipe.attacks)),
     ]
@@ -179,7 +152,7 @@ def _chain_problems(recipe: Recipe) -> list[str]:
         if made is not None and made not in what.takes:
             wanted = " or ".join(what.takes)
             problems.append(f"{where}.{what.verb}: needs a {wanted}, and the treatment before it makes a {made}.")
-        if isinstance(what, Treatment):
+        if isinstance(what, Method):
             made = what.makes
     return problems
 

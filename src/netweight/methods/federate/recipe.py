@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -13,15 +14,14 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.report import Report
+from netweight.job import Job
 from netweight.methods.federate.catalog import METHODS
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import Partition
-from netweight.recipes.treatments import Treatment, register
+from netweight.registry import Method
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Run
-
-__all__ = ["FEDERATE", "FolderFederation"]
 
 _Count, _Share = Annotated[int, Field(ge=1)], Annotated[float, Field(ge=0, le=1)]
 _TYPES = get_type_hints(FederationPlan) | {
@@ -34,6 +34,7 @@ _ONLY_HERE: list[tuple[str, Any, Any]] = [
     ("workers", _Count | None, dataclasses.field(default=None)),
     ("device", str, dataclasses.field(default="cpu")),
 ]
+# The settings of a federation, as `zoo.federation.FederationPlan` has them, but for the data.
 FolderFederation = dataclasses.make_dataclass(
     "FolderFederation",
     [
@@ -52,22 +53,23 @@ FolderFederation = dataclasses.make_dataclass(
     """
     },
 )
-"""The settings of a federation, as `zoo.federation.FederationPlan` has them, but for the data."""
 
 
 def _federate(source: Path, destination: Path, settings: Any, progress: Progress) -> None:
     """Train beside the destination, resumably, and move the whole there when it is done."""
     from netweight.methods.federate import train
+    from netweight.methods.federate.engine import CHECKPOINT
 
-    work = destination.with_name(f".{destination.name}.netweight-work")
     plan = _plan(source, settings)
     task = plan.task()
-    plan.save(work)
-    train(
-        task, plan.make_method(task), plan.settings(), folder=work, workers=settings.workers, device=settings.device,
-        progress=progress,
-    )  # fmt: skip
-    work.rename(destination)
+    with Job.beside(destination, overwrite=None) as job:
+        train(
+            task, plan.make_method(task), plan.settings(), folder=job, workers=settings.workers,
+            device=settings.device, progress=progress,
+        )  # fmt: skip
+        plan.save(job.tree)
+        shutil.copyfile(job.folder / CHECKPOINT, job.file(CHECKPOINT))
+        job.publish(destination, overwrite=None)
 
 
 def _plan(source: Path, settings: Any) -> FederationPlan:
@@ -114,8 +116,7 @@ def _check(source: Path | None, settings: Any) -> None:
         )
 
 
-FEDERATE = Treatment(
+FEDERATE = Method(
     "federate", FolderFederation, home="netweight.methods.federate.report", apply=_federate, examine=_examine,
     illustrate=_illustrate, check=_check, takes=("images",), makes="federation", named=NAMES,
 )  # fmt: skip
-register(FEDERATE)

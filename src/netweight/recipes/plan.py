@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,35 +10,24 @@ from typing import Any, final
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import read_ledger
-from netweight.recipes.attacks import Attack
 from netweight.recipes.entries import Chosen
-from netweight.recipes.reading import Recipe
-from netweight.recipes.treatments import Treatment
+from netweight.recipes.recipe import Recipe
+from netweight.registry import Attack, Method
 
-__all__ = ["LEDGER", "AttackStep", "Known", "Plan", "Step", "audit_key", "digest_of", "keys_of"]
-
+# The file in a recipe's output that remembers what was done.
 LEDGER = "ledger.jsonl"
-"""The file in a recipe's output that remembers what was done."""
 
 
 @final
 @dataclass(frozen=True)
 class Step:
-    """One treatment of a plan, with its audits.
+    """One treatment of a plan, with its audits."""
 
-    Attributes:
-        number: Place in the recipe, from 1.
-        chosen: The treatment and its settings.
-        audits: Names of the audits that will run.
-        left_out: Names of the treatment's audits that will not run; shown in red.
-        by_attack: Names of those that an attack of the recipe holds.
-    """
-
-    number: int
-    chosen: Chosen[Treatment[Any]]
-    audits: tuple[str, ...]
-    left_out: tuple[str, ...]
-    by_attack: tuple[str, ...] = ()
+    number: int  # place in the recipe, from 1
+    chosen: Chosen[Method[Any]]  # the treatment and its settings
+    audits: tuple[str, ...]  # names of the audits that will run
+    left_out: tuple[str, ...]  # names of the treatment's audits that will not run; shown in red
+    by_attack: tuple[str, ...] = ()  # names of those that an attack of the recipe holds
 
     @property
     def verb(self) -> str:
@@ -50,15 +38,10 @@ class Step:
 @final
 @dataclass(frozen=True)
 class AttackStep:
-    """One attack of a plan.
+    """One attack of a plan."""
 
-    Attributes:
-        number: Place in the recipe, after the treatments.
-        chosen: The attack and its settings.
-    """
-
-    number: int
-    chosen: Chosen[Attack[Any]]
+    number: int  # place in the recipe, after the treatments
+    chosen: Chosen[Attack[Any]]  # the attack and its settings
 
     @property
     def verb(self) -> str:
@@ -69,15 +52,10 @@ class AttackStep:
 @final
 @dataclass(frozen=True)
 class Known:
-    """What an earlier run did of a step.
+    """What an earlier run did of a step."""
 
-    Attributes:
-        done: Whether the step's result is there, made of the same input by the same settings.
-        to_audit: Names of the step's audits that have not been run on it.
-    """
-
-    done: bool
-    to_audit: tuple[str, ...]
+    done: bool  # whether the step's result is there, made of the same input by the same settings
+    to_audit: tuple[str, ...]  # names of the step's audits that have not been run on it
 
     def to_json(self) -> dict[str, Any]:
         """Write it as JSON values."""
@@ -110,16 +88,8 @@ class Plan:
         return cls(recipe, tuple(steps), tuple(AttackStep(number, chosen) for number, chosen in attacks))
 
     def known(self, *, progress: Progress = QUIET) -> list[Known]:
-        """Tell what of this plan an earlier run did: one entry per treatment, then one per attack.
-
-        The subject and the files that settings name are read, and the ledger is; nothing is written.
-
-        Args:
-            progress: Where the reading is shown.
-
-        Raises:
-            CorruptBlob: The ledger is damaged.
-        """
+        """Tell what of this plan an earlier run did: one entry per treatment, then one per attack."""
+        # The subject and the files that settings name are read, and the ledger is; nothing is written.
         keys = keys_of(self, progress)[1:]
         records = read_ledger(self.recipe.output / LEDGER)
         found = [
@@ -136,11 +106,7 @@ class Plan:
         return self.recipe.output / f"{step.number:02d}-{step.verb}-{key.rsplit(':')[-1][:8]}"
 
     def to_json(self, known: list[Known] | None = None) -> dict[str, Any]:
-        """Describe the plan as JSON values.
-
-        Args:
-            known: What an earlier run did, to be told too.
-        """
+        """Describe the plan as JSON values."""
         count = len(self.steps)
         marks = [{}] * (count + len(self.attacks)) if known is None else [each.to_json() for each in known]
         attacks = [
@@ -166,11 +132,7 @@ class Plan:
 
 
 def keys_of(plan: Plan, progress: Progress) -> list[str]:
-    """Digest the subject, then each treatment with all that went before it, then each attack on the last result.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Digest the subject, then each treatment with all that went before it, then each attack on the last result."""
     subject = digest_of(plan.recipe.subject, progress)
     keys = [subject]
     for step in plan.steps:
@@ -207,7 +169,7 @@ def digest_of(path: Path, progress: Progress = QUIET) -> str:
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:
     """Digests of what settings name, and of the files that these lead to: another content makes another step."""
     found: dict[str, Any] = {}
-    for name, value in ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config)):
+    for name, value in vars(config).items():
         if isinstance(value, Path):
             found[name] = digest_of(value, progress)
         elif isinstance(value, Mapping) and any(isinstance(each, Path) for each in value.values()):

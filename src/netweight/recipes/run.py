@@ -13,28 +13,19 @@ from netweight.errors import CorruptBlob
 from netweight.evidence.audit import run_audits
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.recipes.attacks import Target
-from netweight.recipes.planning import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
-
-__all__ = ["Done", "run"]
+from netweight.recipes.plan import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
+from netweight.registry import Target
 
 
 @final
 @dataclass(frozen=True)
 class Done:
-    """A step that has been run, a treatment or an attack.
-
-    Attributes:
-        step: The step.
-        path: The treated model, or the one that was attacked.
-        findings: What each audit found, by the audit's name; of an attack, by its verb.
-        remembered: Whether it was found done by an earlier run.
-    """
+    """A step that has been run, a treatment or an attack."""
 
     step: Step | AttackStep
-    path: Path
-    findings: Mapping[str, list[Finding]]
-    remembered: bool
+    path: Path  # the treated model, or the one that was attacked
+    findings: Mapping[str, list[Finding]]  # what each audit found, by the audit's name; of an attack, by its verb
+    remembered: bool  # whether it was found done by an earlier run
 
     @property
     def failed(self) -> list[Finding]:
@@ -43,20 +34,7 @@ class Done:
 
 
 def run(plan: Plan, *, progress: Progress = QUIET, command: str | None = None) -> list[Done]:
-    """Run a plan: each treatment with its audits, then attacks, then the report; what was done before is kept.
-
-    Args:
-        plan: What to do.
-        progress: Where progress is shown.
-        command: The command line to name in the report.
-
-    Returns:
-        One entry per treatment, then one per attack. `report.json` and `report.html` lie in the output folder.
-
-    Raises:
-        UsageError: The output folder is in use by another process.
-        CorruptBlob: The ledger is damaged, or a result was changed after it was made.
-    """
+    """Run a plan: each treatment with its audits, then attacks, then the report; what was done before is kept."""
     recipe, source = plan.recipe, plan.recipe.subject
     subject, *keys = keys_of(plan, progress)
     report = Report(
