@@ -19,7 +19,7 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from netweight_experiments.tables.w2w import edits as space_edits
 from netweight_experiments.tables.w2w import openers as space_miniature
 from netweight_experiments.tables.w2w import people as space_fits
-from netweight_experiments.tables.w2w.setup import setup_of
+from netweight_experiments.tables.w2w.table import setup_of
 
 TABLES = [f"w2w-{name}" for name in ("table1", "table2-4", "table5", "fig8", "components", "histograms", "traversal")]
 

@@ -25,7 +25,8 @@ from netweight_experiments.tables.nemo.images import (
     middle_cells,
     percent,
 )
-from netweight_experiments.tables.nemo.setup import NONE, Setup, nemo_table, scores_of, statistics_of, threshold_of
+from netweight_experiments.tables.nemo.setup import NONE, Setup, scores_of, statistics_of, threshold_of
+from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.registry import Column, Measured
 
 _ORDINARY = "ordinary, held out"

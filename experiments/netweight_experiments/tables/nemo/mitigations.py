@@ -40,7 +40,6 @@ from netweight_experiments.tables.nemo.setup import (
     PRUNING,
     Setup,
     Way,
-    nemo_table,
     neurons_of,
     off,
     random_off,
@@ -51,6 +50,7 @@ from netweight_experiments.tables.nemo.setup import (
     union,
     whole,
 )
+from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.registry import Column, Measured
 
 _NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"

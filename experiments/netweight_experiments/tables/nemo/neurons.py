@@ -36,7 +36,6 @@ from netweight_experiments.tables.nemo.images import (
 from netweight_experiments.tables.nemo.setup import (
     NONE,
     Setup,
-    nemo_table,
     neurons_of,
     off,
     searched,
@@ -44,6 +43,7 @@ from netweight_experiments.tables.nemo.setup import (
     threshold_of,
     union,
 )
+from netweight_experiments.tables.nemo.table import nemo_table
 from netweight_experiments.tables.published import Published, required
 from netweight_experiments.tables.registry import Column, Measured, Row
 

@@ -28,14 +28,11 @@ from netweight.methods.forget.localize import Localization, detect_resumably, lo
 from netweight.methods.forget.mitigation import AllActive, Deactivated, Mitigation, neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import Statistics, measure_statistics
-from netweight_experiments.tables.registry import Measured, Scale, table
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
 
 
-NEEDS = ("diffusion", "evidence")
-PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (recipes/nemo-tables.yaml), a GPU",)
 # Noises that a prompt is looked at with: the paper's.
 DETECTION_SEEDS = 10
 
@@ -107,55 +104,6 @@ class Setup:
                 calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],
             )  # fmt: skip
         return ground
-
-
-def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], Callable[..., Measured]]:
-    """Register a table of NeMo's: a function of the ground and of the folder that all of these tables share."""
-
-    def register(measure: Callable[[Setup, Path], Measured]) -> Callable[..., Measured]:
-        def run(
-            scale: Scale,
-            out: Path,
-            *,
-            recipe: Path | None = None,
-            prompts: int | None = None,
-            images: int | None = None,
-        ) -> Measured:
-            ground = setup_of(scale, recipe, prompts=prompts, images=images)
-            return replace(measure(ground, folder_of(out, scale)), inputs={"model": ground.model.digest()})
-
-        run.__doc__ = measure.__doc__
-        return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
-
-    return register
-
-
-def setup_of(
-    scale: Scale, recipe: Path | str | None = None, *, prompts: int | None = None, images: int | None = None
-) -> Setup:
-    """Open the ground of a scale."""
-    if scale == "small":
-        if recipe is not None:
-            raise UsageError(
-                "The small scale of NeMo's tables has a model of its own.",
-                cure="Give --recipe together with --scale paper.",
-            )
-        from netweight_experiments.tables.nemo.openers import miniature
-
-        return miniature().tried(prompts, images)
-    if recipe is None:
-        raise UsageError(
-            "NeMo's tables at the paper's scale are measured on a model and prompts that you have.",
-            cure="Copy recipes/nemo-tables.yaml, fill it in, and give it with --recipe FILE.",
-        )
-    from netweight_experiments.tables.nemo.openers import setup_of_recipe
-
-    return setup_of_recipe(Path(recipe)).tried(prompts, images)
-
-
-def folder_of(out: Path, scale: Scale) -> Path:
-    """Return the folder that all of NeMo's tables of a scale share, beside a table's own."""
-    return out.parent / f"nemo-runs-{scale}"
 
 
 Kind = Literal["none", "neurons", "embedding", "attention", "tokens", "pruning"]

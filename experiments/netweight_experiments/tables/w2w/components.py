@@ -23,7 +23,8 @@ from netweight_experiments.tables.grid import run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
 from netweight_experiments.tables.w2w.edits import direction_of, measured, painted
 from netweight_experiments.tables.w2w.people import SPACE, Fit, Met, met
-from netweight_experiments.tables.w2w.setup import Setup, Wanted, space_table
+from netweight_experiments.tables.w2w.setup import Setup, Wanted
+from netweight_experiments.tables.w2w.table import space_table
 
 _SIZES = (20, 50, 100, 200, 500, 1_000, 10_000, 64_974)
 _SMALLEST = 20

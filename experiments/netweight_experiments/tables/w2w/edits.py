@@ -19,7 +19,8 @@ from netweight.methods.space.inversion import paint
 from netweight.methods.space.space import WeightSpace
 from netweight_experiments.tables.grid import run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
-from netweight_experiments.tables.w2w.setup import Setup, Wanted, space_table
+from netweight_experiments.tables.w2w.setup import Setup, Wanted
+from netweight_experiments.tables.w2w.table import space_table
 
 Way: TypeAlias = Literal[
     "prompting", "Concept Sliders", "w2w", "w2w, corrected by images", "w2w, the paper's directions"

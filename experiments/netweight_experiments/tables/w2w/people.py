@@ -21,7 +21,8 @@ from netweight.nn.stacked_lora import AdapterStack
 from netweight_experiments.tables.grid import run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
 from netweight_experiments.tables.w2w.edits import painted
-from netweight_experiments.tables.w2w.setup import Setup, Stranger, space_table
+from netweight_experiments.tables.w2w.setup import Setup, Stranger
+from netweight_experiments.tables.w2w.table import space_table
 
 MANY, ONE = "DreamBooth LoRA, several images", "DreamBooth LoRA, one image"
 SPACE = "w2w inversion, one image"
