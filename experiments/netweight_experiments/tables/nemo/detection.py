@@ -55,11 +55,11 @@ _SIMILARITY = "similarity of noise differences"
 
 
 @nemo_table("nemo-fig3")
-def figure3(ground: Setup, folder: Path) -> Measured:
+def figure3(setup: Setup, folder: Path) -> Measured:
     """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
-    limit, groups = threshold_of(ground, folder), _by_kind(ground, folder)
+    limit, groups = threshold_of(setup, folder), _by_kind(setup, folder)
     others = groups[_ORDINARY]
-    farthest = {name: _outliers(ground, folder, group) for name, group in groups.items()}
+    farthest = {name: _outliers(setup, folder, group) for name, group in groups.items()}
     far = dict(zip(groups.values(), farthest.values(), strict=True))
 
     def auc(values: Callable[[_Group], list[float]]) -> Callable[[_Group], float | None]:
@@ -67,7 +67,7 @@ def figure3(ground: Setup, folder: Path) -> Measured:
 
     memorized = [score for group in groups.values() if group is not others for score in group.scores]
     found = detection_findings(DetectionSubject(memorized, list(others.scores), limit), None, seed=0, progress=QUIET)
-    first = replace(found[0], target=_AUC if ground.small and ground.whole else None)
+    first = replace(found[0], target=_AUC if setup.small and setup.whole else None)
     return grid(
         groups,
         [
@@ -87,12 +87,12 @@ def figure3(ground: Setup, folder: Path) -> Measured:
                 lambda group: median(far[group]),
             ),
         ],
-        differs=ground.differs,
+        differs=setup.differs,
         findings=(first, *found[1:]),
         figures=(
             _similarities(
                 {name: group.similar() for name, group in groups.items()},
-                f"(a) Similarity of noise differences, the mean over {len(ground.detection.seeds)} seeds of each "
+                f"(a) Similarity of noise differences, the mean over {len(setup.detection.seeds)} seeds of each "
                 f"prompt; the threshold is {limit.value:.3f} ({limit.rule}).",
             ),
             _activations(farthest),
@@ -105,19 +105,19 @@ def figure3(ground: Setup, folder: Path) -> Measured:
 
 
 @nemo_table("nemo-ssim-by-type")
-def ssim_by_type(ground: Setup, folder: Path) -> Measured:
+def ssim_by_type(setup: Setup, folder: Path) -> Measured:
     """Draw the greatest similarity of images to their training image, and that of noise differences, by kind."""
-    runs = {prompt: images_run(ground, NONE, "own", prompt) for prompt in ground.prompts}
-    found = generate_images(ground, folder, list(runs.values()))
+    runs = {prompt: images_run(setup, NONE, "own", prompt) for prompt in setup.prompts}
+    found = generate_images(setup, folder, list(runs.values()))
     groups = {}
-    for name, group in _by_kind(ground, folder).items():
+    for name, group in _by_kind(setup, folder).items():
         own = [found[runs[each.prompt]] for each in group.scores if each.prompt in runs]
         ssim = tuple(max(each["ssim"]) for each in own if each["ssim"] is not None)
         groups[name] = replace(group, ssim=ssim, copied=tuple(max(each["to_image"]) for each in own))
     figures = [_similarities({name: group.similar() for name, group in groups.items()},
                              "Similarity of noise differences by kind of prompt.")]  # fmt: skip
     if any(group.ssim for group in groups.values()):
-        caption = f"Greatest structural similarity of {ground.images} images to their training image, by kind."
+        caption = f"Greatest structural similarity of {setup.images} images to their training image, by kind."
         figures.insert(0, _similarities({name: group.ssim for name, group in groups.items()}, caption))
     greatest = "greatest SSIM to the training image"
 
@@ -131,33 +131,33 @@ def ssim_by_type(ground: Setup, folder: Path) -> Measured:
             *middle_cells(greatest, attrgetter("ssim")),
             (Column(f"{greatest}, least", "score"), end(min)),
             (Column(f"{greatest}, most", "score"), end(max)),
-            *middle_cells(f"greatest {ground.measure} to the training image", attrgetter("copied")),
+            *middle_cells(f"greatest {setup.measure} to the training image", attrgetter("copied")),
             *middle_cells(_SIMILARITY, _Group.similar),
         ],
-        differs=ground.differs,
+        differs=setup.differs,
         figures=tuple(figures),
         notes=(
             "Ordinary prompts have no training image. SSIM looks at whole images, a template's changing part too.",
-            "Kinds are those that were planted." if ground.labelled else
-            f"Verbatim are prompts with an image of {ground.measure} 0.7 or more to the training image.",
+            "Kinds are those that were planted." if setup.labelled else
+            f"Verbatim are prompts with an image of {setup.measure} 0.7 or more to the training image.",
         ),
     )  # fmt: skip
 
 
-def _by_kind(ground: Setup, folder: Path) -> dict[str, _Group]:
-    kinds, scores = kinds_of(ground, folder), scores_of(ground, folder, ground.prompts)
+def _by_kind(setup: Setup, folder: Path) -> dict[str, _Group]:
+    kinds, scores = kinds_of(setup, folder), scores_of(setup, folder, setup.prompts)
     groups = {kind: tuple(each for each in scores if kinds[each.prompt] == kind) for kind in KINDS}
-    groups[_ORDINARY] = tuple(scores_of(ground, folder, ground.held_out))
+    groups[_ORDINARY] = tuple(scores_of(setup, folder, setup.held_out))
     return {name: _Group(group) for name, group in groups.items() if group}
 
 
-def _outliers(ground: Setup, folder: Path, group: _Group) -> list[float]:
+def _outliers(setup: Setup, folder: Path, group: _Group) -> list[float]:
     """How many deviations the neuron of the first layer that lies farthest out is from its mean, prompt by prompt."""
-    layers = value_layers(ground.model.denoiser)
-    usual, first = statistics_of(ground, folder), next(iter(layers))
+    layers = value_layers(setup.model.denoiser)
+    usual, first = statistics_of(setup, folder), next(iter(layers))
     found = []
     for score in group.scores:
-        z = usual.z(text_activations(ground.model, layers, ground.model.embed([score.prompt])))
+        z = usual.z(text_activations(setup.model, layers, setup.model.embed([score.prompt])))
         found.append(float(z[first][0].max()))
     return found
 

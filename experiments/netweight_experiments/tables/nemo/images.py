@@ -70,16 +70,16 @@ class Images:
 Results = Mapping[Images, Mapping[str, Any]]
 
 
-def images_run(ground: Setup, way: Way, on: On, prompt: str = "") -> Images:
+def images_run(setup: Setup, way: Way, on: On, prompt: str = "") -> Images:
     """Return the run that stands for a mitigation and a prompt; runs that cannot differ are the same."""
     shared = on == "ordinary" and not way.knows_prompts
-    return Images(way, on, "" if shared else prompt, ground.digest)
+    return Images(way, on, "" if shared else prompt, setup.digest)
 
 
-def generate_images(ground: Setup, folder: Path, wanted: Sequence[Images]) -> dict[Images, dict[str, Any]]:
+def generate_images(setup: Setup, folder: Path, wanted: Sequence[Images]) -> dict[Images, dict[str, Any]]:
     """Run what is not yet run."""
     runs = sorted(dict.fromkeys(wanted), key=lambda run: run.prompt)  # so that unedited images are made once
-    generator = _Generator(ground)
+    generator = _Generator(setup)
     with Progress("auto").task("images", total=None, unit="runs") as work:
 
         def one(run: Images) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def generate_images(ground: Setup, folder: Path, wanted: Sequence[Images]) -> di
         return dict(zip(runs, run_each(one, runs, ledger=folder / "images.jsonl"), strict=True))
 
 
-def kinds_of(ground: Setup, folder: Path) -> dict[str, Kind]:
+def kinds_of(setup: Setup, folder: Path) -> dict[str, Kind]:
     """How each prompt is memorized: as is known, or verbatim where an image reaches 0.7 and else as a template."""
     # Source: NeMo's rule for SSCD, over the images of the model as it is.
-    if ground.labelled:
-        return {each.prompt: each.kind for each in ground.memorized}
-    runs = {prompt: images_run(ground, NONE, "own", prompt) for prompt in ground.prompts}
-    found = generate_images(ground, folder, list(runs.values()))
+    if setup.labelled:
+        return {each.prompt: each.kind for each in setup.memorized}
+    runs = {prompt: images_run(setup, NONE, "own", prompt) for prompt in setup.prompts}
+    found = generate_images(setup, folder, list(runs.values()))
     return {
         prompt: "verbatim" if max(found[run]["to_image"]) >= COPY else "template" for prompt, run in runs.items()
     }  # fmt: skip
@@ -106,42 +106,42 @@ def kinds_of(ground: Setup, folder: Path) -> dict[str, Kind]:
 class _Generator:
     """Generates and compares; the unedited images of the prompt asked for last are at hand."""
 
-    def __init__(self, ground: Setup) -> None:
-        self._ground = ground
-        self._memorized = {each.prompt: each for each in ground.memorized}
+    def __init__(self, setup: Setup) -> None:
+        self._ground = setup
+        self._memorized = {each.prompt: each for each in setup.memorized}
         self._unedited: dict[tuple[str, ...], Tensor] = {}
 
     def own(self, run: Images) -> dict[str, Any]:
         """Generate a memorized prompt."""
-        ground, own, seeds = self._ground, self._memorized[run.prompt], list(range(self._ground.images))
+        setup, own, seeds = self._ground, self._memorized[run.prompt], list(range(self._ground.images))
         images, before = self._made(run, [run.prompt] * len(seeds), seeds)
-        found = copies_of_prompt(own, images, ground.memorized, descriptor=ground.descriptor, unedited=before)
-        follows = None if ground.alignment is None else ground.alignment([run.prompt] * len(images), images)
+        found = copies_of_prompt(own, images, setup.memorized, descriptor=setup.descriptor, unedited=before)
+        follows = None if setup.alignment is None else setup.alignment([run.prompt] * len(images), images)
         picture = shown(images[0])
         return {**found.to_json(), "alignment": follows, "ssim": _ssim(own, images), "picture": picture}
 
     def ordinary(self, run: Images) -> dict[str, Any]:
         """Generate ordinary prompts, one image each."""
-        ground, captions = self._ground, list(self._ground.quality)
+        setup, captions = self._ground, list(self._ground.quality)
         seeds = [derive(0, "ordinary", place) for place in range(len(captions))]
         images, before = self._made(run, captions, seeds)
-        tells = ground.faithful or ground.alignment
-        nearest = similarity_to_memorized(images, ground.memorized, descriptor=ground.descriptor).amax(1)
+        tells = setup.faithful or setup.alignment
+        nearest = similarity_to_memorized(images, setup.memorized, descriptor=setup.descriptor).amax(1)
         return {
             "faithful": None if tells is None else tells(captions, images),
-            "same": paired(ground.descriptor)(images, before).tolist(),
+            "same": paired(setup.descriptor)(images, before).tolist(),
             "copies": int((nearest >= COPY).sum()),
-            "distances": {} if ground.distances is None else ground.distances(images),
+            "distances": {} if setup.distances is None else setup.distances(images),
         }
 
     def others(self, run: Images) -> dict[str, Any]:
         """Generate other memorized prompts, two images each."""
-        ground = self._ground
-        others = [each for each in ground.memorized if each.prompt != run.prompt][:_OTHERS]
+        setup = self._ground
+        others = [each for each in setup.memorized if each.prompt != run.prompt][:_OTHERS]
         seeds = list(range(_OTHER_SEEDS)) * len(others)
         images = self._edited(run, [each.prompt for each in others for _ in range(_OTHER_SEEDS)], seeds)
         found = [
-            copies_of_prompt(own, part, ground.memorized, descriptor=ground.descriptor)
+            copies_of_prompt(own, part, setup.memorized, descriptor=setup.descriptor)
             for own, part in zip(others, torch.split(images, _OTHER_SEEDS), strict=True)
         ]
         own_copies, any_copies = sum(each.copies() for each in found), sum(each.any_match() for each in found)
@@ -163,16 +163,16 @@ class _Generator:
 
 
 @contextmanager
-def _mitigated(ground: Setup, way: Way, prompt: str) -> Iterator[TextToImage]:
+def _mitigated(setup: Setup, way: Way, prompt: str) -> Iterator[TextToImage]:
     """The setup's model under a mitigation that is told of one prompt, or of none with ""."""
-    with mitigation(way, ground)(ground.model, [prompt] if prompt else []) as model:
+    with mitigation(way, setup)(setup.model, [prompt] if prompt else []) as model:
         yield model
 
 
-def _images_of(ground: Setup, model: TextToImage, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+def _images_of(setup: Setup, model: TextToImage, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
     """One image per prompt and seed."""
-    text, batches = model.embed(list(prompts)), Batches(ground.detection.rows)
-    return generated(model, text, seeds, batches, guidance=ground.guidance, steps=ground.steps)
+    text, batches = model.embed(list(prompts)), Batches(setup.detection.rows)
+    return generated(model, text, seeds, batches, guidance=setup.guidance, steps=setup.steps)
 
 
 def _ssim(own: Memorized, images: Tensor) -> list[float] | None:
@@ -228,7 +228,7 @@ class Part:
 class Lines:
     """Lines with the images that were generated under them."""
 
-    ground: Setup
+    setup: Setup
     lines: tuple[Line, ...]
     kinds: Mapping[str, str]  # how each prompt is memorized
     found: Results  # the runs
@@ -243,8 +243,8 @@ class Lines:
         parts = {f"{line.title}, {kind}": self.part(line, kind) for line in self.lines for kind in KINDS}
         cells: list[Cell[Part]] = [
             (Column("neurons off or scaled, median", "neurons"), lambda part: middle(map(_neurons, part.ways))[0]),
-            *own_cells(self.ground),
-            *(spared_cells(self.ground) if self.spared else ()),
+            *own_cells(self.setup),
+            *(spared_cells(self.setup) if self.spared else ()),
         ]
         return grid({name: part for name, part in parts.items() if part.own}, cells, **more)
 
@@ -259,22 +259,22 @@ class Lines:
 
     def _of(self, line: Line, on: On, kind: str | None) -> dict[str, Mapping[str, Any]]:
         return {
-            prompt: self.found[images_run(self.ground, way, on, prompt)]
+            prompt: self.found[images_run(self.setup, way, on, prompt)]
             for prompt, way in line.ways.items()
             if kind in (None, self.kinds[prompt])
         }
 
 
-def images_of_lines(ground: Setup, folder: Path, lines: Sequence[Line], *, spared: bool) -> Lines:
+def images_of_lines(setup: Setup, folder: Path, lines: Sequence[Line], *, spared: bool) -> Lines:
     """Generate what lines need, unless the folder remembers it."""
     wanted = [
-        images_run(ground, way, on, prompt)
+        images_run(setup, way, on, prompt)
         for line in lines
         for prompt, way in line.ways.items()
         for on in _kinds_of_runs(line, spared)
     ]
-    kinds = kinds_of(ground, folder)
-    return Lines(ground, tuple(lines), kinds, generate_images(ground, folder, wanted), spared)
+    kinds = kinds_of(setup, folder)
+    return Lines(setup, tuple(lines), kinds, generate_images(setup, folder, wanted), spared)
 
 
 def _kinds_of_runs(line: Line, spared: bool) -> Sequence[On]:
@@ -282,9 +282,9 @@ def _kinds_of_runs(line: Line, spared: bool) -> Sequence[On]:
     return runs[: 1 + spared + (spared and line.others)]
 
 
-def own_cells(ground: Setup) -> list[Cell[Part]]:
+def own_cells(setup: Setup) -> list[Cell[Part]]:
     """Return columns of memorized prompts: over seeds first, then over prompts."""
-    measure = ground.measure
+    measure = setup.measure
     to_image = f"{measure} to the training image"
 
     def share(of: Callable[[PromptCopies], int]) -> Callable[[Part], float]:
@@ -310,8 +310,8 @@ def own_cells(ground: Setup) -> list[Cell[Part]]:
             lambda part: [row.diversity for row in part.copies if row.diversity is not None],
         ),
     ]
-    if ground.alignment is not None:
-        named.append((ground.alignment_name, "higher", aligned))
+    if setup.alignment is not None:
+        named.append((setup.alignment_name, "higher", aligned))
     cells = [cell for name, better, values in named for cell in middle_cells(name, values, better)]
     largest = Column(f"{to_image}, median of the largest", "score", "lower")
     cells.insert(2, (largest, lambda part: statistics.median(max(row.to_image) for row in part.copies)))
@@ -326,10 +326,10 @@ def own_cells(ground: Setup) -> list[Cell[Part]]:
     ]
 
 
-def spared_cells(ground: Setup, others: str = "other memorized prompts") -> list[Cell[Part]]:
+def spared_cells(setup: Setup, others: str = "other memorized prompts") -> list[Cell[Part]]:
     """Return columns of what edits do beside: the median over edits, and shares of all images."""
-    tells = ground.faithful_name if ground.faithful is not None else f"ordinary captions: {ground.alignment_name}"
-    same = f"ordinary captions: {ground.measure} to the unedited generation, median"
+    tells = setup.faithful_name if setup.faithful is not None else f"ordinary captions: {setup.alignment_name}"
+    same = f"ordinary captions: {setup.measure} to the unedited generation, median"
 
     def followed(part: Part) -> float | None:
         return middle([statistics.mean(each["faithful"]) for each in part.ordinary if each["faithful"] is not None])[0]
@@ -404,7 +404,7 @@ def seeds_table(images: Lines) -> Table:
         return f"{found.copies()} / {found.any_match()}"
 
     return Table(
-        f"Images that copy, of {images.ground.images} seeds each: their own / any memorized one",
+        f"Images that copy, of {images.setup.images} seeds each: their own / any memorized one",
         ("prompt", "kind", *(line.title for line in images.lines)),
         [(prompt, kind, *(cell(line, prompt) for line in images.lines)) for prompt, kind in images.kinds.items()],
         ["A copy has a similarity of 0.7 or more. An empty cell was not measured; a note says why."],
@@ -433,28 +433,28 @@ class Attack:
         return f"search for the {self.what} image of {self.prompt!r}"
 
 
-def attacked(ground: Setup, folder: Path, ways: Mapping[str, Way]) -> dict[Attack, dict[str, Any]]:
+def attacked(setup: Setup, folder: Path, ways: Mapping[str, Way]) -> dict[Attack, dict[str, Any]]:
     """Search for every prompt's image, planted and turned, unless the folder remembers it."""
     kinds: tuple[What, ...] = ("planted", "never trained")
-    runs = [Attack(way, prompt, what, ground.digest) for prompt, way in ways.items() for what in kinds]
+    runs = [Attack(way, prompt, what, setup.digest) for prompt, way in ways.items() for what in kinds]
     with Progress("auto").task("searches", total=None, unit="searches") as work:
 
         def one(run: Attack) -> dict[str, Any]:
-            found = _attack(run, ground)
+            found = _attack(run, setup)
             work.update(1)
             return found
 
         return dict(zip(runs, run_each(one, runs, ledger=folder / "searches.jsonl"), strict=True))
 
 
-def _attack(run: Attack, ground: Setup) -> dict[str, Any]:
-    own = next(each for each in ground.memorized if each.prompt == run.prompt)
+def _attack(run: Attack, setup: Setup) -> dict[str, Any]:
+    own = next(each for each in setup.memorized if each.prompt == run.prompt)
     target = Target(own.prompt, own.prompt, own.image)
     image = target.image if run.what == "planted" else turned(target).image
-    with _mitigated(ground, run.way, run.prompt) as model:
+    with _mitigated(setup, run.way, run.prompt) as model:
         found = search(
-            model, run.prompt, image, ground.quality, ground.search,
-            similarity=paired(ground.descriptor), seed=_SEED,
+            model, run.prompt, image, setup.quality, setup.search,
+            similarity=paired(setup.descriptor), seed=_SEED,
         )  # fmt: skip
     trials = [(trial.best.score, place) for place, trial in enumerate(found.trials) if trial.best is not None]
     if not trials:
@@ -474,7 +474,7 @@ def _attack(run: Attack, ground: Setup) -> dict[str, Any]:
     }
 
 
-def attack_findings(found: Mapping[Attack, Mapping[str, Any]], ground: Setup) -> list[Finding]:
+def attack_findings(found: Mapping[Attack, Mapping[str, Any]], setup: Setup) -> list[Finding]:
     """Return how many images came back under search, planted and never-trained ones apart; none without a search."""
     findings = []
     for what in ("planted", "never trained"):
@@ -484,7 +484,7 @@ def attack_findings(found: Mapping[Attack, Mapping[str, Any]], ground: Setup) ->
             detail = {
                 "steps to success, null if never": {prompt: value["steps"] for prompt, value in runs.items()},
                 "best median similarity": {prompt: value["best"] for prompt, value in runs.items()},
-                "steps at most": ground.search.steps,
+                "steps at most": setup.search.steps,
             }
             better = "lower" if what == "planted" else None
             name = f"neurons off, then searched: {what} images brought back"
@@ -499,7 +499,7 @@ def image_figure(
     found: Mapping[str, Localization],
 ) -> Figure:
     """Draw training images beside what prompts give, the same seed in every column but the last."""
-    memorized = images.ground.memorized[:8]
+    memorized = images.setup.memorized[:8]
     attacks = {run.prompt: value["picture"] for run, value in searches.items() if run.what == "planted"}
     rows = []
     for each in memorized:

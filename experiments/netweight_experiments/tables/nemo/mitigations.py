@@ -60,45 +60,45 @@ _NOT_READ = "The numbers of the paper's table are not at hand, so nothing is lai
 
 
 @nemo_table("nemo-table1")
-def table1(ground: Setup, folder: Path) -> Measured:
+def table1(setup: Setup, folder: Path) -> Measured:
     """Generate memorized and ordinary prompts under every mitigation, and search the edited model."""
-    found = neurons_of(ground, folder)
-    lines, notes = _lines(ground, found)
-    images = images_of_lines(ground, folder, lines, spared=True)
+    found = neurons_of(setup, folder)
+    lines, notes = _lines(setup, found)
+    images = images_of_lines(setup, folder, lines, spared=True)
     edits = {prompt: off(each.neurons) for prompt, each in searched(found).items()}
-    searches = attacked(ground, folder, edits)
+    searches = attacked(setup, folder, edits)
     shown = [line for line in images.lines if line.title in (_BEFORE, _NEMO, _MATCHED)]
     return images.grid(
-        differs=(*ground.differs, *_differs()),
-        findings=(*_outcomes(images), *attack_findings(searches, ground), *_copied(images)),
+        differs=(*setup.differs, *_differs()),
+        findings=(*_outcomes(images), *attack_findings(searches, setup), *_copied(images)),
         figures=(image_figure(images, shown, searches, found),),
         tables=(seeds_table(images),),
-        notes=(_NOT_READ, *_reading(ground), *notes, *status_notes(found)),
+        notes=(_NOT_READ, *_reading(setup), *notes, *status_notes(found)),
     )
 
 
 @nemo_table("nemo-ablation")
-def ablation(ground: Setup, folder: Path) -> Measured:
+def ablation(setup: Setup, folder: Path) -> Measured:
     """Generate with parts of the method left out or exchanged, and with whole layers switched off."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     lines = [
-        Line(_BEFORE, dict.fromkeys(ground.prompts, NONE)),
+        Line(_BEFORE, dict.fromkeys(setup.prompts, NONE)),
         _own_neurons(_NEMO, found),
         Line("initial selection off, not refined", _initial(found)),
-        *(_own_neurons(title, again) for title, again in _variants(ground, folder).items()),
-        Line("all neurons off", dict.fromkeys(ground.prompts, whole(ground))),
+        *(_own_neurons(title, again) for title, again in _variants(setup, folder).items()),
+        Line("all neurons off", dict.fromkeys(setup.prompts, whole(setup))),
         *(
-            Line(f"all neurons of layer {number} off", dict.fromkeys(ground.prompts, whole(ground, layer)))
-            for number, layer in enumerate(_layers(ground))
+            Line(f"all neurons of layer {number} off", dict.fromkeys(setup.prompts, whole(setup, layer)))
+            for number, layer in enumerate(_layers(setup))
         ),
     ]
-    images = images_of_lines(ground, folder, lines, spared=True)
+    images = images_of_lines(setup, folder, lines, spared=True)
     return images.grid(
-        differs=ground.differs,
+        differs=setup.differs,
         tables=(seeds_table(images),),
         notes=(
             _NOT_READ,
-            *_reading(ground),
+            *_reading(setup),
             "Layers are numbered from the entrance: those of the down blocks, then of the middle block. With fewer "
             "seeds, or at the second timestep, the threshold is calibrated anew.",
             *status_notes(found),
@@ -106,18 +106,18 @@ def ablation(ground: Setup, folder: Path) -> Measured:
     )
 
 
-def _lines(ground: Setup, found: Mapping[str, Localization]) -> tuple[list[Line], list[str]]:
+def _lines(setup: Setup, found: Mapping[str, Localization]) -> tuple[list[Line], list[str]]:
     """The rows of table 1, and notes on prompts that a row could not be measured for."""
-    every = ground.prompts
+    every = setup.prompts
     lines = [
         Line(_BEFORE, dict.fromkeys(every, NONE)),
-        Line("all neurons off", dict.fromkeys(every, whole(ground))),
+        Line("all neurons off", dict.fromkeys(every, whole(setup))),
         dataclasses.replace(_own_neurons(_NEMO, found), others=True),
     ]
     notes = []
     for title, matched in (("random neurons off, equal count", False), (_MATCHED, True)):
         drawn = {
-            prompt: random_off(ground, each.neurons, layer_matched=matched, seed=_DRAW)
+            prompt: random_off(setup, each.neurons, layer_matched=matched, seed=_DRAW)
             for prompt, each in searched(found).items()
         }
         lines.append(Line(title, {prompt: way for prompt, way in drawn.items() if way is not None}, others=True))
@@ -145,30 +145,28 @@ def _initial(found: Mapping[str, Localization]) -> dict[str, Way]:
     return {prompt: off(Units(each.initial)) for prompt, each in searched(found).items()}
 
 
-def _variants(ground: Setup, folder: Path) -> dict[str, dict[str, Localization]]:
+def _variants(setup: Setup, folder: Path) -> dict[str, dict[str, Localization]]:
     """Neurons found otherwise, by what is different."""
-    fewer = ground.detection.seeds[: max(2, len(ground.detection.seeds) // 2)]
-    late = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, timing="code"))
-    few = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, seeds=fewer))
-    reference = LocalizationConfig(ground.detection, fidelity="reference")
+    fewer = setup.detection.seeds[: max(2, len(setup.detection.seeds) // 2)]
+    late = dataclasses.replace(setup, detection=dataclasses.replace(setup.detection, timing="code"))
+    few = dataclasses.replace(setup, detection=dataclasses.replace(setup.detection, seeds=fewer))
+    reference = LocalizationConfig(setup.detection, fidelity="reference")
     return {
-        "found as the released code does": neurons_of(
-            ground, folder, reference, threshold=threshold_of(ground, folder)
-        ),
+        "found as the released code does": neurons_of(setup, folder, reference, threshold=threshold_of(setup, folder)),
         "found at the second timestep": neurons_of(late, folder),
         f"found with {len(fewer)} seeds": neurons_of(few, folder),
     }
 
 
-def _layers(ground: Setup) -> list[str]:
-    return list(value_layers(ground.model.denoiser))
+def _layers(setup: Setup) -> list[str]:
+    return list(value_layers(setup.model.denoiser))
 
 
 def _outcomes(images: Lines) -> list[Finding]:
     """How many verbatim images neurons break and random ones leave; targets hold for the whole miniature."""
     findings = []
     lines = {line.title: line for line in images.lines}
-    wanted = images.ground.small and images.ground.whole
+    wanted = images.setup.small and images.setup.whole
     for title, limit, words in ((_NEMO, _BROKEN, "broken"), (_MATCHED, _KEPT, "left as they are")):
         own = images.own(lines[title], "verbatim") if title in lines else {}
         each = {prompt: median(copies(found).to_image) for prompt, found in own.items()}
@@ -181,7 +179,7 @@ def _outcomes(images: Lines) -> list[Finding]:
                     n=len(each),
                     better="higher",
                     target=len(each) - 1 if wanted else None,
-                    seeds=tuple(range(images.ground.images)),
+                    seeds=tuple(range(images.setup.images)),
                     detail={"median similarity": each},
                 )
             )
@@ -194,13 +192,13 @@ def _copied(images: Lines) -> list[Finding]:
     for line in images.lines:
         if line.title in (_BEFORE, _NEMO):
             rows = [copies(each) for each in images.own(line).values()]
-            found += copy_findings(rows, measure=f"{line.title}: {images.ground.measure}")
+            found += copy_findings(rows, measure=f"{line.title}: {images.setup.measure}")
     return found
 
 
-def _reading(ground: Setup) -> Sequence[str]:
+def _reading(setup: Setup) -> Sequence[str]:
     return (
-        f"Medians over prompts of medians over {ground.images} seeds, with the median absolute deviation over prompts; "
+        f"Medians over prompts of medians over {setup.images} seeds, with the median absolute deviation over prompts; "
         "between seeds lower is more diverse. A copy is an image with a similarity of 0.7 or more; an image may copy "
         "another memorized picture than its own.",
     )
@@ -221,29 +219,29 @@ _FACTORS = (-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @nemo_table("nemo-fig6")
-def figure6(ground: Setup, folder: Path) -> Measured:
+def figure6(setup: Setup, folder: Path) -> Measured:
     """Add up the edits of more and more prompts, and as many random neurons, and generate ordinary prompts."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     looked = list(searched(found).values())
     counts = sorted({round(point * len(looked) / _POINTS) for point in range(_POINTS + 1)})
     unions = {count: union(looked[:count]) for count in counts}
     edits = {count: off(units) if count else NONE for count, units in unions.items()}
     drawn = {
-        count: random_off(ground, units, layer_matched=False, seed=_DRAW) if count else NONE
+        count: random_off(setup, units, layer_matched=False, seed=_DRAW) if count else NONE
         for count, units in unions.items()
     }
     ways = [way for way in (*edits.values(), *drawn.values()) if way is not None]
-    runs = generate_images(ground, folder, [images_run(ground, way, on) for on in _BESIDE for way in ways])
+    runs = generate_images(setup, folder, [images_run(setup, way, on) for on in _BESIDE for way in ways])
 
     def part(way: Way) -> Part:
-        ordinary, others = (runs[images_run(ground, way, on)] for on in _BESIDE)
+        ordinary, others = (runs[images_run(setup, way, on)] for on in _BESIDE)
         return Part((way,), (), (ordinary,), (others,))
 
     def distance(name: str) -> Cell[Part]:
         return Column(name, "", "lower"), lambda part: part.ordinary[0]["distances"].get(name)
 
     distances = sorted({name for run, value in runs.items() if run.on == "ordinary" for name in value["distances"]})
-    cells = [*spared_cells(ground, "memorized prompts"), *(distance(name) for name in distances)]
+    cells = [*spared_cells(setup, "memorized prompts"), *(distance(name) for name in distances)]
     sets: dict[str, Mapping[int, Way | None]] = {_OWN: edits, "random neurons": drawn}
     found_parts = {
         title: {count: part(way) for count, way in each.items() if way is not None} for title, each in sets.items()
@@ -261,7 +259,7 @@ def figure6(ground: Setup, folder: Path) -> Measured:
             (Column("neurons off", "neurons"), lambda row: row[0]),
             *((column, _second(value)) for column, value in cells),
         ],
-        differs=ground.differs,
+        differs=setup.differs,
         figures=_drawn_quality(cells, {count: len(units) for count, units in unions.items()}, found_parts),
         notes=(
             "Edits add up in the prompts' order. The numbers of the paper's figure are not at hand.",
@@ -300,9 +298,9 @@ def _drawn_quality(
 
 
 @nemo_table("nemo-fig7")
-def figure7(ground: Setup, folder: Path) -> Measured:
+def figure7(setup: Setup, folder: Path) -> Measured:
     """Multiply each prompt's neurons by a factor instead of switching them off."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     looked = searched(found)
     lines = [
         Line(
@@ -311,9 +309,9 @@ def figure7(ground: Setup, folder: Path) -> Measured:
         )
         for factor in _FACTORS
     ]
-    images = images_of_lines(ground, folder, lines, spared=False)
+    images = images_of_lines(setup, folder, lines, spared=False)
     return images.grid(
-        differs=ground.differs,
+        differs=setup.differs,
         figures=(_drawn_factors(images),),
         notes=(
             "A factor of 0 switches neurons off, 1 leaves them; below 0 their sign is turned. The numbers of the "
@@ -337,7 +335,7 @@ def _drawn_factors(images: Lines) -> Figure:
         bands[kind] = ([center - spread for center, spread in middles], [center + spread for center, spread in middles])
         shares = [percent(sum(r.copies() for r in rows), sum(len(r.to_image) for r in rows)) for rows in groups]
         words.append(f"{kind}: {' '.join(f'{share:.0f}' for share in shares)} % of images copy")
-    name = f"{images.ground.measure} to the training image"
+    name = f"{images.setup.measure} to the training image"
     return lines(
         series,
         alt=f"{name} against the factor that neurons are scaled by. {'; '.join(words)}.",

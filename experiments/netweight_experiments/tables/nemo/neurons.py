@@ -55,31 +55,31 @@ NOT_THE_PAPER = (
 
 
 @nemo_table("nemo-rerun-neurons")
-def rerun_neurons(ground: Setup, folder: Path) -> Measured:
+def rerun_neurons(setup: Setup, folder: Path) -> Measured:
     """Count neurons by prompt as the statistics of the third-party re-run are."""
-    return _counted_by_prompt(ground, *_found(ground, folder))
+    return _counted_by_prompt(setup, *_found(setup, folder))
 
 
 @nemo_table("nemo-fig5")
-def figure5(ground: Setup, folder: Path) -> Measured:
+def figure5(setup: Setup, folder: Path) -> Measured:
     """Draw how many neurons memorized prompts need, and in which layers."""
-    found, groups = _found(ground, folder)
-    drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(ground.model.denoiser))))
+    found, groups = _found(setup, folder)
+    drawn = (counts_figure(groups), layers_figure(groups, list(value_layers(setup.model.denoiser))))
     tables = (
         *(beside(required(f"nemo-rerun-{what}")) for what in ("neurons", "layers")),
         prompts_table([*found.values()]),
     )
     figures = tuple(figure for figure in drawn if figure is not None)
-    return replace(_counted_by_prompt(ground, found, groups), figures=figures, tables=tables)
+    return replace(_counted_by_prompt(setup, found, groups), figures=figures, tables=tables)
 
 
-def _counted_by_prompt(ground: Setup, found: Mapping[str, Localization], groups: Groups) -> Measured:
+def _counted_by_prompt(setup: Setup, found: Mapping[str, Localization], groups: Groups) -> Measured:
     columns = required("nemo-rerun-neurons").columns  # their notes say what each is
     numbers = {name: _counts(group) for name, group in groups.items()}
     return grid(
         numbers,
         [(column, itemgetter(place)) for place, column in enumerate(columns)],
-        differs=ground.differs,
+        differs=setup.differs,
         notes=(NOT_THE_PAPER, *status_notes(found)),
     )
 
@@ -113,9 +113,9 @@ def _initial(found: Localization) -> int:
 
 
 @nemo_table("nemo-rerun-layers")
-def rerun_layers(ground: Setup, folder: Path) -> Measured:
+def rerun_layers(setup: Setup, folder: Path) -> Measured:
     """Count neurons by layer as the statistics of the third-party re-run are, and those of templates beside."""
-    found, groups = _found(ground, folder)
+    found, groups = _found(setup, folder)
 
     def mean_of(kind: str) -> Callable[[str], float | None]:
         looked = searched({each.prompt: each for each in groups.get(kind, ())}).values()
@@ -123,7 +123,7 @@ def rerun_layers(ground: Setup, folder: Path) -> Measured:
             statistics.mean(len(set(each.refined.get(layer, ()))) for each in looked) if looked else None
         )
 
-    layers = value_layers(ground.model.denoiser)
+    layers = value_layers(setup.model.denoiser)
     width, verbatim = required("nemo-rerun-layers").columns
     template = Column("refined neurons per template prompt, mean", "neurons")
     return grid(
@@ -132,14 +132,14 @@ def rerun_layers(ground: Setup, folder: Path) -> Measured:
             (width, lambda name: layers[name].width),
             *((column, mean_of(kind)) for kind, column in zip(KINDS, (verbatim, template), strict=True)),
         ],
-        differs=(*ground.differs, "Layers are numbered alike and are not the same: a model has as many as it has."),
+        differs=(*setup.differs, "Layers are numbered alike and are not the same: a model has as many as it has."),
         notes=(NOT_THE_PAPER, *status_notes(found)),
     )
 
 
-def by_kind(ground: Setup, folder: Path, found: Mapping[str, Localization]) -> dict[str, list[Localization]]:
+def by_kind(setup: Setup, folder: Path, found: Mapping[str, Localization]) -> dict[str, list[Localization]]:
     """Return localizations by kind of memorization, without those that failed."""
-    kinds = kinds_of(ground, folder)
+    kinds = kinds_of(setup, folder)
     groups = {
         kind: [each for prompt, each in found.items() if kinds[prompt] == kind and each.status != "failed"]
         for kind in KINDS
@@ -154,9 +154,9 @@ def beside(numbers: Published) -> Table:
     return Table(f"Third-party re-run, not the paper's: {numbers.title}", columns, rows, numbers.notes)
 
 
-def _found(ground: Setup, folder: Path) -> tuple[dict[str, Localization], dict[str, list[Localization]]]:
-    found = neurons_of(ground, folder)
-    return found, by_kind(ground, folder, found)
+def _found(setup: Setup, folder: Path) -> tuple[dict[str, Localization], dict[str, list[Localization]]]:
+    found = neurons_of(setup, folder)
+    return found, by_kind(setup, folder, found)
 
 
 # Share of common neurons from which two prompts are of one cluster.
@@ -164,25 +164,25 @@ _ALIKE = 0.5
 
 
 @nemo_table("nemo-shared-neurons")
-def shared_neurons(ground: Setup, folder: Path) -> Measured:
+def shared_neurons(setup: Setup, folder: Path) -> Measured:
     """Switch off the neurons that several prompts share, those of single prompts, and all of them together."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     looked = list(searched(found).values())
     common, everything = _common(looked), union(looked)
     sets = {"no mitigation": None, "shared neurons off": common, "neurons of one prompt alone off": everything - common,
             "all neurons found off": everything}  # fmt: skip
     lines = [
-        Line(title, dict.fromkeys(ground.prompts, NONE if units is None else off(units)))
+        Line(title, dict.fromkeys(setup.prompts, NONE if units is None else off(units)))
         for title, units in sets.items()
     ]
-    images = images_of_lines(ground, folder, lines, spared=True)
+    images = images_of_lines(setup, folder, lines, spared=True)
     drawn = overlap_figure(looked)
     numbers = required("nemo-rerun-shared-sets")
     return images.grid(
-        differs=ground.differs,
+        differs=setup.differs,
         findings=_findings(looked),
         figures=(*(() if drawn is None else (drawn,)), image_figure(images, images.lines, {}, found)),
-        tables=(_counted(by_kind(ground, folder, found)), beside(numbers), seeds_table(images)),
+        tables=(_counted(by_kind(setup, folder, found)), beside(numbers), seeds_table(images)),
         notes=(
             f"Shared neurons are those of two prompts or more. Clusters join prompts of whose neurons {_ALIKE:.0%} or "
             "more are common. Edits add up here: every row is one model for all prompts.",
@@ -192,18 +192,18 @@ def shared_neurons(ground: Setup, folder: Path) -> Measured:
 
 
 @nemo_table("nemo-rerun-shared-sets")
-def rerun_shared_sets(ground: Setup, folder: Path) -> Measured:
+def rerun_shared_sets(setup: Setup, folder: Path) -> Measured:
     """Count verbatim prompts that have exactly the same neurons, as it was done for the third-party re-run."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     numbers = required("nemo-rerun-shared-sets")
-    group = [each for each in by_kind(ground, folder, found).get("verbatim", ()) if each.neurons]
+    group = [each for each in by_kind(setup, folder, found).get("verbatim", ()) if each.neurons]
     counted = Counter(each.neurons for each in group)
-    rows = [Row(_words(units, ground), (count,)) for units, count in counted.most_common() if count > 1]
+    rows = [Row(_words(units, setup), (count,)) for units, count in counted.most_common() if count > 1]
     commonest = max(counted.values(), default=0)
     return Measured(
         columns=numbers.columns,
         rows=(Row("the commonest set, whichever it is", (commonest,)), *rows),
-        differs=ground.differs,
+        differs=setup.differs,
         notes=(NOT_THE_PAPER, f"Out of {len(group)} verbatim prompts with neurons.", *status_notes(found)),
     )
 
@@ -265,9 +265,9 @@ def _findings(found: Sequence[Localization]) -> tuple[Finding, ...]:
     )  # fmt: skip
 
 
-def _words(units: Units, ground: Setup) -> str:
+def _words(units: Units, setup: Setup) -> str:
     """Name a set as the published rows do: "layer 0: neuron 25"."""
-    places = list(value_layers(ground.model.denoiser))
+    places = list(value_layers(setup.model.denoiser))
     parts = []
     for name, indices in units.items():
         many = "s" if len(indices) > 1 else ""
@@ -296,23 +296,23 @@ class _Cell:
 
 
 @nemo_table("nemo-thresholds")
-def thresholds(ground: Setup, folder: Path) -> Measured:
+def thresholds(setup: Setup, folder: Path) -> Measured:
     """Find neurons with other thresholds for seeds, initial selection and refinement, and generate without them."""
-    usual, aim = _usual(ground, folder)
+    usual, aim = _usual(setup, folder)
     levels = [aim, usual, min(_MOST, _HIGHER * usual)]
     cells = [_Cell(usual, initial, refinement) for initial in levels for refinement in levels]
     cells += [_Cell(level, aim, aim) for level in levels if level != usual]
-    found = {cell: _found_with(ground, folder, cell) for cell in cells}
+    found = {cell: _found_with(setup, folder, cell) for cell in cells}
     lines = {cell: Line(cell.title, {prompt: off(each.neurons) for prompt, each in searched(part).items()})
              for cell, part in found.items()}  # fmt: skip
-    images = images_of_lines(ground, folder, list(lines.values()), spared=False)
+    images = images_of_lines(setup, folder, list(lines.values()), spared=False)
     rows = {
         (cell, kind): _Off(tuple(found[cell][prompt] for prompt in own), tuple(map(copies, own.values())))
         for cell in cells
         for kind in KINDS
         if (own := images.own(lines[cell], kind))
     }
-    off_to_image = f"neurons off: {ground.measure} to the training image, median"
+    off_to_image = f"neurons off: {setup.measure} to the training image, median"
     return grid(
         {f"{cell.title}, {kind}": row for (cell, kind), row in rows.items()},
         [
@@ -324,11 +324,11 @@ def thresholds(ground: Setup, folder: Path) -> Measured:
             (Column("neurons off: images that copy their own", "%", "lower"), _Off.copied),
         ],
         differs=(
-            *ground.differs,
+            *setup.differs,
             f"Thresholds are the calibrated one, {usual:.3f}, the similarity of ordinary prompts, {aim:.3f}, and "
             f"{_HIGHER:g} times the calibrated one; the paper's were made for Stable Diffusion, whose own is 0.428.",
         ),
-        figures=_heat(ground, usual, levels, rows),
+        figures=_heat(setup, usual, levels, rows),
         notes=(
             "Seeds: above it a seed is looked at, and a prompt counts as memorized; initial: what the stages of the "
             "first selection are to reach; refinement: what it keeps to. Prompts that no longer count as memorized "
@@ -363,13 +363,13 @@ class _Off:
 
 
 @nemo_table("nemo-runtime")
-def runtime(ground: Setup, folder: Path) -> Measured:
+def runtime(setup: Setup, folder: Path) -> Measured:
     """Measure what detection, initial selection and refinement take for each memorized prompt."""
-    found = neurons_of(ground, folder)
+    found = neurons_of(setup, folder)
     costs = {
         f"{step}, {kind}": [_costs(each, step) for each in group if each.steps]
         for step in (*_STEPS, "all steps")
-        for kind, group in by_kind(ground, folder, found).items()
+        for kind, group in by_kind(setup, folder, found).items()
     }
 
     def of(name: str, summed: Callable[[list[float]], float]) -> Callable[[list[dict[str, float]]], float]:
@@ -386,7 +386,7 @@ def runtime(ground: Setup, folder: Path) -> Measured:
             (Column("images through the denoiser, most", "count", "lower"), of("rows", max)),
             (Column("calls of the denoiser, median", "count", "lower"), of("calls", statistics.median)),
         ],
-        differs=ground.differs,
+        differs=setup.differs,
         notes=(
             "The numbers of the paper's table are not at hand; a summary says of it that most steps take less than 10 "
             "seconds and that template memorization takes longer.",
@@ -398,22 +398,22 @@ def runtime(ground: Setup, folder: Path) -> Measured:
     )
 
 
-def _usual(ground: Setup, folder: Path) -> tuple[float, float]:
+def _usual(setup: Setup, folder: Path) -> tuple[float, float]:
     """The calibrated threshold of seeds, and what initial selection and refinement fall to by default."""
-    threshold = threshold_of(ground, folder)
+    threshold = threshold_of(setup, folder)
     return threshold.value, threshold.value if threshold.broken is None else threshold.broken
 
 
-def _found_with(ground: Setup, folder: Path, cell: _Cell) -> dict[str, Localization]:
-    usual, aim = _usual(ground, folder)
+def _found_with(setup: Setup, folder: Path, cell: _Cell) -> dict[str, Localization]:
+    usual, aim = _usual(setup, folder)
     if cell == _Cell(usual, aim, aim):
-        return neurons_of(ground, folder)
-    config = LocalizationConfig(ground.detection, initial=cell.initial, refinement=cell.refinement)
-    return neurons_of(ground, folder, config, threshold=Threshold(cell.pairwise, "given"))
+        return neurons_of(setup, folder)
+    config = LocalizationConfig(setup.detection, initial=cell.initial, refinement=cell.refinement)
+    return neurons_of(setup, folder, config, threshold=Threshold(cell.pairwise, "given"))
 
 
 def _heat(
-    ground: Setup, usual: float, levels: Sequence[float], rows: Mapping[tuple[_Cell, str], _Off]
+    setup: Setup, usual: float, levels: Sequence[float], rows: Mapping[tuple[_Cell, str], _Off]
 ) -> tuple[Figure, ...]:
     """One figure for what is counted in neurons, one for what is generated without them."""
 
@@ -425,7 +425,7 @@ def _heat(
     names = [f"{level:.3f}" for level in levels]
     shown: tuple[dict[str, Callable[[_Off], float]], ...] = (
         {"initial": _Off.initial, "refined": _Off.refined},
-        {f"{ground.measure}, neurons off": _Off.to_image},
+        {f"{setup.measure}, neurons off": _Off.to_image},
     )
     figures = []
     for group, digits in zip(shown, (1, 2), strict=True):

@@ -47,7 +47,7 @@ class Setup:
 
     model: PipelineModel
     memorized: tuple[Memorized, ...]  # prompts with their training images
-    labelled: bool  # whether it is known which are verbatim; else it is measured, see `nemo_painting.kinds_of`
+    labelled: bool  # whether it is known which are verbatim; else it is measured, see `images.kinds_of`
     usual: tuple[str, ...]  # prompts that usual activations are measured on
     calibration: tuple[str, ...]  # ordinary prompts that the threshold is calibrated on
     held_out: tuple[str, ...]  # ordinary prompts that tell how well it does
@@ -85,13 +85,13 @@ class Setup:
         return of_config([self.model.digest(), pictures, self.labelled, self.quality, named, self.search])
 
     def tried(self, prompts: int | None, images: int | None) -> Setup:
-        """Return a smaller ground, for a try."""
-        ground = replace(self, whole=prompts is None and images is None)
+        """Return a smaller setup, for a try."""
+        setup = replace(self, whole=prompts is None and images is None)
         if prompts is not None:
             if not 2 <= prompts <= len(self.memorized):
                 raise UsageError(f"{prompts} of {len(self.memorized)} memorized prompts cannot be tried.")
             places = [round(place * (len(self.memorized) - 1) / (prompts - 1)) for place in range(prompts)]
-            ground = replace(ground, memorized=tuple(self.memorized[place] for place in places))
+            setup = replace(setup, memorized=tuple(self.memorized[place] for place in places))
         if images is not None:
             if images < 2:
                 raise UsageError(f"{images} images per prompt are too few for a try.", cure="Give 2 or more.")
@@ -99,11 +99,11 @@ class Setup:
             few = 3 * images
             steps = min(self.steps, few)
             search = replace(self.search, steps=few, images=images, generation_steps=steps)
-            ground = replace(
-                ground, images=images, steps=steps, detection=detection, search=search, quality=self.quality[:few],
+            setup = replace(
+                setup, images=images, steps=steps, detection=detection, search=search, quality=self.quality[:few],
                 calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],
             )  # fmt: skip
-        return ground
+        return setup
 
 
 Kind = Literal["none", "neurons", "embedding", "attention", "tokens", "pruning"]
@@ -146,73 +146,73 @@ def off(units: Units, factor: float = 0.0) -> Way:
     return Way("neurons", units.to_json(), factor)
 
 
-def whole(ground: Setup, layer: str | None = None) -> Way:
+def whole(setup: Setup, layer: str | None = None) -> Way:
     """Return the way of switching off all neurons of the down and middle blocks, or of one layer."""
-    counts = neuron_counts(ground.model.denoiser)
+    counts = neuron_counts(setup.model.denoiser)
     return off(Units({name: range(count) for name, count in counts.items() if layer in (None, name)}))
 
 
-def random_off(ground: Setup, like: Units, *, layer_matched: bool, seed: int) -> Way | None:
+def random_off(setup: Setup, like: Units, *, layer_matched: bool, seed: int) -> Way | None:
     """Return the way of switching off as many other neurons; None where there are not so many."""
     try:
-        counts = neuron_counts(ground.model.denoiser)
+        counts = neuron_counts(setup.model.denoiser)
         return off(random_units(like, counts, layer_matched=layer_matched, seed=seed))
     except UsageError:
         return None
 
 
-def mitigation(way: Way, ground: Setup) -> Mitigation:
-    """Return what a way does, on a ground."""
+def mitigation(way: Way, setup: Setup) -> Mitigation:
+    """Return what a way does, on a setup."""
     from netweight.hf.prompt_tokens import one_token_words, padding_masks
 
     if way.kind == "neurons":
         return Deactivated(Units.from_json(way.units), factor=way.factor)
     if way.kind == "embedding":
-        return EmbeddingAdjustment(steps=ground.detection.steps)
+        return EmbeddingAdjustment(steps=setup.detection.steps)
     if way.kind == "attention":
-        return AttentionScaling(padding_masks(ground.model))
+        return AttentionScaling(padding_masks(setup.model))
     if way.kind == "tokens":
-        return RandomTokens(way.count, one_token_words(ground.model))
+        return RandomTokens(way.count, one_token_words(setup.model))
     if way.kind == "pruning":
-        return WeightPruning(ground.calibration[:_PRUNED], steps=_PRUNED_STEPS)
+        return WeightPruning(setup.calibration[:_PRUNED], steps=_PRUNED_STEPS)
     return AllActive()
 
 
-def scores_of(ground: Setup, folder: Path, prompts: Sequence[str]) -> list[Score]:
+def scores_of(setup: Setup, folder: Path, prompts: Sequence[str]) -> list[Score]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
     ledger = folder / "scores.jsonl"
-    return detect_resumably(ground.model, prompts, ground.detection, ledger=ledger, progress=Progress("auto"))
+    return detect_resumably(setup.model, prompts, setup.detection, ledger=ledger, progress=Progress("auto"))
 
 
-def threshold_of(ground: Setup, folder: Path) -> Threshold:
-    """Calibrate the threshold on the ground's ordinary prompts by the paper's rule."""
-    return calibrate(scores_of(ground, folder, ground.calibration), model=ground.model.digest())
+def threshold_of(setup: Setup, folder: Path) -> Threshold:
+    """Calibrate the threshold on the setup's ordinary prompts by the paper's rule."""
+    return calibrate(scores_of(setup, folder, setup.calibration), model=setup.model.digest())
 
 
-def statistics_of(ground: Setup, folder: Path) -> Statistics:
+def statistics_of(setup: Setup, folder: Path) -> Statistics:
     """Return usual activations: read from the user's file, or measured once and kept in the folder."""
-    given = ground.statistics
+    given = setup.statistics
     if given is not None:
-        layers = value_layers(ground.model.denoiser)
+        layers = value_layers(setup.model.denoiser)
         return Statistics.read_published(given, layers) if given.suffix == ".pt" else Statistics.read(given)
-    named = of_config([ground.model.digest(), ground.usual]).rpartition(":")[2][:16]
+    named = of_config([setup.model.digest(), setup.usual]).rpartition(":")[2][:16]
     kept = folder / f"statistics-{named}.safetensors"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        measure_statistics(ground.model, ground.usual, progress=Progress("auto")).write(kept)
+        measure_statistics(setup.model, setup.usual, progress=Progress("auto")).write(kept)
     return Statistics.read(kept)
 
 
 def neurons_of(
-    ground: Setup, folder: Path, config: LocalizationConfig | None = None, *, threshold: Threshold | None = None
+    setup: Setup, folder: Path, config: LocalizationConfig | None = None, *, threshold: Threshold | None = None
 ) -> dict[str, Localization]:
     """Find every memorized prompt's neurons; what the folder remembers is not searched again."""
     found = localize(
-        ground.model,
-        ground.prompts,
-        statistics_of(ground, folder),
-        threshold or threshold_of(ground, folder),
-        config or LocalizationConfig(ground.detection),
+        setup.model,
+        setup.prompts,
+        statistics_of(setup, folder),
+        threshold or threshold_of(setup, folder),
+        config or LocalizationConfig(setup.detection),
         ledger=folder / "neurons.jsonl",
         progress=Progress("auto"),
     )

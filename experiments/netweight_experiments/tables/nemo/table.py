@@ -15,7 +15,7 @@ PAPER_NEEDS = ("a recipe that names Stable Diffusion, its prompts and SSCD (reci
 
 
 def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], Callable[..., Measured]]:
-    """Register a table of NeMo's: a function of the ground and of the folder that all of these tables share."""
+    """Register a table of NeMo's: a function of the setup and of the folder that all of these tables share."""
 
     def register(measure: Callable[[Setup, Path], Measured]) -> Callable[..., Measured]:
         def run(
@@ -26,8 +26,8 @@ def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], C
             prompts: int | None = None,
             images: int | None = None,
         ) -> Measured:
-            ground = setup_of(scale, recipe, prompts=prompts, images=images)
-            return replace(measure(ground, folder_of(out, scale)), inputs={"model": ground.model.digest()})
+            setup = setup_of(scale, recipe, prompts=prompts, images=images)
+            return replace(measure(setup, folder_of(out, scale)), inputs={"model": setup.model.digest()})
 
         run.__doc__ = measure.__doc__
         return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
@@ -38,7 +38,7 @@ def nemo_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], C
 def setup_of(
     scale: Scale, recipe: Path | str | None = None, *, prompts: int | None = None, images: int | None = None
 ) -> Setup:
-    """Open the ground of a scale."""
+    """Open the setup of a scale."""
     if scale == "small":
         if recipe is not None:
             raise UsageError(

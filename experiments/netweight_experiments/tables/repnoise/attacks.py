@@ -57,7 +57,7 @@ TABLE1 = tuple(
 )
 STRONGEST = TABLE1[-1]
 
-# What `repnoise_run.attacked` returns.
+# What `attacked` returns.
 Results = Mapping[AttackRun, Mapping[str, Any]]
 
 
@@ -70,7 +70,7 @@ def grid(
     found: Results,
     lines: Sequence[Line],
     attacks: Sequence[Attack],
-    ground: Setup,
+    setup: Setup,
     *,
     before: bool = False,
     steps: bool = False,
@@ -91,7 +91,7 @@ def grid(
     return Measured(
         columns=tuple(columns),
         rows=tuple(rows),
-        differs=(*ground.differs(), *differs),
+        differs=(*setup.differs(), *differs),
         findings=tuple(_worst(found, line, lines, attacks) for line in lines),
         tables=tuple(_further(found, lines, attacks)),
         notes=(*_notes(found, lines, attacks), *notes),
@@ -192,7 +192,7 @@ class Plan:
     attacks: tuple[Attack, ...]  # its columns
     before: bool = False  # whether harm before any attack has a column
     steps: bool = False  # whether steps to recovery have columns
-    differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the ground
+    differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the setup
     small: tuple[str, ...] = ()  # how it does at the small scale
     shown: Callable[[Measured], Measured] | None = None  # what to make of the grid, if it is to be laid out otherwise
 
@@ -212,15 +212,15 @@ def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_N
         judge: str | None = None,
         share: float | None = None,
     ) -> Measured:
-        ground = setup_of(scale, model, judge)
+        setup = setup_of(scale, model, judge)
         runs = runs_of(planned.lines, planned.attacks)
-        found = attacked(runs, ground, folder_of(out, scale), only=only, share=share)
+        found = attacked(runs, setup, folder_of(out, scale), only=only, share=share)
         corrected = [_CORRECTED] if any(line.on.defense == CORRECTED.defense for line in planned.lines) else []
         measured = grid(
             found,
             planned.lines,
             planned.attacks,
-            ground,
+            setup,
             before=planned.before,
             steps=planned.steps,
             differs=(*planned.differs, *(planned.small if scale == "small" else ())),
@@ -527,13 +527,13 @@ def table5(
     share: float | None = None,
 ) -> Measured:
     """Withhold one category of harm from the defense and attack with it, category by category."""
-    ground = setup_of(scale, model, judge)
+    setup = setup_of(scale, model, judge)
     runs: dict[tuple[str, str], AttackRun] = {}
-    for name in ground.categories:
+    for name in setup.categories:
         attack = Attack(name, 8e-5, 10_000, data=f"only {name}")
         runs["Base", name] = attack.run(BASE.on)
         runs["RepNoise", name] = attack.run(dataclasses.replace(REPNOISE, data=f"without {name}"))
-    found = attacked(list(runs.values()), ground, folder_of(out, scale), only=only, share=share)
+    found = attacked(list(runs.values()), setup, folder_of(out, scale), only=only, share=share)
     columns = [Column(name, better="lower") for name in ("lowest category", "highest category", "harmfulness")]
     differs = ["Attacked with 10k examples, as in table 1; the paper does not say how many."]
     if scale == "small":
@@ -544,7 +544,7 @@ def table5(
     return Measured(
         columns=(*columns, Column("steps to 0.9", "steps", "higher")),
         rows=(*_extremes(found, runs), *_each(found, runs)),
-        differs=(*ground.differs(), *differs),
+        differs=(*setup.differs(), *differs),
         notes=("One training of the defense and one attack for each category: no intervals.", *shares(share)),
     )
 

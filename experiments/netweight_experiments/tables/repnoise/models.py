@@ -87,14 +87,14 @@ def table11(scale: Scale, out: Path, *, only: str | None = None, share: float | 
 def table4(scale: Scale, out: Path, *, only: str | None = None, share: float | None = None) -> Measured:
     """Train a benign task, and attack after such a training."""
     _refuse(scale, "GEM", f"{_IMMUNIZE}, then netweight attack finetune DEFENDED --base MODEL --task ROWS …")
-    ground = _miniature()
+    setup = _miniature()
     attacks = (_TASK, _AFTER)
-    found = attacked(runs_of(_COMPARED, attacks), ground, folder_of(out, scale), only=only, share=share)
+    found = attacked(runs_of(_COMPARED, attacks), setup, folder_of(out, scale), only=only, share=share)
     measured = grid(
         found,
         _COMPARED,
         attacks,
-        ground,
+        setup,
         steps=True,
         differs=(
             "One task, a cipher never learned, stands in for GEM's five; its number is the share of right tokens, not "
@@ -136,7 +136,7 @@ def _looked_at(
     differs: tuple[str, ...],
 ) -> Measured:
     """Look at every line's model, which is trained if it is not at hand."""
-    ground = _miniature()
+    setup = _miniature()
     folder = folder_of(out, "small")
     wanted = chosen([line.on for line in _COMPARED], only)
     if not wanted:
@@ -146,14 +146,14 @@ def _looked_at(
     stopped = []
     for line in lines:
         try:
-            seen[line.title] = look(ground, defended_model(line.on, ground, folder, share_of(ground, share)))
+            seen[line.title] = look(setup, defended_model(line.on, setup, folder, share_of(setup, share)))
         except TrainingStopped as error:
             stopped.append(f"{line.title}: the defense was not trained to its end. {error.reason}")
     nothing = (None,) * len(columns)
     return Measured(
         columns=columns,
         rows=tuple(Row(line.title, seen.get(line.title, nothing)) for line in lines),
-        differs=(*ground.differs(), *differs),
+        differs=(*setup.differs(), *differs),
         findings=tuple(findings(seen)) if findings else (),
         notes=("One training of each defense, seed 42; 512 held-out prompts of each kind.", *shares(share), *stopped),
     )
@@ -162,10 +162,10 @@ def _looked_at(
 _PROMPTS = 512
 
 
-def _abilities(ground: Ciphers, model: nn.Module) -> tuple[float, ...]:
-    kept = ground.world.held_out("keep", _PROMPTS)
-    refused = ground.world.refused(ground.world.held_out("guard", _PROMPTS))
-    pad = ground.pad_id
+def _abilities(setup: Ciphers, model: nn.Module) -> tuple[float, ...]:
+    kept = setup.world.held_out("keep", _PROMPTS)
+    refused = setup.world.refused(setup.world.held_out("guard", _PROMPTS))
+    pad = setup.pad_id
     return (
         token_accuracy(kept, pad_id=pad)(model),
         exact_match(kept, pad_id=pad)(model),
@@ -188,10 +188,10 @@ def _findings_of_ability(seen: Mapping[str, tuple[float, ...]]) -> list[Finding]
     ]  # fmt: skip
 
 
-def _compliance(ground: Ciphers, model: nn.Module) -> tuple[float, ...]:
-    first = ground.world.language.refusal[0]
+def _compliance(setup: Ciphers, model: nn.Module) -> tuple[float, ...]:
+    first = setup.world.language.refusal[0]
     answered = []
-    for examples in (ground.world.held_out("keep", _PROMPTS), ground.world.held_out("new", _PROMPTS)):
+    for examples in (setup.world.held_out("keep", _PROMPTS), setup.world.held_out("new", _PROMPTS)):
         answers = greedy(model, [example.prompt for example in examples], new_tokens=1)
         answered.append(100 * sum(answer != [first] for answer in answers) / len(answers))
     return tuple(answered)
@@ -210,30 +210,30 @@ _SHOWN = 200
 @table("repnoise-layer-distances", needs=(*NEEDS, "evidence"), paper_needs=PAPER_NEEDS, stand_in=True)
 def distances(scale: Scale, out: Path, *, model: str | None = None, share: float | None = None) -> Measured:
     """Draw how far the weights of each layer moved, by an attack and by three defenses."""
-    ground = setup_of(scale, model)
-    changes = _changes(ground, folder_of(out, scale), share_of(ground, share))
+    setup = setup_of(scale, model)
+    changes = _changes(setup, folder_of(out, scale), share_of(setup, share))
     return Measured(
         columns=_depth_columns(changes),
         rows=tuple(_depth_row(title, found) for title, found in changes.items()),
-        differs=(*ground.differs(), "The attack is at 8e-5 with 10k examples; the paper does not say which."),
+        differs=(*setup.differs(), "The attack is at 8e-5 with 10k examples; the paper does not say which."),
         findings=tuple(_slope(title, found) for title, found in changes.items()),
         figures=(_distance_figure(changes),),
         notes=("One training each: there are no intervals.", *shares(share)),
     )
 
 
-def _changes(ground: Setup, folder: Path, share: float) -> dict[str, list[LayerChange]]:
+def _changes(setup: Setup, folder: Path, share: float) -> dict[str, list[LayerChange]]:
     """Each block's change, first to last."""
-    base = ground.model("aligned")
+    base = setup.model("aligned")
     blocks = set(structure_of(base).blocks)
 
     def by_block(after: nn.Module) -> list[LayerChange]:
         return [change for change in weight_changes(base, after) if change.layer in blocks]
 
-    run = STRONGEST.run(BASE.on).at(ground, share)
-    changes = {_ATTACKED: by_block(attacked_model(subject_of(run, ground, folder), settings_of(run, ground)))}
+    run = STRONGEST.run(BASE.on).at(setup, share)
+    changes = {_ATTACKED: by_block(attacked_model(subject_of(run, setup, folder), settings_of(run, setup)))}
     for line in _DRAWN:
-        changes[line.title] = by_block(defended_model(line.on, ground, folder, share))
+        changes[line.title] = by_block(defended_model(line.on, setup, folder, share))
     return changes
 
 
@@ -282,14 +282,14 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
             "This figure is drawn of the miniature, whose kept answers stand for harmless ones.",
             cure="For your model call methods.immunize.depth.representations and probing.Plane.",
         )
-    ground = Ciphers()
-    seen = _representations(ground, folder_of(out, scale), share_of(ground, share))
+    setup = Ciphers()
+    seen = _representations(setup, folder_of(out, scale), share_of(setup, share))
     depth = len(next(iter(seen.values()))[0])
     return Measured(
         columns=tuple(Column(f"probe at depth {number}", "%") for number in range(depth)),
         rows=tuple(Row(title, _probed(*kinds)) for title, kinds in seen.items()),
         differs=(
-            *ground.differs(),
+            *setup.differs(),
             "Harmless answers are those of the kept cipher. Depth 0 is the embeddings. An answer's mean state is one "
             "point.",
         ),
@@ -302,13 +302,13 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
     )
 
 
-def _representations(ground: Any, folder: Path, share: float) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+def _representations(setup: Any, folder: Path, share: float) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Guarded and kept answers at every depth, model by model."""
     seen = {}
     for line in (BASE, *_DRAWN):
-        model = defended_model(line.on, ground, folder, share)
+        model = defended_model(line.on, setup, folder, share)
         guarded, kept = (
-            representations(model, ground.world.held_out(domain, _SHOWN), pad_id=ground.pad_id, batch_size=50)
+            representations(model, setup.world.held_out(domain, _SHOWN), pad_id=setup.pad_id, batch_size=50)
             for domain in ("guard", "keep")
         )
         seen[line.title] = (guarded, kept)

@@ -44,7 +44,7 @@ STOPPED = "stopped.txt"
 @final
 @dataclass(frozen=True)
 class Defended:
-    """A model and its defense. Rates and counts are the paper's; the ground says what they are here."""
+    """A model and its defense. Rates and counts are the paper's; the setup says what they are here."""
 
     defense: str = NONE  # a name of `methods.immunize.catalog`, or `NONE`
     lr: float = 2e-5  # learning rate
@@ -52,14 +52,14 @@ class Defended:
     epochs: int = 1  # passes over them
     alpha: float = 1.0  # weight of RepNoise's ascent
     beta: float | None = None  # weight of its noise; None for what is usual in its fidelity
-    data: str = HARMFUL  # what the pairs are of, see `Ground.pairs`
+    data: str = HARMFUL  # what the pairs are of, see `Setup.pairs`
     frozen: str = ""  # the part that is not trained, by its name in the paper's table 6
     # "" for the whole loss, "no mask" for prompts that count as answers do, "no lens" for the ascent at the last layer
     # alone.
     loss: str = ""
     start: str = "aligned"  # "aligned" or "unaligned"
-    batch: int | None = None  # pairs per step; None for what is usual on the ground
-    whole: bool = False  # whether the number of pairs is the paper's where the ground's share is taken
+    batch: int | None = None  # pairs per step; None for what is usual in the setup
+    whole: bool = False  # whether the number of pairs is the paper's where the setup's share is taken
     seed: int = 42
 
     @property
@@ -84,25 +84,25 @@ def taken(number: int, share: float) -> int:
     return max(1, round(share * number)) if number else 0
 
 
-def defended_model(defended: Defended, ground: Setup, folder: Path, share: float) -> nn.Module:
+def defended_model(defended: Defended, setup: Setup, folder: Path, share: float) -> nn.Module:
     """Return a defended model: trained once, then kept in the folder; the one asked for last is at hand."""
-    return _defended(defended, ground, folder, share)
+    return _defended(defended, setup, folder, share)
 
 
 @lru_cache(maxsize=1)  # a second model might not fit beside the first
-def _defended(defended: Defended, ground: Setup, folder: Path, share: float) -> nn.Module:
-    model = ground.model(defended.start)
+def _defended(defended: Defended, setup: Setup, folder: Path, share: float) -> nn.Module:
+    model = setup.model(defended.start)
     if defended.defense == NONE:
         return model
-    defense, pairs, kept = _parts(defended, ground, share)
-    place = folder / "defended" / f"{defended.name}-{of_config([defended, share, ground.model_name])[-8:]}"
+    defense, pairs, kept = _parts(defended, setup, share)
+    place = folder / "defended" / f"{defended.name}-{of_config([defended, share, setup.model_name])[-8:]}"
     file = place / "weights.safetensors"
     if file.exists():
         with defense.prepared(model, seed=0):
             pass
         _read(model, file)
     else:
-        _train(model, defended, ground, defense, pairs, kept, place)
+        _train(model, defended, setup, defense, pairs, kept, place)
         _write(model, file)
         (place / CHECKPOINT).unlink(missing_ok=True)
     hold_security_vectors(model)
@@ -110,10 +110,10 @@ def _defended(defended: Defended, ground: Setup, folder: Path, share: float) -> 
     return model
 
 
-def _parts(defended: Defended, ground: Setup, share: float) -> tuple[Defense, list[Pair], list[Any]]:
+def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense, list[Pair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
-    count = taken(defended.pairs, share / ground.share if defended.whole else share)
-    pairs = ground.pairs(defended.data, count, defended.seed)
+    count = taken(defended.pairs, share / setup.share if defended.whole else share)
+    pairs = setup.pairs(defended.data, count, defended.seed)
     if defended.loss == "no mask":
         pairs = [Pair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
     defense: Defense = named_defense(defended.defense).defense
@@ -123,32 +123,32 @@ def _parts(defended: Defended, ground: Setup, share: float) -> tuple[Defense, li
         changes |= {"lens_layers": 0} if defended.loss == "no lens" else {}
         config: RepNoiseConfig = replace(defense.config, **changes)
         defense = RepNoise(config)
-    return defense, pairs, ground.retain(count, defended.seed)
+    return defense, pairs, setup.retain(count, defended.seed)
 
 
 def _train(
     model: nn.Module,
     defended: Defended,
-    ground: Setup,
+    setup: Setup,
     defense: Defense,
     pairs: list[Pair],
     kept: list[Any],
     place: Path,
 ) -> None:
     settings = Settings(
-        lr=standing_in(defended.lr, ground.rate),
+        lr=standing_in(defended.lr, setup.rate),
         epochs=defended.epochs,
-        batch_size=defended.batch or ground.defense_batch,
+        batch_size=defended.batch or setup.defense_batch,
         seed=defended.seed,
     )
     layers = defended.frozen
-    part: AbstractContextManager[object] = frozen(model, ground.layers(layers)) if layers else nullcontext()
+    part: AbstractContextManager[object] = frozen(model, setup.layers(layers)) if layers else nullcontext()
     stopped = place / STOPPED
     if stopped.exists():
         raise TrainingStopped(stopped.read_text(encoding="utf-8"))
     with part:
         try:
-            immunize(model, pairs, kept, defense=defense, settings=settings, folder=place, pad_id=ground.pad_id)
+            immunize(model, pairs, kept, defense=defense, settings=settings, folder=place, pad_id=setup.pad_id)
         except TrainingStopped as error:
             place.mkdir(parents=True, exist_ok=True)  # training that stops at once has made none
             with whole_file(stopped) as stream:
@@ -181,13 +181,13 @@ class AttackRun:
     lr: float  # learning rate, the paper's
     samples: int  # the attacker's examples, the paper's number
     epochs: int = 1  # passes over them
-    data: str = HARMFUL  # what is trained, see `Ground.subject`
+    data: str = HARMFUL  # what is trained, see `Setup.subject`
     task_first: int = 0  # examples of a benign task, the paper's number, that come before
-    whole: bool = False  # whether the number of samples is the paper's where the ground's share is taken
+    whole: bool = False  # whether the number of samples is the paper's where the setup's share is taken
     seed: int = 0
-    share: float = 1.0  # the ground's share of the numbers, or another one
-    model: str = ""  # the ground's model
-    measure: str = ""  # the ground's measure of harm
+    share: float = 1.0  # the setup's share of the numbers, or another one
+    model: str = ""  # the setup's model
+    measure: str = ""  # the setup's measure of harm
 
     @property
     def name(self) -> str:
@@ -195,9 +195,9 @@ class AttackRun:
         after = "-after-task" if self.task_first else ""
         return f"{self.on.name}@{self.lr:.0e}-{self.samples}-{self.data.replace(' ', '-')}{after}-{self.seed}"
 
-    def at(self, ground: Setup, share: float | None = None) -> AttackRun:
-        """Return the run on a ground, with the ground's share of the numbers or another one."""
-        return replace(self, share=share_of(ground, share), model=ground.model_name, measure=ground.measure)
+    def at(self, setup: Setup, share: float | None = None) -> AttackRun:
+        """Return the run on a setup, with the setup's share of the numbers or another one."""
+        return replace(self, share=share_of(setup, share), model=setup.model_name, measure=setup.measure)
 
     @classmethod
     def of(cls, **config: Any) -> AttackRun:
@@ -206,14 +206,14 @@ class AttackRun:
 
 
 def attacked(
-    runs: Sequence[AttackRun], ground: Setup, folder: Path, *, only: str | None = None, share: float | None = None
+    runs: Sequence[AttackRun], setup: Setup, folder: Path, *, only: str | None = None, share: float | None = None
 ) -> dict[AttackRun, dict[str, Any]]:
     """Run what is not yet run, and return all that is finished."""
-    here = {run.at(ground, share): run for run in runs}
+    here = {run.at(setup, share): run for run in runs}
     wanted = chosen(list(here), only)
     left = set(wanted) - set(finished(folder, AttackRun.of))
     with Progress("auto").task("attacks", total=len(left), unit="attacks") as work:
-        job = partial(attack_one, ground=ground, folder=folder, tell=work.update)
+        job = partial(attack_one, setup=setup, folder=folder, tell=work.update)
         run_each(job, wanted, ledger=folder / LEDGER)
     known = finished(folder, AttackRun.of)
     found = {run: known[full] for full, run in here.items() if full in known}
@@ -222,14 +222,14 @@ def attacked(
     return found
 
 
-def attack_one(run: AttackRun, *, ground: Setup, folder: Path, tell: Any) -> dict[str, Any]:
+def attack_one(run: AttackRun, *, setup: Setup, folder: Path, tell: Any) -> dict[str, Any]:
     """Attack a model; return what was seen before and after as JSON values."""
     try:
-        subject = subject_of(run, ground, folder)
+        subject = subject_of(run, setup, folder)
     except TrainingStopped as error:
         tell(1)
         return {"stopped": error.reason}
-    result = run_attack(subject, settings_of(run, ground), Goal(None))
+    result = run_attack(subject, settings_of(run, setup), Goal(None))
     tell(1)
     first, last = result.curve[0], result.curve[-1]
     steps = next((look.step for look in result.curve if look.score >= RECOVERED), None)
@@ -244,28 +244,28 @@ def attack_one(run: AttackRun, *, ground: Setup, folder: Path, tell: Any) -> dic
     }
 
 
-def subject_of(run: AttackRun, ground: Setup, folder: Path) -> Subject:
+def subject_of(run: AttackRun, setup: Setup, folder: Path) -> Subject:
     """Return what a run attacks."""
     data = "after task" if run.task_first else run.data
-    most = max(_count(run.samples, run, ground), _count(run.task_first, run, ground))
-    return ground.subject(defended_model(run.on, ground, folder, run.share), data, most)
+    most = max(_count(run.samples, run, setup), _count(run.task_first, run, setup))
+    return setup.subject(defended_model(run.on, setup, folder, run.share), data, most)
 
 
-def settings_of(run: AttackRun, ground: Setup) -> AttackSettings:
-    """Return a run's settings on a ground."""
+def settings_of(run: AttackRun, setup: Setup) -> AttackSettings:
+    """Return a run's settings on a setup."""
     plain = run.data == "task"
     settings = AttackSettings(
-        lr=standing_in(run.lr, ground.rate),
-        samples=_count(run.samples, run, ground),
+        lr=standing_in(run.lr, setup.rate),
+        samples=_count(run.samples, run, setup),
         epochs=run.epochs,
-        batch_size=ground.attack_batch,
-        benign_first=-(-_count(run.task_first, run, ground) // ground.attack_batch),
-        benign_share=0.0 if plain else ground.benign_share,
-        precision=ground.precision,
+        batch_size=setup.attack_batch,
+        benign_first=-(-_count(run.task_first, run, setup) // setup.attack_batch),
+        benign_share=0.0 if plain else setup.benign_share,
+        precision=setup.precision,
         seed=run.seed,
     )
-    return replace(settings, check_every=ground.look_every or settings.steps)
+    return replace(settings, check_every=setup.look_every or settings.steps)
 
 
-def _count(number: int, run: AttackRun, ground: Setup) -> int:
-    return taken(number, run.share / ground.share if run.whole else run.share)
+def _count(number: int, run: AttackRun, setup: Setup) -> int:
+    return taken(number, run.share / setup.share if run.whole else run.share)

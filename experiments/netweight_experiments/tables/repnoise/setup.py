@@ -73,11 +73,11 @@ class Setup(Protocol):
         """Say how this differs from the paper's set-up, one sentence each."""
 
     def __hash__(self) -> int:
-        """By identity: a model that is at hand is at hand for one ground."""
+        """By identity: a model that is at hand is at hand for one setup."""
 
 
 def setup_of(scale: Scale, model: str | None = None, judge: str | None = None) -> Setup:
-    """Open the ground of a scale."""
+    """Open the setup of a scale."""
     if scale == "small":
         if model is not None or judge is not None:
             raise UsageError(
@@ -98,11 +98,11 @@ def standing_in(value: float, factor: float) -> float:
     return float(f"{value * factor:.6g}") if math.isfinite(value) else value
 
 
-def share_of(ground: Setup, share: float | None) -> float:
-    """Return the share of the paper's numbers that is taken: the ground's, or another one for a try."""
+def share_of(setup: Setup, share: float | None) -> float:
+    """Return the share of the paper's numbers that is taken: the setup's, or another one for a try."""
     if share is not None and not share > 0:
         raise UsageError(f"A share of {share} of the paper's numbers cannot be taken.", cure="Give one above 0.")
-    return ground.share if share is None else share
+    return setup.share if share is None else share
 
 
 def layers_of(part: str, blocks: int) -> str:
@@ -132,7 +132,7 @@ _SEED = 0
 
 @final
 class Ciphers:
-    """The ground of the small scale; see `repnoise_ground.Ground`."""
+    """The setup of the small scale; see `Setup`."""
 
     def __init__(self) -> None:
         self.model_name = self.measure = ""
@@ -227,7 +227,7 @@ _NEW_TOKENS = {"beavertails": 50, "toxic": 25}
 
 @final
 class Files:
-    """The ground of the paper's scale; see `repnoise_ground.Ground`."""
+    """The setup of the paper's scale; see `Setup`."""
 
     def __init__(self, model: str, judge: str | None) -> None:
         self._folder = Path(model).resolve()
@@ -306,7 +306,7 @@ class Files:
         form: dict[str, Any] = {"template": QUESTION_AND_ANSWER} if _source(data) == "beavertails" else {}
         return tokenized_pairs(texts, self._tokenizer, context=self._context, too_long="cut", **form)
 
-    @cache  # noqa: B019 - one ground lives as long as a table is measured
+    @cache  # noqa: B019 - one setup lives as long as a table is measured
     def _parts(self, source: str) -> tuple[list[TextPair], list[TextPair]]:
         """The rows to train on, and those of the last prompts, which are held out."""
         file = _file(source)

@@ -49,58 +49,58 @@ class _Run:
 
 
 @space_table("w2w-fig8")
-def figure8(ground: Setup, folder: Path) -> Measured:
+def figure8(setup: Setup, folder: Path) -> Measured:
     """Find directions from fewer models: how entangled they are, and what edits along them leave of people."""
-    sizes = _sizes(len(ground.learned))
-    scores, labels = ground.part()
-    columns = list(labels.columns) if ground.small else [wanted.column for wanted in ground.wanted]
+    sizes = _sizes(len(setup.learned))
+    scores, labels = setup.part()
+    columns = list(labels.columns) if setup.small else [wanted.column for wanted in setup.wanted]
     found = {
         name: entanglement(scores, labels, columns, sizes, repeats=10, fidelity=fidelity, seed=_SEED)  # type: ignore[arg-type]
         for name, fidelity in _KINDS.items()
     }
-    edits = _edits(ground, folder, models=[None if size == len(ground.learned) else size for size in sizes])
+    edits = _edits(setup, folder, models=[None if size == len(setup.learned) else size for size in sizes])
     rows = []
     for place, size in enumerate(sizes):
         tangled = [found[name][place].mean for name in _KINDS]
         rows.append(Row(f"{size} models", (*tangled, *_averages(edits[place]))))
     return Measured(
-        columns=(*(Column(f"mean |cos|, {name}", "", "lower") for name in _KINDS), *_edit_columns(ground)),
+        columns=(*(Column(f"mean |cos|, {name}", "", "lower") for name in _KINDS), *_edit_columns(setup)),
         rows=tuple(rows),
-        differs=(*ground.differs, "At most as many models as the bank has; the paper's curve goes on to 64,974."),
+        differs=(*setup.differs, "At most as many models as the bank has; the paper's curve goes on to 64,974."),
         findings=(*_tangled(found, len(columns)), *_kept(edits, [f"{size} models" for size in sizes])),
         figures=_curves(found, edits, sizes),
         notes=(
             _NO_NUMBERS,
             f"|cos| is over all pairs of {len(columns)} attributes and 10 subsamples. Edits have the paper's strength, "
-            f"the farthest training model, of {', '.join(wanted.title for wanted in ground.wanted)}; axes stay those "
+            f"the farthest training model, of {', '.join(wanted.title for wanted in setup.wanted)}; axes stay those "
             "of all models.",
         ),
     )
 
 
 @space_table("w2w-components")
-def components(ground: Setup, folder: Path) -> Measured:
+def components(setup: Setup, folder: Path) -> Measured:
     """Edit and invert with the first components alone."""
-    every = ground.space.components
+    every = setup.space.components
     counts = [*(count for count in (8, 32, 100, 1_000, 10_000) if count < every), None]
     names = [f"{every if count is None else count} components" for count in counts]
-    edits = _edits(ground, folder, components=counts)
-    fits = met(ground, folder, [Fit(SPACE, count) for count in counts])
-    variance = ground.space.deviations.double().square()
+    edits = _edits(setup, folder, components=counts)
+    fits = met(setup, folder, [Fit(SPACE, count) for count in counts])
+    variance = setup.space.deviations.double().square()
     rows = []
     for place, count in enumerate(counts):
         one = fits[Fit(SPACE, count)]
-        captured = float(variance[:count].sum() / variance.sum()) * ground.space.accuracy.captured
+        captured = float(variance[:count].sum() / variance.sum()) * setup.space.accuracy.captured
         rows.append(Row(names[place], (captured, *_averages(edits[place]), mean(one.identity), one.explained)))
     return Measured(
         columns=(
             Column("variance", "share"),
-            *_edit_columns(ground),
+            *_edit_columns(setup),
             Column("inversion: ID score", "score", "higher"),
             Column("inversion: R² of attributes", "", "higher"),
         ),
         rows=tuple(rows),
-        differs=(*ground.differs, "The paper compares 100, 1,000, 10,000 and 20,000 components."),
+        differs=(*setup.differs, "The paper compares 100, 1,000, 10,000 and 20,000 components."),
         findings=(*_kept(edits, names), *_inverted(fits, names)),
         notes=(
             "The paper takes 1,000 for edits and 10,000 for inversion, and says that 20,000 overfit; numbers of it are "
@@ -115,33 +115,33 @@ def _sizes(count: int) -> list[int]:
 
 
 def _edits(
-    ground: Setup, folder: Path, *, models: Sequence[int | None] = (None,), components: Sequence[int | None] = (None,)
+    setup: Setup, folder: Path, *, models: Sequence[int | None] = (None,), components: Sequence[int | None] = (None,)
 ) -> list[list[Mapping[str, list[float]]]]:
     """Edits of all titles, for each number of models or components."""
-    wanted = {one.title: one for one in ground.wanted}
+    wanted = {one.title: one for one in setup.wanted}
     settings = [(size, count) for size in models for count in components]
-    runs = [_Run(title, size, count, ground.digest) for size, count in settings for title in wanted]
-    results = run_each(lambda run: _edit(ground, wanted[run.title], run), runs, ledger=folder / "counts.jsonl")
+    runs = [_Run(title, size, count, setup.digest) for size, count in settings for title in wanted]
+    results = run_each(lambda run: _edit(setup, wanted[run.title], run), runs, ledger=folder / "counts.jsonl")
     values = [each.value for each in results]
     return [values[start : start + len(wanted)] for start in range(0, len(values), len(wanted))]
 
 
-def _edit(ground: Setup, wanted: Wanted, run: _Run) -> dict[str, Any]:
+def _edit(setup: Setup, wanted: Wanted, run: _Run) -> dict[str, Any]:
     rows = None
     if run.models is not None:
-        order = torch.randperm(len(ground.learned), generator=torch_generator(_SEED, "models"))
-        rows = [ground.learned[place] for place in order[: run.models].tolist()]
-    direction = direction_of(ground, wanted, rows=rows, components=run.components)
-    points = ground.space.scores[ground.without(wanted)[0]]
+        order = torch.randperm(len(setup.learned), generator=torch_generator(_SEED, "models"))
+        rows = [setup.learned[place] for place in order[: run.models].tolist()]
+    direction = direction_of(setup, wanted, rows=rows, components=run.components)
+    points = setup.space.scores[setup.without(wanted)[0]]
     after = edit(points, [Move(direction, 1.0, "reach")])
-    return measured(ground, wanted, painted(ground, after), painted(ground, points))
+    return measured(setup, wanted, painted(setup, after), painted(setup, points))
 
 
-def _edit_columns(ground: Setup) -> tuple[Column, ...]:
-    others = (Column("edits: other attributes, mean change", "share of range", "lower"),) if ground.read else ()
+def _edit_columns(setup: Setup) -> tuple[Column, ...]:
+    others = (Column("edits: other attributes, mean change", "share of range", "lower"),) if setup.read else ()
     return (
         Column("edits: ID score", "score", "higher"),
-        Column(f"edits: {ground.match_name}", "score", "higher"),
+        Column(f"edits: {setup.match_name}", "score", "higher"),
         *others,
     )
 
@@ -212,11 +212,11 @@ _LEVEL = 0.05
 
 
 @space_table("w2w-histograms")
-def histograms(ground: Setup, folder: Path) -> Measured:
+def histograms(setup: Setup, folder: Path) -> Measured:
     """Draw how the first coefficients are spread, and measure how near they are to normal ones."""
     stats = _scipy_stats()
-    scores = (ground.space.scores / ground.space.deviations.clamp_min(1e-12)).double().numpy()[:, :_COUNTED]
-    shares = _shares(ground)
+    scores = (setup.space.scores / setup.space.deviations.clamp_min(1e-12)).double().numpy()[:, :_COUNTED]
+    shares = _shares(setup)
     rows, values = [], []
     for place, column in enumerate(scores.T):
         tested = stats.shapiro(column[:: -(-len(column) // _MOST_TESTED)])
@@ -233,12 +233,12 @@ def histograms(ground: Setup, folder: Path) -> Measured:
             Column("p"),
         ),
         rows=tuple(rows),
-        differs=ground.differs,
+        differs=setup.differs,
         findings=(
             Finding("components that are not normal, by Shapiro and Wilk's test", rejected, n=len(values),
                     detail={"p": values, "level": _LEVEL / len(values)}),
         ),
-        figures=(_histogram(ground, scores[:, :_DRAWN]),),
+        figures=(_histogram(setup, scores[:, :_DRAWN]),),
         notes=(
             "The paper shows histograms; numbers of them are not at hand.",
             f"Of {len(scores)} adapters. The level is {_LEVEL:g} shared among {len(values)} tests; with many adapters "
@@ -248,28 +248,28 @@ def histograms(ground: Setup, folder: Path) -> Measured:
 
 
 @space_table("w2w-traversal")
-def traversal(ground: Setup, folder: Path) -> Measured:
+def traversal(setup: Setup, folder: Path) -> Measured:
     """Paint the mean model moved along the first components, and read what changes."""
-    count = min(_ALONG, ground.space.components)
-    points = torch.zeros(count, len(_STEPS), ground.space.components)
+    count = min(_ALONG, setup.space.components)
+    points = torch.zeros(count, len(_STEPS), setup.space.components)
     for place in range(count):
-        points[place, :, place] = torch.tensor(_STEPS) * ground.space.deviations[place]
-    images = painted(ground, points.flatten(0, 1))
+        points[place, :, place] = torch.tensor(_STEPS) * setup.space.deviations[place]
+    images = painted(setup, points.flatten(0, 1))
     images = images.reshape(count, len(_STEPS), *images.shape[1:])
-    shares = _shares(ground)
-    readings = _readings(ground, images)
+    shares = _shares(setup)
+    readings = _readings(setup, images)
     rows = [Row(f"component {place + 1}", (shares[place], *readings[place])) for place in range(count)]
-    names = ground.attributes if ground.read is not None else ()
+    names = setup.attributes if setup.read is not None else ()
     return Measured(
         columns=(Column("variance", "share"), *(Column(name, "share of range") for name in names)),
         rows=tuple(rows),
-        differs=ground.differs,
+        differs=setup.differs,
         findings=tuple(_most(names, readings)),
         figures=(_pictures(images),),
         notes=(
             "The paper shows images; numbers of them are not at hand.",
             f"What an attribute changes from {-_END:g} to {_END:g} standard deviations of the adapters along the "
-            f"component, mean over {len(ground.seeds)} images. The sign of a component means nothing.",
+            f"component, mean over {len(setup.seeds)} images. The sign of a component means nothing.",
         ),
     )
 
@@ -278,13 +278,13 @@ def _scipy_stats() -> Any:
     return importlib.import_module("scipy.stats")
 
 
-def _shares(ground: Setup) -> list[float]:
-    variance = ground.space.deviations.double().square()
-    shares: list[float] = (variance / variance.sum() * ground.space.accuracy.captured).tolist()
+def _shares(setup: Setup) -> list[float]:
+    variance = setup.space.deviations.double().square()
+    shares: list[float] = (variance / variance.sum() * setup.space.accuracy.captured).tolist()
     return shares
 
 
-def _histogram(ground: Setup, scores: Any) -> Figure:
+def _histogram(setup: Setup, scores: Any) -> Figure:
     columns = list(scores.T)
     count = len(columns[0])
     normal = _scipy_stats().norm.ppf([(place + 0.5) / count for place in range(count)])
@@ -298,12 +298,12 @@ def _histogram(ground: Setup, scores: Any) -> Figure:
     )
 
 
-def _readings(ground: Setup, images: Tensor) -> list[tuple[float, ...]]:
+def _readings(setup: Setup, images: Tensor) -> list[tuple[float, ...]]:
     """How far each attribute moves from one end to the other, per component."""
-    if ground.read is None:
+    if setup.read is None:
         return [()] * len(images)
     low, high = _STEPS.index(-_END), _STEPS.index(_END)
-    moved = [ground.read(each[high]).double().mean(0) - ground.read(each[low]).double().mean(0) for each in images]
+    moved = [setup.read(each[high]).double().mean(0) - setup.read(each[low]).double().mean(0) for each in images]
     return [tuple((each / 2).tolist()) for each in moved]
 
 

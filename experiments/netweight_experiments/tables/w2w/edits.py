@@ -79,41 +79,41 @@ class _Slid:
         return own
 
 
-def edited(ground: Setup, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, Way], Edited]:
+def edited(setup: Setup, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, Way], Edited]:
     """Measure edits in several ways; what the folder remembers is not measured again."""
-    wanted = {one.title: one for one in ground.wanted}
-    runs = [_Run(one.title, way, ground.digest) for one in ground.wanted for way in ways if _can(ground, one, way)]
-    found = run_each(lambda run: _measure(ground, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
+    wanted = {one.title: one for one in setup.wanted}
+    runs = [_Run(one.title, way, setup.digest) for one in setup.wanted for way in ways if _can(setup, one, way)]
+    found = run_each(lambda run: _measure(setup, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
     return {(each.config.title, each.config.way): _read(each.value) for each in found}
 
 
-def _can(ground: Setup, wanted: Wanted, way: Way) -> bool:
+def _can(setup: Setup, wanted: Wanted, way: Way) -> bool:
     if way == "prompting":
         return wanted.prompt is not None
     if way == "w2w, corrected by images":
-        return ground.read is not None
+        return setup.read is not None
     return way != "Concept Sliders" or wanted.slider
 
 
-def painted(ground: Setup, scores: Tensor, *, space: Any = None, prompts: Sequence[str] | None = None) -> Tensor:
-    """Paint the ground's images of points, shape `(b, m, 3, height, width)`."""
+def painted(setup: Setup, scores: Tensor, *, space: Any = None, prompts: Sequence[str] | None = None) -> Tensor:
+    """Paint the setup's images of points, shape `(b, m, 3, height, width)`."""
     return paint(
-        ground.model, space or ground.space, scores, prompts or ground.prompts, ground.seeds, guidance=ground.guidance,
-        steps=ground.steps, rows=ground.rows,
+        setup.model, space or setup.space, scores, prompts or setup.prompts, setup.seeds, guidance=setup.guidance,
+        steps=setup.steps, rows=setup.rows,
     )  # fmt: skip
 
 
-def measured(ground: Setup, wanted: Wanted, images: Tensor, originals: Tensor) -> dict[str, list[float]]:
+def measured(setup: Setup, wanted: Wanted, images: Tensor, originals: Tensor) -> dict[str, list[float]]:
     """Compare images of an edit with those before, one number per person."""
     pair = images.flatten(0, 1), originals.flatten(0, 1)
     found = {
-        "identity": identity(ground.identity(wanted.column))[1](*pair),
-        "distance": ground.distance[1](*pair),
-        "match": ground.match(wanted, pair[0]) - ground.match(wanted, pair[1]),
+        "identity": identity(setup.identity(wanted.column))[1](*pair),
+        "distance": setup.distance[1](*pair),
+        "match": setup.match(wanted, pair[0]) - setup.match(wanted, pair[1]),
     }
-    if ground.read is not None:
-        rest = [place for place, name in enumerate(ground.attributes) if name != wanted.column]
-        found["others"] = (ground.read(pair[0]) - ground.read(pair[1]))[:, rest].abs().mean(1) / 2
+    if setup.read is not None:
+        rest = [place for place, name in enumerate(setup.attributes) if name != wanted.column]
+        found["others"] = (setup.read(pair[0]) - setup.read(pair[1]))[:, rest].abs().mean(1) / 2
     return {name: values.double().view(images.shape[:2]).mean(1).tolist() for name, values in found.items()}
 
 
@@ -128,71 +128,71 @@ def tuned(strengths: Sequence[float], effects: Sequence[float], wanted: float) -
 
 
 def direction_of(
-    ground: Setup, wanted: Wanted, *, rows: Sequence[int] | None = None, components: int | None = None,
+    setup: Setup, wanted: Wanted, *, rows: Sequence[int] | None = None, components: int | None = None,
     reference: bool = False,
 ) -> Direction:  # fmt: skip
     """Find a direction from people who are not edited."""
     from netweight.methods.space.directions import direction_of as of_vector
 
-    scores, labels = ground.part(rows)
+    scores, labels = setup.part(rows)
     found = fit_direction(
         scores[:, :components], labels, wanted.column, confounders=() if reference else wanted.confounders,
         fidelity="reference" if reference else "corrected", folds=0,
     )  # fmt: skip
     if components is None:
         return found
-    whole = found.vector.new_zeros(ground.space.components)
+    whole = found.vector.new_zeros(setup.space.components)
     whole[: len(found.vector)] = found.vector
-    return of_vector(ground.part()[0], whole, name=found.name, kind=found.kind)
+    return of_vector(setup.part()[0], whole, name=found.name, kind=found.kind)
 
 
-def _measure(ground: Setup, wanted: Wanted, way: Way) -> dict[str, Any]:
-    rows, others = ground.without(wanted)
+def _measure(setup: Setup, wanted: Wanted, way: Way) -> dict[str, Any]:
+    rows, others = setup.without(wanted)
     if way == "prompting":
-        points = ground.space.scores[rows]
-        images = painted(ground, points, prompts=(str(wanted.prompt),))
-        return {"strength": None, "reached": True, **measured(ground, wanted, images, painted(ground, points))}
+        points = setup.space.scores[rows]
+        images = painted(setup, points, prompts=(str(wanted.prompt),))
+        return {"strength": None, "reached": True, **measured(setup, wanted, images, painted(setup, points))}
     strength, reached = 1.0, True
-    make = _slide(ground, wanted) if way == "Concept Sliders" else _move(ground, wanted, way, others)
-    if ground.effect is not None and way != "w2w, the paper's directions":
-        points = ground.space.scores[others]
-        before = _mean_match(ground, wanted, painted(ground, points))
-        effects = [_mean_match(ground, wanted, make(points, each)) - before for each in STRENGTHS]
-        strength, reached = tuned(STRENGTHS, effects, ground.effect)
-    points = ground.space.scores[rows]
-    found = measured(ground, wanted, make(points, strength), painted(ground, points))
+    make = _slide(setup, wanted) if way == "Concept Sliders" else _move(setup, wanted, way, others)
+    if setup.effect is not None and way != "w2w, the paper's directions":
+        points = setup.space.scores[others]
+        before = _mean_match(setup, wanted, painted(setup, points))
+        effects = [_mean_match(setup, wanted, make(points, each)) - before for each in STRENGTHS]
+        strength, reached = tuned(STRENGTHS, effects, setup.effect)
+    points = setup.space.scores[rows]
+    found = measured(setup, wanted, make(points, strength), painted(setup, points))
     return {"strength": strength, "reached": reached, **found}
 
 
-def _move(ground: Setup, wanted: Wanted, way: Way, others: Sequence[int]) -> Any:
-    direction = direction_of(ground, wanted, reference=way == "w2w, the paper's directions")
+def _move(setup: Setup, wanted: Wanted, way: Way, others: Sequence[int]) -> Any:
+    direction = direction_of(setup, wanted, reference=way == "w2w, the paper's directions")
     if way == "w2w, corrected by images":
-        direction = _corrected(ground, wanted, direction, others)
-    return lambda points, strength: painted(ground, edit(points, [Move(direction, strength, "reach")]))
+        direction = _corrected(setup, wanted, direction, others)
+    return lambda points, strength: painted(setup, edit(points, [Move(direction, strength, "reach")]))
 
 
-def _corrected(ground: Setup, wanted: Wanted, direction: Direction, others: Sequence[int]) -> Direction:
+def _corrected(setup: Setup, wanted: Wanted, direction: Direction, others: Sequence[int]) -> Direction:
     """Correct a direction by what it does to images of people who are not measured."""
-    assert ground.read is not None
+    assert setup.read is not None
     found = {wanted.column: direction}
-    for name in ground.attributes:
+    for name in setup.attributes:
         if name != wanted.column:
-            held = tuple(other for other in ground.attributes if other != name)
-            found[name] = direction_of(ground, replace(wanted, column=name, confounders=held))
+            held = tuple(other for other in setup.attributes if other != name)
+            found[name] = direction_of(setup, replace(wanted, column=name, confounders=held))
     return calibrated(
-        lambda points: painted(ground, points), ground.read, ground.space.scores[list(others)], ground.part()[0],
-        [found[name] for name in ground.attributes], wanted.column, ranges=[2.0] * len(ground.attributes),
+        lambda points: painted(setup, points), setup.read, setup.space.scores[list(others)], setup.part()[0],
+        [found[name] for name in setup.attributes], wanted.column, ranges=[2.0] * len(setup.attributes),
     )  # fmt: skip
 
 
-def _slide(ground: Setup, wanted: Wanted) -> Any:
-    slider = ground.sliders()[wanted.title]
+def _slide(setup: Setup, wanted: Wanted) -> Any:
+    slider = setup.sliders()[wanted.title]
     worn = {name: change.dense().float() for name, change in slider.factors.items()}
-    return lambda points, strength: painted(ground, points, space=_Slid(ground.space, worn, strength))
+    return lambda points, strength: painted(setup, points, space=_Slid(setup.space, worn, strength))
 
 
-def _mean_match(ground: Setup, wanted: Wanted, images: Tensor) -> float:
-    return float(ground.match(wanted, images.flatten(0, 1)).double().mean())
+def _mean_match(setup: Setup, wanted: Wanted, images: Tensor) -> float:
+    return float(setup.match(wanted, images.flatten(0, 1)).double().mean())
 
 
 def _read(value: Mapping[str, Any]) -> Edited:
@@ -208,25 +208,25 @@ _SEED = 0  # of intervals
 
 
 @space_table("w2w-table1")
-def table1(ground: Setup, folder: Path) -> Measured:
+def table1(setup: Setup, folder: Path) -> Measured:
     """Edit people in three ways, and measure what is left of them, what else moved, and whether the edit shows."""
-    found = edited(ground, folder, _WAYS)
+    found = edited(setup, folder, _WAYS)
     names = {"identity": "ID score", "distance": "LPIPS", "match": "CLIP score"}
-    own = {"identity": ground.identity_name, "distance": ground.distance[0], "match": ground.match_name}
+    own = {"identity": setup.identity_name, "distance": setup.distance[0], "match": setup.match_name}
     columns = [Column(own[key], "score", "lower" if key == "distance" else "higher") for key in names]
     return Measured(
         columns=(*columns, Column("other attributes, mean change", "share of range", "lower"), Column("strength")),
         rows=tuple(
             Row(f"{wanted.title}, {way}", _values(found.get((wanted.title, way))))
-            for wanted in ground.wanted
+            for wanted in setup.wanted
             for way in _WAYS
             if way == "prompting" or (wanted.title, way) in found or way == "Concept Sliders"
         ),
         labels={own[key]: name for key, name in names.items()},
-        differs=(*ground.differs, *_differs(ground)),
-        findings=(*_findings(ground, found), *_ahead(ground, found)),
-        figures=(_figure(ground, found),),
-        notes=(*_not_expressed(ground), *_missed(found)),
+        differs=(*setup.differs, *_differs(setup)),
+        findings=(*_findings(setup, found), *_ahead(setup, found)),
+        figures=(_figure(setup, found),),
+        notes=(*_not_expressed(setup), *_missed(found)),
     )
 
 
@@ -237,7 +237,7 @@ def _values(found: Edited | None) -> tuple[float | None, ...]:
     return mean(found.identity), mean(found.distance), mean(found.match), others, found.strength
 
 
-def _findings(ground: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
+def _findings(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
     """Each mean with its interval over people."""
     parts = []
     for (title, way), one in found.items():
@@ -246,50 +246,50 @@ def _findings(ground: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Fi
             better = "lower" if what == "distance" else "higher"
             parts.append(
                 Finding(f"{title}, {way}: {what}", interval.estimate, ci95=interval.ci95, n=len(values),
-                        better=better, seeds=ground.seeds)  # type: ignore[arg-type]
+                        better=better, seeds=setup.seeds)  # type: ignore[arg-type]
             )  # fmt: skip
     return parts
 
 
-def _ahead(ground: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
+def _ahead(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
     """By how much identity is better kept than by a slider, person by person."""
     parts = []
-    for wanted in (one for one in ground.wanted if one.slider):
+    for wanted in (one for one in setup.wanted if one.slider):
         ours, theirs = (found[wanted.title, way].identity for way in ("w2w", "Concept Sliders"))
         interval = bootstrap([one - other for one, other in zip(ours, theirs, strict=True)], seed=_SEED)
         parts.append(
             Finding(f"{wanted.title}: ID score of w2w less that of Concept Sliders", interval.estimate,
-                    ci95=interval.ci95, n=len(ours), better="higher", seeds=ground.seeds)
+                    ci95=interval.ci95, n=len(ours), better="higher", seeds=setup.seeds)
         )  # fmt: skip
     return parts
 
 
-def _differs(ground: Setup) -> tuple[str, ...]:
+def _differs(setup: Setup) -> tuple[str, ...]:
     how = (
         "Every edit is put upon a person's own adapter. Sliders are trained from pairs of images that differ in the "
         "attribute alone, by the same trainer and of the same layers and rank as people's adapters, and directions "
         "are found from other people's adapters, with all other attributes held."
-        if ground.small
+        if setup.small
         else "Every edit is put upon a person's own adapter; sliders are those of the recipe."
     )
-    if ground.effect is None:
+    if setup.effect is None:
         return how, "Directions have the paper's strength, the farthest training model; sliders 1."
     return (
         how,
-        f"Sliders and w2w are made so strong that the match moves by {ground.effect:g} on other people, since ways "
+        f"Sliders and w2w are made so strong that the match moves by {setup.effect:g} on other people, since ways "
         "can only be compared at the same effect; the paper's directions are those of its code, at its strength.",
         "Corrected by images: what the edit changed beside its attribute, on average over people who are not measured, "
         "is taken back along other directions.",
     )
 
 
-def _not_expressed(ground: Setup) -> Sequence[str]:
-    silent = [wanted.title for wanted in ground.wanted if wanted.prompt is None]
+def _not_expressed(setup: Setup) -> Sequence[str]:
+    silent = [wanted.title for wanted in setup.wanted if wanted.prompt is None]
     if not silent:
         return ()
     return (
         f"Prompting, {', '.join(silent)}: cannot be measured here, as the model's vocabulary has no word for it (in "
-        "the miniature prompts speak of the ground alone).",
+        "the miniature prompts speak of the setup alone).",
     )
 
 
@@ -300,13 +300,13 @@ def _missed(found: Mapping[tuple[str, Way], Edited]) -> Sequence[str]:
     return (f"Did not reach the wanted effect at {STRENGTHS[-1]:g}, which is what is shown: {'; '.join(names)}.",)
 
 
-def _figure(ground: Setup, found: Mapping[tuple[str, Way], Edited]) -> Figure:
+def _figure(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> Figure:
     """People before and after the edits along directions."""
     rows, names = [], []
-    for wanted in ground.wanted:
-        points = ground.space.scores[ground.without(wanted)[0][:_SHOWN]]
-        move = Move(direction_of(ground, wanted), found[wanted.title, "w2w"].strength or 0.0, "reach")
-        for what, images in (("before", painted(ground, points)), ("after", painted(ground, edit(points, [move])))):
+    for wanted in setup.wanted:
+        points = setup.space.scores[setup.without(wanted)[0][:_SHOWN]]
+        move = Move(direction_of(setup, wanted), found[wanted.title, "w2w"].strength or 0.0, "reach")
+        for what, images in (("before", painted(setup, points)), ("after", painted(setup, edit(points, [move])))):
             rows.append([each[0].permute(1, 2, 0) for each in images])
             names.append(f"{wanted.title}, {what}")
     return image_grid(

@@ -61,77 +61,77 @@ class Met:
     explained: float | None  # R² of attributes, mean over these; None where truth is not known
 
 
-def met(ground: Setup, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
+def met(setup: Setup, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
     """Put all strangers into the model in each way; what the folder remembers is not done again."""
-    runs = [_Run(fit.way, fit.components, ground.digest) for fit in fits]
-    results = run_each(lambda run: _run(ground, Fit(run.fit, run.components)), runs, ledger=folder / "strangers.jsonl")
+    runs = [_Run(fit.way, fit.components, setup.digest) for fit in fits]
+    results = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, ledger=folder / "strangers.jsonl")
     return {fit: _read(each.value) for fit, each in zip(fits, results, strict=True)}
 
 
-def _run(ground: Setup, fit: Fit) -> dict[str, Any]:
-    together, seconds, images, parameters = ground.fitting.together, 0.0, [], 0
-    for start in range(0, len(ground.strangers), together):
-        strangers = ground.strangers[start : start + together]
+def _run(setup: Setup, fit: Fit) -> dict[str, Any]:
+    together, seconds, images, parameters = setup.fitting.together, 0.0, [], 0
+    for start in range(0, len(setup.strangers), together):
+        strangers = setup.strangers[start : start + together]
         began = time.process_time()
         if fit.way == SPACE:
-            scores = _inverted(ground, fit, strangers)
+            scores = _inverted(setup, fit, strangers)
             seconds += time.process_time() - began
-            parameters = fit.components or ground.space.components
-            images.append(painted(ground, scores))
+            parameters = fit.components or setup.space.components
+            images.append(painted(setup, scores))
         else:
-            stack = _trained(ground, strangers, many=fit.way == MANY)
+            stack = _trained(setup, strangers, many=fit.way == MANY)
             seconds += time.process_time() - began
             parameters = _size(stack)
-            images.append(_painted(ground, stack))
-    seen = _seen(ground, torch.cat(images))
-    return {"parameters": parameters, "seconds": seconds / len(ground.strangers), **seen}
+            images.append(_painted(setup, stack))
+    seen = _seen(setup, torch.cat(images))
+    return {"parameters": parameters, "seconds": seconds / len(setup.strangers), **seen}
 
 
-def _inverted(ground: Setup, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
+def _inverted(setup: Setup, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
     """Points of strangers from one image each."""
-    how = ground.fitting
+    how = setup.fitting
     loss = DenoisingLoss(
-        ground.model, torch.stack([each.images[0] for each in strangers]), [each.prompts[0] for each in strangers],
+        setup.model, torch.stack([each.images[0] for each in strangers]), [each.prompts[0] for each in strangers],
         draws=how.draws, said=how.said,
     )  # fmt: skip
     settings = replace(how.inversion, components=fit.components)
-    with weights_fixed(ground.model.denoiser):
-        return invert(ground.space, loss, len(strangers), settings, device=ground.model.device).scores
+    with weights_fixed(setup.model.denoiser):
+        return invert(setup.space, loss, len(strangers), settings, device=setup.model.device).scores
 
 
-def _trained(ground: Setup, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:
+def _trained(setup: Setup, strangers: Sequence[Stranger], *, many: bool) -> AdapterStack:
     from netweight.hf.train_adapters import Subject, train_pictures
 
-    how = ground.fitting
+    how = setup.fitting
     subjects = [
         Subject(each.name, *((each.images, each.prompts) if many else (each.images[:1], each.prompts[:1])))
         for each in strangers
     ]
-    return train_pictures(ground.model, subjects, how.recipe, layers=how.layers, each=how.each).stack
+    return train_pictures(setup.model, subjects, how.recipe, layers=how.layers, each=how.each).stack
 
 
-def _painted(ground: Setup, stack: AdapterStack) -> Tensor:
+def _painted(setup: Setup, stack: AdapterStack) -> Tensor:
     """Images by adapters as they are."""
-    model, prompts, seeds = ground.model, list(ground.prompts), list(ground.seeds)
+    model, prompts, seeds = setup.model, list(setup.prompts), list(setup.seeds)
     text = model.embed(prompts * (len(seeds) // len(prompts)))
     found = []
     for number in range(len(stack)):
         with torch.no_grad(), applied(model.denoiser, stack.adapter(number), component=model.component):
-            found.append(model.generate(text, seeds, guidance=ground.guidance, steps=ground.steps))
+            found.append(model.generate(text, seeds, guidance=setup.guidance, steps=setup.steps))
     return torch.stack(found)
 
 
-def _seen(ground: Setup, images: Tensor) -> dict[str, Any]:
+def _seen(setup: Setup, images: Tensor) -> dict[str, Any]:
     """Identity of each person's images against other photographs, and attributes."""
-    describe = ground.identity(None)
+    describe = setup.identity(None)
     people, each = images.shape[:2]
     made = describe(images.flatten(0, 1)).double().view(people, each, -1)
-    meant = torch.stack([describe(one.others).double().mean(0) for one in ground.strangers])
+    meant = torch.stack([describe(one.others).double().mean(0) for one in setup.strangers])
     identity = cosine_similarity(made, meant[:, None], dim=2).mean(1)
-    if ground.read is None:
+    if setup.read is None:
         return {"identity": identity.tolist(), "attributes": [], "explained": None}
-    said = ground.read(images.flatten(0, 1)).double().view(people, each, -1).mean(1)
-    truths = [one.truth for one in ground.strangers if one.truth is not None]
+    said = setup.read(images.flatten(0, 1)).double().view(people, each, -1).mean(1)
+    truths = [one.truth for one in setup.strangers if one.truth is not None]
     explained = None
     if len(truths) == people:
         truth = torch.stack(truths).double()
@@ -161,9 +161,9 @@ _ELSEWHERE = (
 
 
 @space_table("w2w-table2-4")
-def table2_4(ground: Setup, folder: Path) -> Measured:
+def table2_4(setup: Setup, folder: Path) -> Measured:
     """Put strangers into the model by adapters of several images and of one, and by inversion into the space."""
-    found = met(ground, folder, [Fit(way) for way in (MANY, ONE, SPACE)])
+    found = met(setup, folder, [Fit(way) for way in (MANY, ONE, SPACE)])
     rows = {fit.way: one for fit, one in found.items()}
     return Measured(
         columns=(
@@ -174,24 +174,24 @@ def table2_4(ground: Setup, folder: Path) -> Measured:
         ),
         rows=tuple(Row(way, (*_score(one), one.parameters, one.seconds, one.explained)) for way, one in rows.items()),
         labels=_LABELS,
-        differs=(*ground.differs, *_differs(ground)),
-        findings=(*_findings(ground, rows), *_shares(rows)),
+        differs=(*setup.differs, *_differs(setup)),
+        findings=(*_findings(setup, rows), *_shares(rows)),
         notes=("R² of attributes does not punish copying the one image.",),
     )
 
 
 @space_table("w2w-table5")
-def table5(ground: Setup, folder: Path) -> Measured:
+def table5(setup: Setup, folder: Path) -> Measured:
     """Personalize from one image by inversion into the space; what it was compared with cannot be run here."""
-    found = met(ground, folder, [Fit(ONE), Fit(SPACE)])
+    found = met(setup, folder, [Fit(ONE), Fit(SPACE)])
     rows = {"w2w": found[Fit(SPACE)], ONE: found[Fit(ONE)]}
     absent = ("Celeb-Basis", "IP-Adapter FaceID")
     return Measured(
         columns=_columns(),
         rows=(*(Row(name, (None, None)) for name in absent), *(Row(name, _score(one)) for name, one in rows.items())),
         labels=_LABELS,
-        differs=(*ground.differs, *_differs(ground)),
-        findings=tuple(_findings(ground, rows)),
+        differs=(*setup.differs, *_differs(setup)),
+        findings=tuple(_findings(setup, rows)),
         notes=_ELSEWHERE,
     )
 
@@ -212,13 +212,13 @@ def _score(one: Met) -> tuple[float, float]:
     return interval.estimate, (interval.high - interval.low) / 2
 
 
-def _findings(ground: Setup, rows: Mapping[str, Met]) -> list[Finding]:
+def _findings(setup: Setup, rows: Mapping[str, Met]) -> list[Finding]:
     found = []
     for way, one in rows.items():
         interval = _interval(one)
         found.append(
             Finding(f"{way}: ID score", interval.estimate, ci95=interval.ci95, n=len(one.identity), better="higher",
-                    seeds=ground.seeds)
+                    seeds=setup.seeds)
         )  # fmt: skip
     return found
 
@@ -249,11 +249,11 @@ def _shares(rows: Mapping[str, Met]) -> Sequence[Finding]:
     return found
 
 
-def _differs(ground: Setup) -> tuple[str, ...]:
-    where = "one core" if ground.model.device.type == "cpu" else str(ground.model.device)
+def _differs(setup: Setup) -> tuple[str, ...]:
+    where = "one core" if setup.model.device.type == "cpu" else str(setup.model.device)
     return (
-        f"{len(ground.strangers)} people who are in no bank; the score is the mean cosine of a person's images with "
+        f"{len(setup.strangers)} people who are in no bank; the score is the mean cosine of a person's images with "
         f"other photographs, ± half of the 95 % interval over people (the paper does not say what its ± is: "
-        f"{ground.identity_name}).",
+        f"{setup.identity_name}).",
         f"Time is processor time for a person on {where}, many people at once; the paper's is an A100's for one.",
     )

@@ -143,7 +143,7 @@ class Setup:
         return rows[:measured], rows[measured:][: max(measured // 2, 2)]
 
     def tried(self, people: int | None) -> Setup:
-        """Return a smaller ground, for a try."""
+        """Return a smaller setup, for a try."""
         if people is None:
             return self
         if not 5 <= people <= len(self.strangers):

@@ -1,4 +1,4 @@
-"""How a table of weights2weights' is registered: a function of the setup and of the folder that all of these tables share."""
+"""How a table of weights2weights' is registered: a function of the setup and of the folder that all tables share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PAPER_NEEDS = (
 
 
 def space_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], Callable[..., Measured]]:
-    """Register a table of weights2weights: a function of the ground and of the folder that all of them share."""
+    """Register a table of weights2weights: a function of the setup and of the folder that all of them share."""
 
     def register(measure: Callable[[Setup, Path], Measured]) -> Callable[..., Measured]:
         def run(scale: Scale, out: Path, *, recipe: Path | None = None, people: int | None = None) -> Measured:
-            ground = setup_of(scale, recipe).tried(people)
-            inputs = {"model": ground.model.digest(), "bank": ground.space.bank_digest}
-            return replace(measure(ground, folder_of(out, scale)), inputs=inputs)
+            setup = setup_of(scale, recipe).tried(people)
+            inputs = {"model": setup.model.digest(), "bank": setup.space.bank_digest}
+            return replace(measure(setup, folder_of(out, scale)), inputs=inputs)
 
         run.__doc__ = measure.__doc__
         return table(table_id, needs=NEEDS, paper_needs=PAPER_NEEDS, stand_in=True)(run)
@@ -33,7 +33,7 @@ def space_table(table_id: str) -> Callable[[Callable[[Setup, Path], Measured]], 
 
 
 def setup_of(scale: Scale, recipe: Path | str | None = None) -> Setup:
-    """Open the ground of a scale."""
+    """Open the setup of a scale."""
     if scale == "small":
         if recipe is not None:
             raise UsageError(
