@@ -12,14 +12,13 @@ import torch
 
 from netweight.core import seeds
 from netweight.data.images import crop_and_flip
-from netweight.errors import UsageError
 from netweight.evidence.finding import Finding
 from netweight.methods.federate import DirectMethod, Federation, FedTask, LocalTraining, Method, Phase
 from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.toys.networks import adapted_resnet20
-from netweight_experiments.tables.grid import chosen, finished
+from netweight_experiments.tables.grid import chosen, finished_of
 from netweight_experiments.tables.hyperfl.federations import Parts, images_of, run_all
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 
@@ -80,10 +79,7 @@ def table2(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
     """Train classifiers, adapters and generated adapters on a frozen ResNet-20; report accuracy before and after."""
     runs = runs_of_table2(scale)
     run_all(chosen(runs, only), out, parts_of=_parts_of)
-    found = {run: curve for run, curve in finished(out, AdapterRun).items() if run in set(runs)}
-    if not found:
-        raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
-    return _measured(found)
+    return _measured(finished_of(runs, out, AdapterRun))
 
 
 def _parts_of(run: AdapterRun) -> Parts:

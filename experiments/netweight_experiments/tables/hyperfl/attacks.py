@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, final
 
-from netweight.errors import UsageError
 from netweight.evidence.figures import Figure, image_grid
 from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
-from netweight_experiments.tables.grid import chosen, finished, picture
+from netweight_experiments.tables.grid import chosen, finished_of, picture
 from netweight_experiments.tables.hyperfl.inversion import AttackRun, attack_all
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 
@@ -80,11 +79,7 @@ def attacked(
     """Run what is not yet run and return all that is finished, image by image."""
     runs, folder = runs_of(lines, scale), out.parent / f"hyperfl-attacks-{scale}"
     attack_all(chosen(runs, only), folder)
-    known = finished(folder, AttackRun)
-    found = {run: known[run] for run in runs if run in known}
-    if not found:
-        raise UsageError("No attack of the table is finished.", cure="Leave --only out, or give another pattern.")
-    return found
+    return finished_of(runs, folder, AttackRun)
 
 
 @table("hyperfl-table3", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -21,23 +21,19 @@ from torch import Tensor
 from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import Progress
-from netweight.core.runs import Result
 from netweight.data.images import Images, load
-from netweight.errors import UsageError
 from netweight.evidence.figures import Figure, canvas, lines, series_color, to_figure
 from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import t_interval
 from netweight.methods.federate import Federation, FedTask, LocalTraining, Method, train
 from netweight.methods.federate.folder import FederationPlan
 from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
-from netweight_experiments.tables.grid import LEDGER, Named, chosen, finished, run_each
+from netweight_experiments.tables.grid import LEDGER, R, chosen, finished_of, run_each
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 from netweight_experiments.toys.random_federation import random_federation
 
 # What `methods.federate.train` takes.
 Parts: TypeAlias = "tuple[FedTask, Method, Federation]"
-
-R = TypeVar("R", bound=Named)
 
 
 @cache
@@ -109,7 +105,7 @@ def run_all(
     out: Path,
     *,
     parts_of: Callable[[R], Parts] = _parts_of,  # type: ignore[assignment]
-) -> list[Result[R]]:
+) -> list[Any]:
     """Train federations one after another, each on all cores; finished ones are taken from the ledger."""
     return run_each(partial(run_one, folder=out, parts_of=parts_of), runs, ledger=out / LEDGER)
 
@@ -170,10 +166,7 @@ def table1(scale: Scale, out: Path, *, only: str | None = None, rounds: int | No
     if rounds is not None:
         runs = [dataclasses.replace(run, rounds=rounds) for run in runs]
     run_all(chosen(runs, only), out)
-    found = {run: curve for run, curve in finished(out, FederatedRun).items() if run in set(runs)}
-    if not found:
-        raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
-    return _measured(found, scale)
+    return _measured(finished_of(runs, out, FederatedRun), scale)
 
 
 def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> Measured:
@@ -287,7 +280,7 @@ def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
     runs = [
         FederatedRun(data, method, rounds=rounds) for method in ("local", "fedavg", "fedavg-private-head", "hyperfl")
     ]
-    curves = {run.method: result.value for run, result in zip(runs, run_all(runs, out), strict=True)}
+    curves = {run.method: curve for run, curve in zip(runs, run_all(runs, out), strict=True)}
     moved = _movements(runs[-1], out)
     losses = lines(
         {METHODS[method]: (range(1, rounds + 1), curve["loss"]) for method, curve in curves.items()},

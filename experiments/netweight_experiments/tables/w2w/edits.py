@@ -84,7 +84,7 @@ def edited(setup: Setup, folder: Path, ways: Sequence[Way]) -> dict[tuple[str, W
     wanted = {one.title: one for one in setup.wanted}
     runs = [_Run(one.title, way, setup.digest) for one in setup.wanted for way in ways if _can(setup, one, way)]
     found = run_each(lambda run: _measure(setup, wanted[run.title], run.way), runs, ledger=folder / "edits.jsonl")
-    return {(each.config.title, each.config.way): _read(each.value) for each in found}
+    return {(run.title, run.way): _read(value) for run, value in zip(runs, found, strict=True)}
 
 
 def _can(setup: Setup, wanted: Wanted, way: Way) -> bool:

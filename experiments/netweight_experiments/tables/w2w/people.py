@@ -64,8 +64,8 @@ class Met:
 def met(setup: Setup, folder: Path, fits: Sequence[Fit]) -> dict[Fit, Met]:
     """Put all strangers into the model in each way; what the folder remembers is not done again."""
     runs = [_Run(fit.way, fit.components, setup.digest) for fit in fits]
-    results = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, ledger=folder / "strangers.jsonl")
-    return {fit: _read(each.value) for fit, each in zip(fits, results, strict=True)}
+    values = run_each(lambda run: _run(setup, Fit(run.fit, run.components)), runs, ledger=folder / "strangers.jsonl")
+    return {fit: _read(value) for fit, value in zip(fits, values, strict=True)}
 
 
 def _run(setup: Setup, fit: Fit) -> dict[str, Any]:
