@@ -1,7 +1,7 @@
 """Training of small models on the spot: from a seed, resumable after a kill, stopped when held-out loss stops falling.
 
-Batches are a function of the step alone, so a resumed run sees what an uninterrupted one would have seen. Used by the
-tables that need a trained language model.
+Batches are a function of the step alone, so a resumed run sees what an uninterrupted one would have seen. `fit` is for
+language models, `fit_denoiser` for denoisers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+import netweight
 from netweight.core.digest import of_config
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+# File in the folder of a training that is not finished.
+CHECKPOINT = "training.safetensors"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fit:
 
 def fit(
     model: nn.Module,
-    batch_of: Callable[[int], Mapping[str, torch.Tensor]],
+    batch_of: Callable[[int], Mapping[str, Tensor]],
     held_out: Callable[[nn.Module], float],
     schedule: Schedule,
     folder: Path,
@@ -72,20 +72,9 @@ def fit(
     description: str = "train",
 ) -> Fit:
     """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast."""
-    import torch
-
-    import netweight
-
     optimizer = torch.optim.AdamW(_groups(model, schedule.weight_decay), lr=1.0, betas=(0.9, 0.95), fused=True)
-    latest, best = folder / "training.safetensors", folder / "best.safetensors"
-    state: dict[str, Any] = {"of": of_config(schedule), "step": 0, "curve": [], "losses": 0.0}
-    if latest.exists():
-        saved = netweight.load_checkpoint(latest, model, optimizer)
-        if saved["of"] != state["of"]:
-            raise UsageError(
-                f"{latest} is of a training by another schedule.", cure="Remove it, or use another folder."
-            )
-        state = saved
+    latest, best = folder / CHECKPOINT, folder / "best.safetensors"
+    state = _state(latest, model, optimizer, schedule)
     with progress.task(description, schedule.steps, unit="steps") as task, torch.random.fork_rng(devices=[]):
         task.update(state["step"])
         while state["step"] < schedule.steps and not _finished(state["curve"], schedule):
@@ -94,7 +83,7 @@ def fit(
             task.update()
             if state["step"] % schedule.check_every == 0 or state["step"] == schedule.steps:
                 model.eval()
-                _look(state, held_out(model))
+                _note(state, held_out(model))
                 if min(entry[2] for entry in state["curve"]) == state["curve"][-1][2]:
                     netweight.save_checkpoint(best, model)
                 netweight.save_checkpoint(latest, model, optimizer, extra=state)
@@ -113,46 +102,56 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor], step: int, schedule: Schedule
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], step: int, schedule: Schedule
 ) -> float:
-    import torch
-
     model.train()
     torch.manual_seed(derive(schedule.seed, "dropout", step))
     for group in optimizer.param_groups:
-        group["lr"] = _rate(step, schedule)
+        group["lr"] = _rate(step, schedule, 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return _finite(loss, step)
+
+
+def _state(latest: Path, model: nn.Module, optimizer: torch.optim.Optimizer, of: Any, **more: Any) -> dict[str, Any]:
+    """Where a training stands: as its checkpoint says, which is loaded, or at its beginning."""
+    if not latest.exists():
+        return {"of": of_config(of), "step": 0, "curve": [], "losses": 0.0, **more}
+    saved: dict[str, Any] = netweight.load_checkpoint(latest, model, optimizer)
+    if saved["of"] != of_config(of):
+        raise UsageError(f"{latest} is of a training by another schedule.", cure="Remove it, or use another folder.")
+    return saved
+
+
+def _rate(step: int, how: Schedule | DenoiserRecipe, least: float) -> float:
+    """The learning rate: up over the warm-up, then down to a share of it along a half cosine."""
+    if step < how.warmup:
+        return how.learning_rate * (step + 1) / how.warmup
+    done = (step - how.warmup) / max(how.steps - how.warmup, 1)
+    return how.learning_rate * (least + (1 - least) / 2 * (1 + math.cos(math.pi * done)))
+
+
+def _note(state: dict[str, Any], *more: float) -> None:
+    """Add to the curve the mean loss since the last look, and what was looked at."""
+    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
+    state["curve"].append([state["step"], state["losses"] / since, *more])
+    state["losses"] = 0.0
+
+
+def _finite(loss: Tensor, step: int) -> float:
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise UsageError(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
+        raise TrainingStopped(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
     return value
-
-
-def _rate(step: int, schedule: Schedule) -> float:
-    if step < schedule.warmup:
-        return schedule.learning_rate * (step + 1) / schedule.warmup
-    done = (step - schedule.warmup) / max(schedule.steps - schedule.warmup, 1)
-    return schedule.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def _look(state: dict[str, Any], held_out: float) -> None:
-    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
-    state["curve"].append([state["step"], state["losses"] / since, held_out])
-    state["losses"] = 0.0
 
 
 def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
     looks = [entry[2] for entry in curve]
     return bool(looks) and len(looks) - 1 - looks.index(min(looks)) >= schedule.patience
-
-
-# File in the folder of a training that is not finished.
-CHECKPOINT = "training.safetensors"
 
 
 @final
@@ -181,19 +180,12 @@ def fit_denoiser(
     description: str = "train",
 ) -> dict[str, Any]:
     """Train a pipeline's U-Net; it ends with the running average of its weights."""
-    import netweight
-
     network = pipeline.unet
     average = copy.deepcopy(network)
     pair = nn.ModuleDict({"network": network, "average": average})
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, fused=True)
     latest = folder / CHECKPOINT
-    state: dict[str, Any] = {"of": of_config(recipe), "step": 0, "curve": [], "losses": 0.0, "cpu_seconds": 0.0}
-    if latest.exists():
-        saved = netweight.load_checkpoint(latest, pair, optimizer)
-        if saved["of"] != state["of"]:
-            raise UsageError(f"{latest} is of another training.", cure="Remove it, or use another folder.")
-        state = saved
+    state = _state(latest, pair, optimizer, recipe, cpu_seconds=0.0)
     texts = _Texts(pipeline)
     values = list(Select("**.attn2.to_v").modules(network).values())
     with progress.task(description, recipe.steps, unit="steps") as task:
@@ -203,7 +195,7 @@ def fit_denoiser(
             step = state["step"]
             captions, pictures = batch_of(step)
             for group in optimizer.param_groups:
-                group["lr"] = _rate_denoiser_fitting(step, recipe)
+                group["lr"] = _rate(step, recipe, 0.0)
             loss = _loss(pipeline, texts, values, captions, pictures, recipe, step)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -267,26 +259,6 @@ def _loss(
     return error + recipe.value_penalty * size
 
 
-def _rate_denoiser_fitting(step: int, recipe: DenoiserRecipe) -> float:
-    if step < recipe.warmup:
-        return recipe.learning_rate * (step + 1) / recipe.warmup
-    done = (step - recipe.warmup) / max(recipe.steps - recipe.warmup, 1)
-    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-
-
 @torch.no_grad()
 def _follow(average: nn.Module, network: nn.Module, kept: float) -> None:
     torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - kept)
-
-
-def _finite(loss: Tensor, step: int) -> float:
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise TrainingStopped(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
-    return value
-
-
-def _note(state: dict[str, Any]) -> None:
-    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
-    state["curve"].append([state["step"], state["losses"] / since])
-    state["losses"] = 0.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, final
 
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Table
+from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked, folder_of
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, setup_of
@@ -57,131 +59,6 @@ TABLE1 = tuple(
 )
 STRONGEST = TABLE1[-1]
 
-# What `attacked` returns.
-Results = Mapping[AttackRun, Mapping[str, Any]]
-
-
-def runs_of(lines: Sequence[Line], attacks: Sequence[Attack]) -> list[AttackRun]:
-    """Return every attack on every model, model by model."""
-    return [attack.run(line.on) for line in lines for attack in attacks]
-
-
-def grid(
-    found: Results,
-    lines: Sequence[Line],
-    attacks: Sequence[Attack],
-    setup: Setup,
-    *,
-    before: bool = False,
-    steps: bool = False,
-    differs: Sequence[str] = (),
-    notes: Sequence[str] = (),
-) -> Measured:
-    """Lay attacks out, harmfulness at the end of each in its cell; what is not finished is left empty."""
-    lines = [line for line in lines if any(run.on == line.on for run in found)]
-    columns = [Column("pre-attack", better="lower")] if before else []
-    columns += [Column(attack.title, better="lower") for attack in attacks]
-    columns += [Column(f"steps to {RECOVERED:g}, {attack.title}", "steps", "higher") for attack in attacks if steps]
-    rows = []
-    for line in lines:
-        values = [_first(found, line.on)] if before else []
-        values += [_value(found, attack.run(line.on), "after") for attack in attacks]
-        values += [_value(found, attack.run(line.on), "steps") for attack in attacks if steps]
-        rows.append(Row(line.title, tuple(values)))
-    return Measured(
-        columns=tuple(columns),
-        rows=tuple(rows),
-        differs=(*setup.differs(), *differs),
-        findings=tuple(_worst(found, line, lines, attacks) for line in lines),
-        tables=tuple(_further(found, lines, attacks)),
-        notes=(*_notes(found, lines, attacks), *notes),
-    )
-
-
-def _value(found: Results, run: AttackRun, key: str) -> Any:
-    return found[run].get(key) if run in found else None
-
-
-def _first(found: Results, on: Defended) -> float | None:
-    """Harm before any attack, which is the same in all attacks with one kind of data."""
-    values = [value.get("before") for run, value in found.items() if run.on == on]
-    return values[0] if values else None
-
-
-def _worst(found: Results, line: Line, lines: Sequence[Line], attacks: Sequence[Attack]) -> Finding:
-    """The attacker's best result on a model, beside that on the undefended one."""
-    name = f"harmfulness after the worst of these attacks, {line.title}"
-    scores = _scores(found, line, attacks)
-    base = next((_scores(found, other, attacks) for other in lines if other == BASE and line != BASE), None)
-    if not scores:
-        reason = next(iter(_stopped(found, line.on)), "no attack is finished")
-        return Finding(name, None, better="lower", detail={"reason": reason})
-    return Finding(
-        name,
-        max(scores.values()),
-        better="lower",
-        n=len(scores),
-        baseline=max(base.values()) if base else None,
-        seeds=(line.on.seed, 0),
-        detail={"attack": max(scores, key=lambda title: scores[title]), "attacks": len(scores)},
-    )
-
-
-def _scores(found: Results, line: Line, attacks: Sequence[Attack]) -> dict[str, float]:
-    values = {attack.title: _value(found, attack.run(line.on), "after") for attack in attacks}
-    return {title: value for title, value in values.items() if value is not None}
-
-
-def _stopped(found: Results, on: Defended) -> list[str]:
-    return [value["stopped"] for run, value in found.items() if run.on == on and "stopped" in value]
-
-
-def _further(found: Results, lines: Sequence[Line], attacks: Sequence[Attack]) -> list[Table]:
-    """Tables of steps to recovery and of the ability that is left, laid out as the table itself."""
-
-    def table(title: str, cell: Any, notes: Sequence[str]) -> Table:
-        rows = [(line.title, *(cell(found.get(attack.run(line.on), {})) for attack in attacks)) for line in lines]
-        return Table(title, ("row", *(attack.title for attack in attacks)), rows, notes)
-
-    def steps(value: Mapping[str, Any]) -> Any:
-        if "last step" not in value:
-            return None
-        return f"> {value['last step']}" if value["steps"] is None else value["steps"]
-
-    return [
-        table(
-            f"Steps until harmfulness is {RECOVERED:g}",
-            steps,
-            ["> means not by the end of the attack. The ability that is left then is not looked at."],
-        ),
-        table("General ability at the end", lambda value: value.get("kept after"), []),
-    ]
-
-
-def _notes(found: Results, lines: Sequence[Line], attacks: Sequence[Attack]) -> list[str]:
-    notes = ["One training of the defense and one attack for each number: there are no intervals."]
-    lost = [
-        f"{line.title} at {attack.title}"
-        for line in lines
-        for attack in attacks
-        if _value(found, attack.run(line.on), "outcome") in ("collapsed", "diverged")
-    ]
-    if lost:
-        notes.append(
-            "Collapsed, with less than 0.9 of the model's general ability before the attack, or diverged, so that a "
-            f"low number is no resistance: {'; '.join(lost)}."
-        )
-    return notes + [f"{line.title}: {reason}" for line in lines for reason in sorted(set(_stopped(found, line.on)))]
-
-
-NEEDS = ("llm",)
-PAPER_NEEDS = ("a chat model as --model, BeaverTails with RepNoise's refusals, a GPU",)
-_CORRECTED = "RepNoise, corrected, is this library's loss; RepNoise is the published one at its published weights."
-
-
-# What was planned, by the table's name.
-PLANS: dict[str, Plan] = {}
-
 
 @final
 @dataclass(frozen=True)
@@ -195,6 +72,114 @@ class Plan:
     differs: tuple[str, ...] = ()  # how it differs from the paper's, besides the setup
     small: tuple[str, ...] = ()  # how it does at the small scale
     shown: Callable[[Measured], Measured] | None = None  # what to make of the grid, if it is to be laid out otherwise
+
+    def measure(self, setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
+        """Attack every model of the table, and lay out harmfulness at the end; what is not finished is left empty."""
+        runs = [attack.run(line.on) for line in self.lines for attack in self.attacks]
+        found = attacked(runs, setup, folder, only=only, share=share)
+        results = _Results(
+            [line for line in self.lines if any(run.on == line.on for run in found)], self.attacks, found
+        )
+        corrected = any(line.on.defense == CORRECTED.defense for line in self.lines)
+        measured = grid(
+            {line.title: line for line in results.lines},
+            [
+                *([(Column("pre-attack", better="lower"), results.before)] if self.before else []),
+                *results.cells("{}", "after", better="lower"),
+                *(results.cells(f"steps to {RECOVERED:g}, {{}}", "steps", "steps", "higher") if self.steps else []),
+            ],
+            differs=(*setup.differs(), *self.differs, *(self.small if scale == "small" else ())),
+            findings=tuple(map(results.worst, results.lines)),
+            tables=results.further(),
+            notes=(*results.notes(), *([CORRECTED_NOTE] if corrected else []), *shares(share)),
+        )
+        return measured if self.shown is None else self.shown(measured)
+
+
+@final
+@dataclass(frozen=True)
+class _Results:
+    """Attacks on models, as far as they are finished."""
+
+    lines: Sequence[Line]
+    attacks: Sequence[Attack]
+    found: Mapping[AttackRun, Mapping[str, Any]]
+
+    def of(self, line: Line, attack: Attack) -> Mapping[str, Any]:
+        return self.found.get(attack.run(line.on), {})
+
+    def on(self, line: Line) -> list[Mapping[str, Any]]:
+        return [value for run, value in self.found.items() if run.on == line.on]
+
+    def cells(self, title: str, key: str, unit: str = "", better: Any = None) -> list[Cell[Line]]:
+        def value(attack: Attack) -> Callable[[Line], Any]:
+            return lambda line: self.of(line, attack).get(key)
+
+        return [(Column(title.format(attack.title), unit, better), value(attack)) for attack in self.attacks]
+
+    def before(self, line: Line) -> float | None:
+        """Harm before any attack, which is the same in all attacks with one kind of data."""
+        return next((value.get("before") for value in self.on(line)), None)
+
+    def stopped(self, line: Line) -> list[str]:
+        return [value["stopped"] for value in self.on(line) if "stopped" in value]
+
+    def scores(self, line: Line) -> dict[str, float]:
+        values = {attack.title: self.of(line, attack).get("after") for attack in self.attacks}
+        return {title: value for title, value in values.items() if value is not None}
+
+    def worst(self, line: Line) -> Finding:
+        """The attacker's best result on a model, beside that on the undefended one."""
+        name, scores = f"harmfulness after the worst of these attacks, {line.title}", self.scores(line)
+        if not scores:
+            reason = next(iter(self.stopped(line)), "no attack is finished")
+            return Finding(name, None, better="lower", detail={"reason": reason})
+        worst = max(scores, key=lambda title: scores[title])
+        base = self.scores(BASE) if BASE in self.lines and line != BASE else {}
+        return Finding(
+            name, scores[worst], better="lower", n=len(scores), baseline=max(base.values(), default=None),
+            seeds=(line.on.seed, 0), detail={"attack": worst, "attacks": len(scores)},
+        )  # fmt: skip
+
+    def further(self) -> tuple[Table, ...]:
+        """Tables of steps to recovery and of the ability that is left, laid out as the table itself."""
+
+        def steps(value: Mapping[str, Any]) -> Any:
+            if "last step" not in value:
+                return None
+            return f"> {value['last step']}" if value["steps"] is None else value["steps"]
+
+        def table(title: str, cell: Callable[[Mapping[str, Any]], Any], notes: Sequence[str]) -> Table:
+            rows = [(line.title, *(cell(self.of(line, attack)) for attack in self.attacks)) for line in self.lines]
+            return Table(title, ("row", *(attack.title for attack in self.attacks)), rows, notes)
+
+        ends = "> means not by the end of the attack. The ability that is left then is not looked at."
+        return (
+            table(f"Steps until harmfulness is {RECOVERED:g}", steps, [ends]),
+            table("General ability at the end", lambda value: value.get("kept after"), []),
+        )
+
+    def notes(self) -> list[str]:
+        notes = ["One training of the defense and one attack for each number: there are no intervals."]
+        lost = [
+            f"{line.title} at {attack.title}"
+            for line in self.lines
+            for attack in self.attacks
+            if self.of(line, attack).get("outcome") in ("collapsed", "diverged")
+        ]
+        if lost:
+            notes.append(
+                "Collapsed, with less than 0.9 of the model's general ability before the attack, or diverged, so that "
+                f"a low number is no resistance: {'; '.join(lost)}."
+            )
+        return notes + [f"{line.title}: {why}" for line in self.lines for why in sorted(set(self.stopped(line)))]
+
+
+NEEDS = ("llm",)
+PAPER_NEEDS = ("a chat model as --model, BeaverTails with RepNoise's refusals, a GPU",)
+CORRECTED_NOTE = "RepNoise, corrected, is this library's loss; RepNoise is the published one at its published weights."
+# What was planned, by the table's name.
+PLANS: dict[str, Plan] = {}
 
 
 def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_NEEDS) -> None:
@@ -212,21 +197,7 @@ def plan(table_id: str, planned: Plan, *, paper_needs: tuple[str, ...] = PAPER_N
         judge: str | None = None,
         share: float | None = None,
     ) -> Measured:
-        setup = setup_of(scale, model, judge)
-        runs = runs_of(planned.lines, planned.attacks)
-        found = attacked(runs, setup, folder_of(out, scale), only=only, share=share)
-        corrected = [_CORRECTED] if any(line.on.defense == CORRECTED.defense for line in planned.lines) else []
-        measured = grid(
-            found,
-            planned.lines,
-            planned.attacks,
-            setup,
-            before=planned.before,
-            steps=planned.steps,
-            differs=(*planned.differs, *(planned.small if scale == "small" else ())),
-            notes=(*corrected, *shares(share)),
-        )
-        return measured if planned.shown is None else planned.shown(measured)
+        return planned.measure(setup_of(scale, model, judge), folder_of(out, scale), only, share, scale)
 
     PLANS[table_id] = planned
     table(table_id, needs=NEEDS, paper_needs=paper_needs, stand_in=True)(run)
@@ -534,34 +505,27 @@ def table5(
         runs["Base", name] = attack.run(BASE.on)
         runs["RepNoise", name] = attack.run(dataclasses.replace(REPNOISE, data=f"without {name}"))
     found = attacked(list(runs.values()), setup, folder_of(out, scale), only=only, share=share)
-    columns = [Column(name, better="lower") for name in ("lowest category", "highest category", "harmfulness")]
     differs = ["Attacked with 10k examples, as in table 1; the paper does not say how many."]
     if scale == "small":
         differs.append(
             "A category is a quarter of the messages, by their first letter. All are in one cipher, so that what is "
             "learned of some holds for all: this asks less than the paper's categories do."
         )
-    return Measured(
-        columns=(*columns, Column("steps to 0.9", "steps", "higher")),
-        rows=(*_extremes(found, runs), *_each(found, runs)),
+    rows: dict[str, tuple[Any, ...]] = {}
+    for title in ("Base", "RepNoise"):
+        scores = [
+            found[run]["after"] for (row, _), run in runs.items() if row == title and "after" in found.get(run, {})
+        ]
+        if scores:
+            rows[title] = (min(scores), max(scores), None, None)
+    for (title, name), run in runs.items():
+        if run in found:
+            rows[f"{title}, {name}"] = (None, None, found[run].get("after"), found[run].get("steps"))
+    columns = [Column(name, better="lower") for name in ("lowest category", "highest category", "harmfulness")]
+    columns.append(Column("steps to 0.9", "steps", "higher"))
+    return grid(
+        rows,
+        [(column, itemgetter(place)) for place, column in enumerate(columns)],
         differs=(*setup.differs(), *differs),
         notes=("One training of the defense and one attack for each category: no intervals.", *shares(share)),
     )
-
-
-def _extremes(found: Results, runs: Mapping[tuple[str, str], AttackRun]) -> list[Row]:
-    rows = []
-    for title in ("Base", "RepNoise"):
-        seen = [found[run] for (row, _), run in runs.items() if row == title and run in found]
-        scores = [value["after"] for value in seen if "after" in value]
-        if scores:
-            rows.append(Row(title, (min(scores), max(scores), None, None)))
-    return rows
-
-
-def _each(found: Results, runs: Mapping[tuple[str, str], AttackRun]) -> list[Row]:
-    return [
-        Row(f"{title}, {name}", (None, None, found[run].get("after"), found[run].get("steps")))
-        for (title, name), run in runs.items()
-        if run in found
-    ]

@@ -30,19 +30,18 @@ from netweight_experiments.tables.registry import Column, Measured, Row, Scale, 
 from netweight_experiments.tables.repnoise.attacks import (
     BASE,
     CORRECTED,
+    CORRECTED_NOTE,
     NEEDS,
     PAPER_NEEDS,
     REPNOISE,
     STRONGEST,
     Attack,
     Line,
-    grid,
-    runs_of,
+    Plan,
     shares,
 )
 from netweight_experiments.tables.repnoise.runs import (
     Defended,
-    attacked,
     defended_model,
     folder_of,
     settings_of,
@@ -88,13 +87,9 @@ def table4(scale: Scale, out: Path, *, only: str | None = None, share: float | N
     """Train a benign task, and attack after such a training."""
     _refuse(scale, "GEM", f"{_IMMUNIZE}, then netweight attack finetune DEFENDED --base MODEL --task ROWS …")
     setup = _miniature()
-    attacks = (_TASK, _AFTER)
-    found = attacked(runs_of(_COMPARED, attacks), setup, folder_of(out, scale), only=only, share=share)
-    measured = grid(
-        found,
+    planned = Plan(
         _COMPARED,
-        attacks,
-        setup,
+        (_TASK, _AFTER),
         steps=True,
         differs=(
             "One task, a cipher never learned, stands in for GEM's five; its number is the share of right tokens, not "
@@ -102,19 +97,18 @@ def table4(scale: Scale, out: Path, *, only: str | None = None, share: float | N
             "The attack after the task is one schedule: benign steps on the task and the kept cipher, then the attack, "
             "at 8e-5 with 10k examples each; the paper does not say how it attacked.",
         ),
-        notes=shares(share),
     )
-    better = {_TASK.title: "higher", f"steps to 0.9, {_TASK.title}": "lower"}
+    measured = planned.measure(setup, folder_of(out, scale), only, share, scale)
+    better: Any = {_TASK.title: "higher", f"steps to 0.9, {_TASK.title}": "lower"}
     return dataclasses.replace(
         measured,
-        columns=tuple(_turned(column, better.get(column.name)) for column in measured.columns),
+        columns=tuple(
+            dataclasses.replace(column, better=better.get(column.name, column.better)) for column in measured.columns
+        ),
+        notes=tuple(note for note in measured.notes if note != CORRECTED_NOTE),
         labels={_AFTER.title: "attacked after CACAPO"},
         findings=(),  # those of a grid are about harm in every column
     )
-
-
-def _turned(column: Column, better: Any) -> Column:
-    return column if better is None else dataclasses.replace(column, better=better)
 
 
 def _refuse(scale: Scale, what: str, how: str) -> None:

@@ -23,7 +23,7 @@ from netweight.core.digest import of_config
 from netweight.core.files import whole_file
 from netweight.core.progress import Progress
 from netweight.data.examples import Pair
-from netweight.errors import TrainingStopped, UsageError
+from netweight.errors import TrainingStopped
 from netweight.methods.immunize.catalog import named_defense
 from netweight.methods.immunize.defense import Defense
 from netweight.methods.immunize.repnoise import RepNoise
@@ -31,7 +31,7 @@ from netweight.methods.immunize.security_vectors import hold_security_vectors
 from netweight.methods.immunize.settings import RepNoiseConfig, Settings
 from netweight.methods.immunize.train import CHECKPOINT, frozen, immunize
 from netweight.store import StoreWriter, open_store
-from netweight_experiments.tables.grid import LEDGER, chosen, finished, run_each
+from netweight_experiments.tables.grid import LEDGER, chosen, finished, finished_of, run_each
 from netweight_experiments.tables.registry import Scale
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, share_of, standing_in
 
@@ -215,11 +215,8 @@ def attacked(
     with Progress("auto").task("attacks", total=len(left), unit="attacks") as work:
         job = partial(attack_one, setup=setup, folder=folder, tell=work.update)
         run_each(job, wanted, ledger=folder / LEDGER)
-    known = finished(folder, AttackRun.of)
-    found = {run: known[full] for full, run in here.items() if full in known}
-    if not found:
-        raise UsageError("No attack of the table is finished.", cure="Leave --only out, or give another pattern.")
-    return found
+    known = finished_of(list(here), folder, AttackRun.of)
+    return {here[full]: value for full, value in known.items()}
 
 
 def attack_one(run: AttackRun, *, setup: Setup, folder: Path, tell: Any) -> dict[str, Any]:
