@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any, final
@@ -19,10 +20,10 @@ from netweight.evidence.matrix_figures import histogram
 from netweight.evidence.statistics import bootstrap
 from netweight.methods.space.directions import Entanglement, entanglement, entanglement_findings
 from netweight.methods.space.edits import Move, edit
-from netweight_experiments.tables.grid import run_each
+from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
 from netweight_experiments.tables.w2w.edits import direction_of, measured, painted
-from netweight_experiments.tables.w2w.people import SPACE, Fit, Met, met
+from netweight_experiments.tables.w2w.people import SPACE, Fit, met
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
 from netweight_experiments.tables.w2w.table import space_table
 
@@ -59,16 +60,22 @@ def figure8(setup: Setup, folder: Path) -> Measured:
         for name, fidelity in _KINDS.items()
     }
     edits = _edits(setup, folder, models=[None if size == len(setup.learned) else size for size in sizes])
-    rows = []
-    for place, size in enumerate(sizes):
-        tangled = [found[name][place].mean for name in _KINDS]
-        rows.append(Row(f"{size} models", (*tangled, *_averages(edits[place]))))
-    return Measured(
-        columns=(*(Column(f"mean |cos|, {name}", "", "lower") for name in _KINDS), *_edit_columns(setup)),
-        rows=tuple(rows),
+    points = {
+        f"{size} models": _Point([found[name][place].mean for name in _KINDS], edits[place])
+        for place, size in enumerate(sizes)
+    }
+    return grid(
+        points,
+        [
+            *(
+                (Column(f"mean |cos|, {name}", "", "lower"), lambda point, place=place: point.values[place])
+                for place, name in enumerate(_KINDS)
+            ),
+            *_edit_cells(setup),
+        ],
         differs=(*setup.differs, "At most as many models as the bank has; the paper's curve goes on to 64,974."),
-        findings=(*_tangled(found, len(columns)), *_kept(edits, [f"{size} models" for size in sizes])),
-        figures=_curves(found, edits, sizes),
+        findings=(*_tangled(found, len(columns)), *_kept(points)),
+        figures=_curves(found, points, sizes),
         notes=(
             _NO_NUMBERS,
             f"|cos| is over all pairs of {len(columns)} attributes and 10 subsamples. Edits have the paper's strength, "
@@ -84,30 +91,47 @@ def components(setup: Setup, folder: Path) -> Measured:
     every = setup.space.components
     counts = [*(count for count in (8, 32, 100, 1_000, 10_000) if count < every), None]
     names = [f"{every if count is None else count} components" for count in counts]
-    edits = _edits(setup, folder, components=counts)
     fits = met(setup, folder, [Fit(SPACE, count) for count in counts])
     variance = setup.space.deviations.double().square()
-    rows = []
-    for place, count in enumerate(counts):
-        one = fits[Fit(SPACE, count)]
+    points = {}
+    for name, count, edits in zip(names, counts, _edits(setup, folder, components=counts), strict=True):
         captured = float(variance[:count].sum() / variance.sum()) * setup.space.accuracy.captured
-        rows.append(Row(names[place], (captured, *_averages(edits[place]), mean(one.identity), one.explained)))
-    return Measured(
-        columns=(
-            Column("variance", "share"),
-            *_edit_columns(setup),
-            Column("inversion: ID score", "score", "higher"),
-            Column("inversion: R² of attributes", "", "higher"),
-        ),
-        rows=tuple(rows),
+        points[name] = _Point([captured], edits, fits[Fit(SPACE, count)])
+    inverted = [
+        interval_finding(f"ID score of inversion, {name}", bootstrap(one.identity, seed=_SEED), better="higher",
+                         seeds=(_SEED,))
+        for name, one in zip(names, fits.values(), strict=True)
+    ]  # fmt: skip
+    return grid(
+        points,
+        [
+            (Column("variance", "share"), lambda point: point.values[0]),
+            *_edit_cells(setup),
+            (Column("inversion: ID score", "score", "higher"), lambda point: mean(point.met.identity)),
+            (Column("inversion: R² of attributes", "", "higher"), lambda point: point.met.explained),
+        ],
         differs=(*setup.differs, "The paper compares 100, 1,000, 10,000 and 20,000 components."),
-        findings=(*_kept(edits, names), *_inverted(fits, names)),
+        findings=(*_kept(points), *inverted),
         notes=(
             "The paper takes 1,000 for edits and 10,000 for inversion, and says that 20,000 overfit; numbers of it are "
             "not at hand.",
             "Edits move a person's whole adapter along a direction of so many components; inversion moves so many.",
         ),
     )
+
+
+@final
+@dataclass(frozen=True)
+class _Point:
+    """A number of models or of components, and what was measured with it."""
+
+    values: Sequence[float]
+    edits: Sequence[Mapping[str, list[float]]]  # one for each title
+    met: Any = None  # a `Met`, for components
+
+    def all(self, key: str) -> list[float]:
+        """Return a number of all people of all edits."""
+        return [value for each in self.edits for value in each[key]]
 
 
 def _sizes(count: int) -> list[int]:
@@ -136,40 +160,23 @@ def _edit(setup: Setup, wanted: Wanted, run: _Run) -> dict[str, Any]:
     return measured(setup, wanted, painted(setup, after), painted(setup, points))
 
 
-def _edit_columns(setup: Setup) -> tuple[Column, ...]:
-    others = (Column("edits: other attributes, mean change", "share of range", "lower"),) if setup.read else ()
-    return (
-        Column("edits: ID score", "score", "higher"),
-        Column(f"edits: {setup.match_name}", "score", "higher"),
-        *others,
-    )
+def _edit_cells(setup: Setup) -> list[Cell[_Point]]:
+    cells: list[Cell[_Point]] = [
+        (Column("edits: ID score", "score", "higher"), lambda point: mean(point.all("identity"))),
+        (Column(f"edits: {setup.match_name}", "score", "higher"), lambda point: mean(point.all("match"))),
+    ]
+    if setup.read:
+        others = Column("edits: other attributes, mean change", "share of range", "lower")
+        cells.append((others, lambda point: mean(point.all("others"))))
+    return cells
 
 
-def _averages(edits: Sequence[Mapping[str, list[float]]]) -> list[float]:
-    keys = [key for key in ("identity", "match", "others") if key in edits[0]]
-    return [mean(value for each in edits for value in each[key]) for key in keys]
-
-
-def _kept(edits: Sequence[Sequence[Mapping[str, list[float]]]], names: Sequence[str]) -> list[Finding]:
-    found = []
-    for name, group in zip(names, edits, strict=True):
-        interval = bootstrap([value for each in group for value in each["identity"]], seed=_SEED)
-        found.append(
-            Finding(f"ID score of edits, {name}", interval.estimate, ci95=interval.ci95, n=interval.n, better="higher",
-                    seeds=(_SEED,))
-        )  # fmt: skip
-    return found
-
-
-def _inverted(fits: Mapping[Fit, Met], names: Sequence[str]) -> list[Finding]:
-    found = []
-    for name, one in zip(names, fits.values(), strict=True):
-        interval = bootstrap(one.identity, seed=_SEED)
-        found.append(
-            Finding(f"ID score of inversion, {name}", interval.estimate, ci95=interval.ci95, n=interval.n,
-                    better="higher", seeds=(_SEED,))
-        )  # fmt: skip
-    return found
+def _kept(points: Mapping[str, _Point]) -> list[Finding]:
+    return [
+        interval_finding(f"ID score of edits, {name}", bootstrap(point.all("identity"), seed=_SEED), better="higher",
+                         seeds=(_SEED,))
+        for name, point in points.items()
+    ]  # fmt: skip
 
 
 def _tangled(found: Mapping[str, Sequence[Entanglement]], attributes: int) -> list[Finding]:
@@ -181,11 +188,9 @@ def _tangled(found: Mapping[str, Sequence[Entanglement]], attributes: int) -> li
 
 
 def _curves(
-    found: Mapping[str, Sequence[Entanglement]],
-    edits: Sequence[Sequence[Mapping[str, list[float]]]],
-    sizes: Sequence[int],
+    found: Mapping[str, Sequence[Entanglement]], points: Mapping[str, _Point], sizes: Sequence[int]
 ) -> tuple[Figure, ...]:
-    kept = [mean(value for each in group for value in each["identity"]) for group in edits]
+    kept = [mean(point.all("identity")) for point in points.values()]
     return (
         lines(
             {name: (sizes, [each.mean for each in group]) for name, group in found.items()},
@@ -216,34 +221,31 @@ def histograms(setup: Setup, folder: Path) -> Measured:
     stats = _scipy_stats()
     scores = (setup.space.scores / setup.space.deviations.clamp_min(1e-12)).double().numpy()[:, :_COUNTED]
     shares = _shares(setup)
-    rows, values = [], []
+    rows = {}
     for place, column in enumerate(scores.T):
         tested = stats.shapiro(column[:: -(-len(column) // _MOST_TESTED)])
-        values.append(float(tested.pvalue))
         numbers = (shares[place], stats.skew(column), stats.kurtosis(column), tested.statistic, tested.pvalue)
-        rows.append(Row(f"component {place + 1}", tuple(map(float, numbers))))
-    rejected = sum(value < _LEVEL / len(values) for value in values)
-    return Measured(
-        columns=(
-            Column("variance", "share"),
-            Column("skewness"),
-            Column("excess kurtosis"),
-            Column("Shapiro–Wilk's W", "", "higher"),
-            Column("p"),
-        ),
-        rows=tuple(rows),
+        rows[f"component {place + 1}"] = tuple(map(float, numbers))
+    values = [row[-1] for row in rows.values()]
+    columns = (
+        Column("variance", "share"), Column("skewness"), Column("excess kurtosis"),
+        Column("Shapiro–Wilk's W", "", "higher"), Column("p"),
+    )  # fmt: skip
+    level = _LEVEL / len(values)
+    name = "components that are not normal, by Shapiro and Wilk's test"
+    detail = {"p": values, "level": level}
+    return grid(
+        rows,
+        [(column, itemgetter(place)) for place, column in enumerate(columns)],
         differs=setup.differs,
-        findings=(
-            Finding("components that are not normal, by Shapiro and Wilk's test", rejected, n=len(values),
-                    detail={"p": values, "level": _LEVEL / len(values)}),
-        ),
+        findings=(Finding(name, sum(value < level for value in values), n=len(values), detail=detail),),
         figures=(_histogram(setup, scores[:, :_DRAWN]),),
         notes=(
             "The paper shows histograms; numbers of them are not at hand.",
             f"Of {len(scores)} adapters. The level is {_LEVEL:g} shared among {len(values)} tests; with many adapters "
             "the least departure is found, so look at W: a normal sample's is 1.",
         ),
-    )  # fmt: skip
+    )
 
 
 @space_table("w2w-traversal")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -18,8 +19,8 @@ from netweight.evidence.statistics import Interval, bootstrap
 from netweight.methods.space.inversion import DenoisingLoss, invert
 from netweight.nn.apply_lora import applied
 from netweight.nn.stacked_lora import AdapterStack
-from netweight_experiments.tables.grid import run_each
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
+from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.w2w.edits import painted
 from netweight_experiments.tables.w2w.setup import Setup, Stranger
 from netweight_experiments.tables.w2w.table import space_table
@@ -149,9 +150,12 @@ def _read(value: dict[str, Any]) -> Met:
     return Met(tuple(value["identity"]), value["parameters"], value["seconds"], attributes, value["explained"])
 
 
+# ---- tables 2, 4 and 5 -----------------------------------------------------------------------------------------------
+
 # Least R² of inversion from one image, as a share of that of an adapter trained on several.
 _TARGET = 0.9
 _SEED = 0
+_LABELS = {"ID score, half of the interval": "ID score, plus-minus"}
 _ELSEWHERE = (
     "Celeb-Basis cannot be run here: its basis is made of the text embeddings of celebrities' names, which a model "
     "must have learned; the miniature knows no names, and the published basis fits Stable Diffusion alone.",
@@ -160,19 +164,33 @@ _ELSEWHERE = (
 )
 
 
+def _score(one: Met | None) -> Interval | None:
+    return None if one is None else bootstrap(one.identity, seed=_SEED)
+
+
+def _half(one: Met | None) -> float | None:
+    interval = _score(one)
+    return None if interval is None else (interval.high - interval.low) / 2
+
+
+_ID: tuple[Cell[Met | None], ...] = (
+    (Column("ID score", "score", "higher"), lambda one: None if (score := _score(one)) is None else score.estimate),
+    (Column("ID score, half of the interval", "score"), _half),
+)
+
+
 @space_table("w2w-table2-4")
 def table2_4(setup: Setup, folder: Path) -> Measured:
     """Put strangers into the model by adapters of several images and of one, and by inversion into the space."""
-    found = met(setup, folder, [Fit(way) for way in (MANY, ONE, SPACE)])
-    rows = {fit.way: one for fit, one in found.items()}
-    return Measured(
-        columns=(
-            *_columns(),
-            Column("parameters optimised", "count", "lower"),
-            Column("time", "s", "lower"),
-            Column("R² of attributes", "", "higher"),
-        ),
-        rows=tuple(Row(way, (*_score(one), one.parameters, one.seconds, one.explained)) for way, one in rows.items()),
+    rows = {fit.way: one for fit, one in met(setup, folder, [Fit(way) for way in (MANY, ONE, SPACE)]).items()}
+    return grid(
+        rows,
+        [
+            *_ID,
+            (Column("parameters optimised", "count", "lower"), attrgetter("parameters")),
+            (Column("time", "s", "lower"), attrgetter("seconds")),
+            (Column("R² of attributes", "", "higher"), attrgetter("explained")),
+        ],
         labels=_LABELS,
         differs=(*setup.differs, *_differs(setup)),
         findings=(*_findings(setup, rows), *_shares(rows)),
@@ -185,67 +203,38 @@ def table5(setup: Setup, folder: Path) -> Measured:
     """Personalize from one image by inversion into the space; what it was compared with cannot be run here."""
     found = met(setup, folder, [Fit(ONE), Fit(SPACE)])
     rows = {"w2w": found[Fit(SPACE)], ONE: found[Fit(ONE)]}
-    absent = ("Celeb-Basis", "IP-Adapter FaceID")
-    return Measured(
-        columns=_columns(),
-        rows=(*(Row(name, (None, None)) for name in absent), *(Row(name, _score(one)) for name, one in rows.items())),
+    return grid(
+        {"Celeb-Basis": None, "IP-Adapter FaceID": None, **rows},
+        _ID,
         labels=_LABELS,
         differs=(*setup.differs, *_differs(setup)),
-        findings=tuple(_findings(setup, rows)),
+        findings=_findings(setup, rows),
         notes=_ELSEWHERE,
     )
 
 
-_LABELS = {"ID score, half of the interval": "ID score, plus-minus"}
+def _findings(setup: Setup, rows: Mapping[str, Met]) -> tuple[Finding, ...]:
+    scores = {way: bootstrap(one.identity, seed=_SEED) for way, one in rows.items()}
+    return tuple(
+        interval_finding(f"{way}: ID score", score, better="higher", seeds=setup.seeds) for way, score in scores.items()
+    )
 
 
-def _columns() -> tuple[Column, ...]:
-    return Column("ID score", "score", "higher"), Column("ID score, half of the interval", "score")
-
-
-def _interval(one: Met) -> Interval:
-    return bootstrap(one.identity, seed=_SEED)
-
-
-def _score(one: Met) -> tuple[float, float]:
-    interval = _interval(one)
-    return interval.estimate, (interval.high - interval.low) / 2
-
-
-def _findings(setup: Setup, rows: Mapping[str, Met]) -> list[Finding]:
-    found = []
-    for way, one in rows.items():
-        interval = _interval(one)
-        found.append(
-            Finding(f"{way}: ID score", interval.estimate, ci95=interval.ci95, n=len(one.identity), better="higher",
-                    seeds=setup.seeds)
-        )  # fmt: skip
-    return found
-
-
-def _shares(rows: Mapping[str, Met]) -> Sequence[Finding]:
+def _shares(rows: Mapping[str, Met]) -> list[Finding]:
     """Inversion from one image against adapters, by attributes and by identity."""
-    ours, many = rows[SPACE], rows[MANY]
-    gap = bootstrap([a - b for a, b in zip(ours.identity, many.identity, strict=True)], seed=_SEED)
-    single = bootstrap([a - b for a, b in zip(ours.identity, rows[ONE].identity, strict=True)], seed=_SEED)
-    found = [
-        Finding(f"ID score of {SPACE} less that of {other}", interval.estimate, ci95=interval.ci95,
-                n=len(ours.identity), better="higher")
-        for other, interval in ((MANY, gap), (ONE, single))
-    ]  # fmt: skip
+    ours, many, alone = rows[SPACE], rows[MANY], rows[ONE].explained
+    found = []
+    for other in (MANY, ONE):
+        gap = bootstrap([a - b for a, b in zip(ours.identity, rows[other].identity, strict=True)], seed=_SEED)
+        found.append(interval_finding(f"ID score of {SPACE} less that of {other}", gap, better="higher"))
     if ours.explained is not None and many.explained is not None and many.explained > 0:
-        alone = rows[ONE].explained
+        name = "R² of attributes: inversion from one image as a share of several images' adapters"
         found.append(
             Finding(
-                "R² of attributes: inversion from one image as a share of several images' adapters",
-                ours.explained / many.explained,
-                n=len(ours.identity),
-                better="higher",
-                target=_TARGET,
-                baseline=None if alone is None else alone / many.explained,
-                detail={"baseline": ONE},
+                name, ours.explained / many.explained, n=len(ours.identity), better="higher", target=_TARGET,
+                baseline=None if alone is None else alone / many.explained, detail={"baseline": ONE},
             )
-        )
+        )  # fmt: skip
     return found
 
 
