@@ -1,7 +1,7 @@
 """What can be measured again: functions registered under the id of the table or figure they measure.
 
-A module that defines tables imports nothing heavy at its top; it is listed in `MODULES` and imported when the
-registry is first asked.
+A module that defines tables imports nothing at its top that an extra brings; it is listed in `MODULES` and imported
+when the registry is first asked.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _BATCH, _RATE = 16, 0.01
 class AdapterRun:
     """One federation on a frozen backbone."""
 
-    data: str  # a data set of `zoo.data.load`
+    data: str  # a data set of `data.images.load`
     way: str
     clients: int = 20  # number of clients, all of which are asked in each round
     per_client: tuple[int, int] | None = None  # train and test images of each client; None for the paper's

@@ -51,7 +51,7 @@ _EVALUATIONS = 40
 class FederatedRun:
     """One federation."""
 
-    data: str  # a data set of `zoo.data.load`
+    data: str  # a data set of `data.images.load`
     method: str  # a method by its name on the command line
     clients: int = 20  # number of clients; of 100, as in the paper, 30 % are asked in each round, otherwise all
     rounds: int = 200  # number of rounds

@@ -45,7 +45,7 @@ _EPSILON, _DELTA, _EPOCHS, _BATCH = 4.0, 1e-5, 1000, 50
 class AttackRun:
     """One attack on one image."""
 
-    data: str  # a data set of `zoo.data.load`; test images are attacked
+    data: str  # a data set of `data.images.load`; test images are attacked
     method: str  # a method of `methods.federate.catalog`
     attack: str  # "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL
     image: int  # number of the image; also the seed of the network and of the attack

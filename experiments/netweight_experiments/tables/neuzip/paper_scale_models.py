@@ -29,7 +29,7 @@ from netweight_experiments.toys.decoder import MINIATURE, made
 class Extent:
     """How large a measurement is."""
 
-    shapes: tuple[str, ...]  # keys of `zoo.shapes.SHAPES`
+    shapes: tuple[str, ...]  # keys of `toys.decoder.SHAPES`
     changes: tuple[tuple[str, int], ...]  # fields of a shape's configuration to be otherwise
     sides: tuple[int, ...]  # matrix sides, for throughput
     window: int  # tokens of a forward pass, and of a training example
@@ -81,7 +81,7 @@ TRIAL = Extent(
 class Run:
     """One way of training one model, or of holding its weights."""
 
-    shape: str  # a key of `zoo.shapes.SHAPES`
+    shape: str  # a key of `toys.decoder.SHAPES`
     way: str  # the way, by its row's name
     device: str  # "cuda" or "cpu"
     trial: bool  # whether it is the tiny one

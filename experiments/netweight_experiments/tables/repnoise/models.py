@@ -274,7 +274,7 @@ def planes(scale: Scale, out: Path, *, share: float | None = None) -> Measured:
     if scale == "paper":
         raise Unsupported(
             "This figure is drawn of the miniature, whose kept answers stand for harmless ones.",
-            cure="For your model call methods.immunize.depth.representations and probing.Plane.",
+            cure="For your model call representations and Plane of netweight.methods.immunize.layer_metrics.",
         )
     setup = Ciphers()
     seen = _representations(setup, folder_of(out, scale), share_of(setup, share))

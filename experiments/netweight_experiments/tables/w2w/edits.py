@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -17,8 +17,8 @@ from netweight.methods.space.directions import Direction, fit_direction
 from netweight.methods.space.edits import Move, calibrated, edit, identity
 from netweight.methods.space.inversion import paint
 from netweight.methods.space.space import WeightSpace
-from netweight_experiments.tables.grid import run_each
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.grid import grid, interval_finding, run_each
+from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
 from netweight_experiments.tables.w2w.table import space_table
 
@@ -213,42 +213,36 @@ def table1(setup: Setup, folder: Path) -> Measured:
     found = edited(setup, folder, _WAYS)
     names = {"identity": "ID score", "distance": "LPIPS", "match": "CLIP score"}
     own = {"identity": setup.identity_name, "distance": setup.distance[0], "match": setup.match_name}
-    columns = [Column(own[key], "score", "lower" if key == "distance" else "higher") for key in names]
-    return Measured(
-        columns=(*columns, Column("other attributes, mean change", "share of range", "lower"), Column("strength")),
-        rows=tuple(
-            Row(f"{wanted.title}, {way}", _values(found.get((wanted.title, way))))
+    better: dict[str, Any] = {"identity": "higher", "distance": "lower", "match": "higher"}
+    absent = Edited(None, True, (), (), ())
+
+    def mean_of(key: str) -> Callable[[Edited], float | None]:
+        return lambda edit: mean(values) if (values := getattr(edit, key)) else None
+
+    means = [
+        interval_finding(f"{title}, {way}: {what}", bootstrap(getattr(one, key), seed=_SEED), better=better[key],
+                         seeds=setup.seeds)
+        for (title, way), one in found.items()
+        for what, key in (("ID score", "identity"), ("distance", "distance"), ("match", "match"))
+    ]  # fmt: skip
+    return grid(
+        {
+            f"{wanted.title}, {way}": found.get((wanted.title, way), absent)
             for wanted in setup.wanted
             for way in _WAYS
-            if way == "prompting" or (wanted.title, way) in found or way == "Concept Sliders"
-        ),
+            if (wanted.title, way) in found or way in ("prompting", "Concept Sliders")
+        },
+        [
+            *((Column(own[key], "score", better[key]), mean_of(key)) for key in names),
+            (Column("other attributes, mean change", "share of range", "lower"), mean_of("others")),
+            (Column("strength"), lambda edit: edit.strength),
+        ],
         labels={own[key]: name for key, name in names.items()},
         differs=(*setup.differs, *_differs(setup)),
-        findings=(*_findings(setup, found), *_ahead(setup, found)),
+        findings=(*means, *_ahead(setup, found)),
         figures=(_figure(setup, found),),
         notes=(*_not_expressed(setup), *_missed(found)),
     )
-
-
-def _values(found: Edited | None) -> tuple[float | None, ...]:
-    if found is None:
-        return (None,) * 5
-    others = mean(found.others) if found.others else None
-    return mean(found.identity), mean(found.distance), mean(found.match), others, found.strength
-
-
-def _findings(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
-    """Each mean with its interval over people."""
-    parts = []
-    for (title, way), one in found.items():
-        for what, values in (("ID score", one.identity), ("distance", one.distance), ("match", one.match)):
-            interval = bootstrap(values, seed=_SEED)
-            better = "lower" if what == "distance" else "higher"
-            parts.append(
-                Finding(f"{title}, {way}: {what}", interval.estimate, ci95=interval.ci95, n=len(values),
-                        better=better, seeds=setup.seeds)  # type: ignore[arg-type]
-            )  # fmt: skip
-    return parts
 
 
 def _ahead(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Finding]:
@@ -256,11 +250,9 @@ def _ahead(setup: Setup, found: Mapping[tuple[str, Way], Edited]) -> list[Findin
     parts = []
     for wanted in (one for one in setup.wanted if one.slider):
         ours, theirs = (found[wanted.title, way].identity for way in ("w2w", "Concept Sliders"))
-        interval = bootstrap([one - other for one, other in zip(ours, theirs, strict=True)], seed=_SEED)
-        parts.append(
-            Finding(f"{wanted.title}: ID score of w2w less that of Concept Sliders", interval.estimate,
-                    ci95=interval.ci95, n=len(ours), better="higher", seeds=setup.seeds)
-        )  # fmt: skip
+        gap = bootstrap([one - other for one, other in zip(ours, theirs, strict=True)], seed=_SEED)
+        name = f"{wanted.title}: ID score of w2w less that of Concept Sliders"
+        parts.append(interval_finding(name, gap, better="higher", seeds=setup.seeds))
     return parts
 
 
@@ -289,7 +281,7 @@ def _not_expressed(setup: Setup) -> Sequence[str]:
         return ()
     return (
         f"Prompting, {', '.join(silent)}: cannot be measured here, as the model's vocabulary has no word for it (in "
-        "the miniature prompts speak of the setup alone).",
+        "the miniature prompts speak of the ground alone).",
     )
 
 
