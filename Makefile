@@ -75,7 +75,7 @@ bench: $(VENV)/dev.stamp
 
 # On a GPU machine with torch for CUDA and the extras bench, llm and cuda; what is there already is used.
 bench-gpu:
-	$(PYTHON) -m netweight benchmark gpu
+	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight benchmark gpu
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
