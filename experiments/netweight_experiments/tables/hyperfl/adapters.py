@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.toys.networks import adapted_resnet20
-from netweight_experiments.tables.grid import chosen, finished_of
+from netweight_experiments.tables.grid import chosen, finished_of, grid
 from netweight_experiments.tables.hyperfl.federations import Parts, images_of, run_all
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
 
 # Ways to train on a frozen backbone, and the columns that they make; the last one is not in the paper.
 WAYS = {
@@ -111,24 +111,28 @@ def _method(way: str, training: LocalTraining) -> Method:
 
 
 def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> Measured:
-    rows, labels = [], {}
+    by = {
+        (run.data, run.way, reading): 100 * curve[reading][-1]
+        for run, curve in found.items()
+        for reading in ("before", "after")
+    }
+    rows: dict[str, tuple[str, str | None]] = {}
     for data, title in DATA.items():
-        curves = {run.way: curve for run, curve in found.items() if run.data == data}
-        if curves:
-            as_published = [_last(curves, way, "before" if way in _READ_BEFORE else "after") for way in WAYS]
-            rows.append(Row(f"{title}, ResNet-20", tuple(as_published)))
-            labels[rows[-1].name] = f"{title}, ResNet"
-            for reading in ("before", "after"):
-                rows.append(
-                    Row(f"{title}, {reading} local training", tuple(_last(curves, way, reading) for way in WAYS))
-                )
+        if any(run.data == data for run in found):
+            rows[f"{title}, ResNet-20"] = (data, None)
+            rows |= {f"{title}, {reading} local training": (data, reading) for reading in ("before", "after")}
+
+    def accuracy(way: str) -> Callable[[tuple[str, str | None]], float | None]:
+        as_published = "before" if way in _READ_BEFORE else "after"
+        return lambda row: by.get((row[0], way, row[1] or as_published))
+
     run = next(iter(found))
     sizes = run.per_client or ()
     small = (f"A miniature: {run.clients} clients of {sizes[0]} images, {run.rounds} rounds.",) if sizes else ()
-    return Measured(
-        columns=tuple(Column(title, "%", "higher") for title in WAYS.values()),
-        rows=tuple(rows),
-        labels=labels,
+    return grid(
+        rows,
+        [(Column(title, "%", "higher"), accuracy(way)) for way, title in WAYS.items()],
+        labels={name: f"{DATA[data]}, ResNet" for name, (data, reading) in rows.items() if reading is None},
         differs=(
             *small,
             "The frozen backbone is a ResNet-20 trained on CIFAR-10, not a ResNet-18 trained on ImageNet: it is smaller"
@@ -139,7 +143,7 @@ def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> Measured:
             " drops the adapters silently.",
             f"Adapters begin as the identity, calibrated on {_CALIBRATION} training images that are taken as public.",
         ),
-        findings=tuple(_findings(found)),
+        findings=tuple(_findings(by, run.seed)),
         notes=(
             "The first row of a data set reads FedAvg before local training and the others after it, as table 1 does.",
             f"Mean over clients in the last of {run.rounds} rounds, seed {run.seed}.",
@@ -148,28 +152,17 @@ def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> Measured:
     )
 
 
-def _last(curves: Mapping[str, Mapping[str, Any]], way: str, reading: str) -> float | None:
-    return 100 * curves[way][reading][-1] if way in curves else None
-
-
-def _findings(found: Mapping[AdapterRun, Mapping[str, Any]]) -> list[Finding]:
+def _findings(by: Mapping[tuple[str, str, str], float], seed: int) -> list[Finding]:
     """Compare generated adapters with the better of the baselines, like for like."""
     findings = []
     for data, title in DATA.items():
-        after = {run.way: 100 * curve["after"][-1] for run, curve in found.items() if run.data == data}
-        ours = {way: value for way, value in after.items() if way.startswith("hyperfl")}
-        others = {way: value for way, value in after.items() if way not in ours}
-        for way, value in ours.items():
-            if others:
+        after = {way: by[data, way, "after"] for way in WAYS if (data, way, "after") in by}
+        others = {way: value for way, value in after.items() if not way.startswith("hyperfl")}
+        for way in after if others else ():
+            if way not in others:
                 best = max(others, key=others.__getitem__)
-                findings.append(
-                    Finding(
-                        f"{WAYS[way]} less the best baseline, both after local training, {title}",
-                        value - others[best],
-                        unit="points",
-                        better="higher",
-                        seeds=(next(iter(found)).seed,),
-                        detail={"best baseline": WAYS[best], "its accuracy": others[best]},
-                    )
-                )
+                name = f"{WAYS[way]} less the best baseline, both after local training, {title}"
+                detail = {"best baseline": WAYS[best], "its accuracy": others[best]}
+                gain = after[way] - others[best]
+                findings.append(Finding(name, gain, unit="points", better="higher", seeds=(seed,), detail=detail))
     return findings

@@ -13,9 +13,9 @@ from typing import Any, final
 from netweight.evidence.figures import Figure, image_grid
 from netweight.evidence.finding import Finding
 from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
-from netweight_experiments.tables.grid import chosen, finished_of, picture
+from netweight_experiments.tables.grid import Cell, chosen, finished_of, grid, picture
 from netweight_experiments.tables.hyperfl.inversion import AttackRun, attack_all
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
 
 DATA = {"emnist-letters": "EMNIST", "cifar10": "CIFAR-10", "digits": "digits"}
 _SMALL_STEPS = {"ig": 150, "rog": 100, "tailored": 20, "analytic": 3}
@@ -55,6 +55,8 @@ _TARGETS = {
     (_ANALYTIC.title, "ssim"): 0.8,
 }
 _COSINE = 0.999
+# What findings tell of, the attacker's view.
+_FOUND = (("cosine", "cosine of the recovered gradient", ""), ("psnr", "PSNR", "dB"), ("ssim", "SSIM", ""))
 
 
 def runs_of(lines: Sequence[Line], scale: Scale) -> list[AttackRun]:
@@ -97,56 +99,37 @@ def table5(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
 def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], scale: Scale) -> Measured:
     """Return means over images as rows, intervals and targets as findings."""
     names = [name for name in DATA if any(run.data == name for run in found)]
-    columns = [
-        column
-        for name in names
-        for column in (
-            Column(f"{DATA[name]} PSNR", "dB", "lower"),
-            Column(f"{DATA[name]} SSIM", "score", "lower"),
-            Column(f"{DATA[name]} LPIPS", "score", "higher"),
-        )
-    ]
-    rows, findings = [], []
+
+    def of(line: Line, data: str, metric: str) -> list[float]:
+        runs = (v for r, v in found.items() if (r.data, r.method, r.attack) == (data, line.method, line.attack))
+        return [value[metric] for value in runs if value.get(metric) is not None]
+
+    def cell(data: str, metric: str, unit: str, better: Any) -> Cell[Line]:
+        column = Column(f"{DATA[data]} {metric.upper()}", unit, better)
+        return column, lambda line: mean(values) if (values := of(line, data, metric)) else None
+
+    metrics = (("psnr", "dB", "lower"), ("ssim", "score", "lower"), ("lpips", "score", "higher"))
+    findings = []
     for line in lines:
-        values: list[float | None] = []
         for name in names:
-            one = [
-                v for run, v in found.items() if (run.data, run.method, run.attack) == (name, line.method, line.attack)
-            ]
-            values += [_mean(one, "psnr"), _mean(one, "ssim"), None]
-            findings += _findings(one, line, name, scale)
-        rows.append(Row(line.title, tuple(values)))
-    return Measured(tuple(columns), tuple(rows), differs=_differs(lines, names, scale), findings=tuple(findings),
-                    notes=_notes(lines, found))  # fmt: skip
-
-
-def _mean(values: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    return mean(value[metric] for value in values) if values else None
-
-
-def _findings(values: Sequence[Mapping[str, Any]], line: Line, data: str, scale: Scale) -> list[Finding]:
-    """Return PSNR and SSIM with intervals over images, and the recovered gradient's cosine; the attacker's view."""
-    found = []
-    for metric, unit in (("cosine", ""), ("psnr", "dB"), ("ssim", "")):
-        each = [value[metric] for value in values if value[metric] is not None]
-        if each:
-            wanted = line.attack in ("ig", "analytic") and data == "emnist-letters" and scale == "paper"
-            target = _COSINE if metric == "cosine" else _TARGETS.get((line.title, metric)) if wanted else None
-            label = {"cosine": "cosine of the recovered gradient", "psnr": "PSNR", "ssim": "SSIM"}[metric]
-            found.append(
-                Finding(
-                    f"{label}, {line.title}, {DATA[data]}",
-                    mean(each),
-                    ci95=_interval(each),
-                    n=len(each),
-                    unit=unit,
-                    better="higher",
-                    target=target,
-                    seeds=tuple(range(len(each))),
-                    detail={"each": each, "attack": values[0]["attack"]},
-                )
-            )
-    return found
+            wanted = line.attack in ("ig", "analytic") and name == "emnist-letters" and scale == "paper"
+            for metric, label, unit in _FOUND:
+                target = _COSINE if metric == "cosine" else _TARGETS.get((line.title, metric)) if wanted else None
+                if each := of(line, name, metric):
+                    detail = {"each": each, "attack": of(line, name, "attack")[0]}
+                    findings.append(
+                        Finding(
+                            f"{label}, {line.title}, {DATA[name]}", mean(each), ci95=_interval(each), n=len(each),
+                            unit=unit, better="higher", target=target, seeds=tuple(range(len(each))), detail=detail,
+                        )
+                    )  # fmt: skip
+    return grid(
+        {line.title: line for line in lines},
+        [cell(name, *metric) for name in names for metric in metrics],
+        differs=_differs(lines, names, scale),
+        findings=tuple(findings),
+        notes=_notes(lines, found),
+    )
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -228,11 +211,13 @@ def _drawn(lines: Sequence[Line], scale: Scale, out: Path, attack: str) -> Measu
     found = attacked(lines, scale, out)
     names = [name for name in DATA if any(run.data == name for run in found)]
     return dataclasses.replace(
-        measured(found, lines, scale), figures=tuple(_grid(found, lines, name, attack) for name in names)
+        measured(found, lines, scale), figures=tuple(_drawn_images(found, lines, name, attack) for name in names)
     )
 
 
-def _grid(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], data: str, attack: str) -> Figure:
+def _drawn_images(
+    found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], data: str, attack: str
+) -> Figure:
     here = {(run.image, run.method, run.attack): value for run, value in found.items() if run.data == data}
     shown = sorted({image for image, _, _ in here})[:_SHOWN]
     shape = _SHAPES[data]

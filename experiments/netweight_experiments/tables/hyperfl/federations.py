@@ -28,8 +28,8 @@ from netweight.evidence.statistics import t_interval
 from netweight.methods.federate import Federation, FedTask, LocalTraining, Method, train
 from netweight.methods.federate.folder import FederationPlan
 from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
-from netweight_experiments.tables.grid import LEDGER, R, chosen, finished_of, run_each
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.grid import LEDGER, R, chosen, finished_of, grid, run_each
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.toys.random_federation import random_federation
 
 # What `methods.federate.train` takes.
@@ -62,6 +62,10 @@ class FederatedRun:
     def name(self) -> str:
         """A name for files, which leaves out the number of rounds so that a longer run continues a shorter one."""
         return f"{self.data}-{self.clients}-{self.method}-{self.seed}"
+
+
+# Accuracy, losses and seconds of runs, by round.
+Curves = Mapping[FederatedRun, Mapping[str, Any]]
 
 
 def plan_of(run: FederatedRun) -> FederationPlan:
@@ -169,27 +173,30 @@ def table1(scale: Scale, out: Path, *, only: str | None = None, rounds: int | No
     return _measured(finished_of(runs, out, FederatedRun), scale)
 
 
-def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> Measured:
+def _measured(found: Curves, scale: Scale) -> Measured:
     cells = [(MINIATURE, 20)] if scale == "small" else list(COLUMNS)
-    names = {cell: COLUMNS.get(cell, "digits (20 clients)") for cell in cells}
-    rows, labels = [], {}
-    for method, title in METHODS.items():
-        for reading in ("before", "after"):
-            values = [_cell(found, cell, method, reading) for cell in cells]
-            if any(value is not None for value in values):
-                row = Row(f"{title}, {reading} local training", tuple(values))
-                rows.append(row)
-                if (reading == "before") == (method in _READ_BEFORE):
-                    labels[row.name] = title
-    data = {run.data for run in found}
+    rows = {
+        f"{title}, {reading} local training": (method, reading)
+        for method, title in METHODS.items()
+        for reading in ("before", "after")
+        if any(_by_seed(found, cell, method, reading) for cell in cells)
+    }
+
+    def accuracy(cell: tuple[str, int]) -> Callable[[tuple[str, str]], float | None]:
+        return lambda row: mean(each) if (each := _by_seed(found, cell, *row).values()) else None
+
     rounds = sorted({run.rounds for run in found})
-    differs = [_STAND_INS[name] for name in sorted(data & set(_STAND_INS))]
+    differs = [_STAND_INS[name] for name in sorted({run.data for run in found} & set(_STAND_INS))]
     if scale == "small":
         differs.append(f"A miniature: scikit-learn's digits, 20 clients of 71 images, {rounds[0]} rounds.")
-    return Measured(
-        columns=tuple(Column(name, "%", "higher") for name in names.values()),
-        rows=tuple(rows),
-        labels=labels,
+    return grid(
+        rows,
+        [(Column(COLUMNS.get(cell, "digits (20 clients)"), "%", "higher"), accuracy(cell)) for cell in cells],
+        labels={
+            name: METHODS[method]
+            for name, (method, reading) in rows.items()
+            if (reading == "before") == (method in _READ_BEFORE)
+        },
         differs=(
             *differs,
             "Evaluation regenerates weights; the reference code evaluates HyperFL by the last round's.",
@@ -206,7 +213,16 @@ def _measured(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> 
     )
 
 
-def _plateaus(found: Mapping[FederatedRun, Mapping[str, Any]]) -> list[str]:
+def _by_seed(found: Curves, cell: tuple[str, int], method: str, reading: str = "after") -> dict[int, float]:
+    """Accuracy in the last round, in percent."""
+    return {
+        run.seed: 100 * curve[reading][-1]
+        for run, curve in found.items()
+        if (run.data, run.clients, run.method) == (*cell, method)
+    }
+
+
+def _plateaus(found: Curves) -> list[str]:
     """Say which runs ended at a plateau, and where."""
     early = {run.name: curve["rounds"][-1] for run, curve in found.items() if len(curve["loss"]) < run.rounds}
     if not early:
@@ -218,58 +234,28 @@ def _plateaus(found: Mapping[FederatedRun, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _cell(
-    found: Mapping[FederatedRun, Mapping[str, Any]], cell: tuple[str, int], method: str, reading: str
-) -> float | None:
-    values = [
-        100 * curve[reading][-1]
-        for run, curve in found.items()
-        if (run.data, run.clients) == cell and run.method == method
-    ]
-    return mean(values) if values else None
-
-
-def _findings(found: Mapping[FederatedRun, Mapping[str, Any]], scale: Scale) -> list[Finding]:
+def _findings(found: Curves, scale: Scale) -> list[Finding]:
     findings = []
-    cells = {(run.data, run.clients) for run in found}
-    for data, clients in sorted(cells):
-        real = scale == "paper" and data == "fashion-mnist"
-        best = _by_seed(found, data, clients, "fedavg")
+    for cell in sorted({(run.data, run.clients) for run in found}):
+        real = scale == "paper" and cell[0] == "fashion-mnist"
+        where, best = f"{cell[0]}, {cell[1]} clients", _by_seed(found, cell, "fedavg")
         for method in ("hyperfl", *_VARIANTS):
-            ours = _by_seed(found, data, clients, method)
+            ours = _by_seed(found, cell, method)
             if not ours:
                 continue
-            target = _TARGETS[clients] if real and method == "hyperfl" else None
-            findings.append(_finding(f"{METHODS[method]}, after, {data}, {clients} clients", ours, target))
+            target = _TARGETS[cell[1]] if real and method == "hyperfl" else None
+            findings.append(_finding(f"{METHODS[method]}, after, {where}", ours, target))
             if best and method in _VARIANTS:
-                name = f"{METHODS[method]} less FedAvg, both after, {data}, {clients} clients"
                 gain = {seed: value - mean(best.values()) for seed, value in ours.items()}
-                findings.append(
-                    _finding(name, gain, 0.0 if real and method == "hyperfl-whole" else None, unit="points")
-                )
+                target = 0.0 if real and method == "hyperfl-whole" else None
+                findings.append(_finding(f"{METHODS[method]} less FedAvg, both after, {where}", gain, target, "points"))
     return findings
-
-
-def _by_seed(found: Mapping[FederatedRun, Mapping[str, Any]], data: str, clients: int, method: str) -> dict[int, float]:
-    return {
-        run.seed: 100 * curve["after"][-1]
-        for run, curve in found.items()
-        if (run.data, run.clients, run.method) == (data, clients, method)
-    }
 
 
 def _finding(name: str, values: Mapping[int, float], target: float | None, unit: str = "%") -> Finding:
     ci95 = t_interval(list(values.values())).ci95 if len(values) > 1 else None
-    return Finding(
-        name,
-        mean(values.values()),
-        ci95=ci95,
-        n=len(values),
-        unit=unit,
-        better="higher",
-        target=target,
-        seeds=tuple(values),
-    )
+    more: dict[str, Any] = {"unit": unit, "better": "higher", "target": target}
+    return Finding(name, mean(values.values()), ci95=ci95, n=len(values), seeds=tuple(values), **more)
 
 
 @table("hyperfl-fig4", needs=("evidence",), stand_in=True)
@@ -286,30 +272,25 @@ def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
         {METHODS[method]: (range(1, rounds + 1), curve["loss"]) for method, curve in curves.items()},
         alt="Mean training loss of four methods by round.",
         caption="(a) Mean training loss over clients.",
-        xlabel="round",
-        ylabel="loss",
-        log="y",
-    )
+        xlabel="round", ylabel="loss", log="y",
+    )  # fmt: skip
     changes = lines(
         {"client 0": (range(2, rounds + 1), moved)},
         alt="Norm of the change of client 0's generated body between rounds.",
         caption="(b) Norm of the change of one client's generated body between adjacent rounds.",
-        xlabel="round",
-        ylabel="norm of the change",
-        log="y",
-    )
-    falls = Finding(
-        "change of the generated body, last tenth of rounds over first",
-        mean(moved[-max(1, len(moved) // 10) :]) / mean(moved[: max(1, len(moved) // 10)]),
-        better="lower",
-        target=1.0,
-        seeds=(runs[0].seed,),
-    )
-    return Measured(
-        columns=(Column("first round", "nats", "lower"), Column("last round", "nats", "lower")),
-        rows=tuple(Row(METHODS[m], (curve["loss"][0], curve["loss"][-1])) for m, curve in curves.items()),
+        xlabel="round", ylabel="norm of the change", log="y",
+    )  # fmt: skip
+    tenth = max(1, len(moved) // 10)
+    falls = mean(moved[-tenth:]) / mean(moved[:tenth])
+    name = "change of the generated body, last tenth of rounds over first"
+    return grid(
+        {METHODS[method]: curve["loss"] for method, curve in curves.items()},
+        [
+            (Column("first round", "nats", "lower"), lambda loss: loss[0]),
+            (Column("last round", "nats", "lower"), lambda loss: loss[-1]),
+        ],
         differs=(f"{data} with 20 clients and {rounds} rounds; the paper draws EMNIST byclass.",),
-        findings=(falls,),
+        findings=(Finding(name, falls, better="lower", target=1.0, seeds=(runs[0].seed,)),),
         figures=(losses, changes),
     )
 
@@ -349,17 +330,13 @@ def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
     within, between = _distances(embeddings, groups)
     p = _permutation_test(embeddings, groups, seed=run.seed)
     separated = Finding(
-        "distance between embeddings of clients with the same dominant classes, over that of others",
-        within / between,
-        better="lower",
-        target=1.0,
-        n=len(embeddings),
-        seeds=(run.seed,),
+        "distance between embeddings of clients with the same dominant classes, over that of others", within / between,
+        better="lower", target=1.0, n=len(embeddings), seeds=(run.seed,),
         detail={"permutation test, one-sided p": p, "within": within, "between": between},
-    )
-    return Measured(
-        columns=(Column("mean distance of embeddings", "", None),),
-        rows=(Row("same dominant classes", (within,)), Row("other dominant classes", (between,))),
+    )  # fmt: skip
+    return grid(
+        {"same dominant classes": within, "other dominant classes": between},
+        [(Column("mean distance of embeddings"), float)],
         differs=(f"{run.data}, {run.rounds} rounds; the paper draws EMNIST byclass after its training.",),
         findings=(separated,),
         figures=(_label_figure(counts), _map(embeddings, groups, run.seed)),
@@ -449,11 +426,17 @@ def table4(scale: Scale, out: Path) -> Measured:
         random_federation(clients, images), training, workers=workers, repeats=_REPEATS, progress=Progress("auto")
     )
     fastest = max(workers)
-    published = {_name(one): _TITLES[one.method] for one in times if one.engine and one.threads == fastest}
-    published = {own: title for own, title in published.items() if title != _TITLES["hyperfl-body"]}
-    return Measured(
-        columns=(Column("time per round", "s", "lower"), Column("CPU time per round", "s", "lower")),
-        rows=tuple(Row(_name(one), (median(taken.wall), median(taken.cpu))) for one, taken in times.items()),
+    published = {
+        _name(one): _TITLES[one.method]
+        for one in times
+        if one.engine and one.threads == fastest and one.method != "hyperfl-body"
+    }
+    return grid(
+        {_name(one): taken for one, taken in times.items()},
+        [
+            (Column("time per round", "s", "lower"), lambda taken: median(taken.wall)),
+            (Column("CPU time per round", "s", "lower"), lambda taken: median(taken.cpu)),
+        ],
         labels=published,
         differs=(
             f"{clients} clients with {images} random images of Fashion-MNIST's size; the paper times EMNIST, on a"
