@@ -21,7 +21,7 @@ from netweight.cli.output import Output, output_option
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from netweight.evidence.finding import Finding
+    from netweight.report.finding import Finding
     from netweight_experiments.benchmarks.compress.codec import Result
     from netweight_experiments.benchmarks.compress.codec_data import DataSet
     from netweight_experiments.tables.catalog import Item
@@ -119,7 +119,7 @@ def _summary(item: Item) -> str:
 
 
 def _show_table(result: Reproduction, output: Output) -> None:
-    from netweight.evidence.page import format_number
+    from netweight.report.text import format_number
 
     numbers = result.published
     where = f"{numbers.table}, {numbers.title}" if numbers else "no published numbers"
@@ -136,7 +136,7 @@ def _show_table(result: Reproduction, output: Output) -> None:
 
 
 def _show_findings(findings: Sequence[Finding], output: Output) -> None:
-    from netweight.evidence.page import format_number
+    from netweight.report.text import format_number
 
     for finding in findings:
         mark = {True: "met", False: "MISSED", None: "reported"}[finding.passed]
@@ -259,8 +259,8 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
 
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
-    from netweight.evidence.report import write_text
     from netweight.methods.federate import LocalTraining
+    from netweight.report.report import write_text
     from netweight_experiments.benchmarks.federate.rounds import speed_findings, time_rounds
     from netweight_experiments.toys.random_federation import random_federation
 
@@ -328,8 +328,8 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
     ones. Beside netweight stand bf16, offloading, bitsandbytes and nvCOMP where they are installed.
     """
     from netweight.core.progress import Progress
-    from netweight.evidence.page import format_number
-    from netweight.evidence.report import write_text
+    from netweight.report.report import write_text
+    from netweight.report.text import format_number
     from netweight_experiments.tables.neuzip.paper_scale import measure_at_size
 
     command = shlex.join(["netweight", *sys.argv[1:]])

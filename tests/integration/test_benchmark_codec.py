@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
-from netweight.evidence.timing import Samples
+from netweight.metrics.timing import Samples
 from netweight_experiments.benchmarks.compress import codec as measure
 from netweight_experiments.benchmarks.compress import codec_data as peers
 from netweight_experiments.benchmarks.compress.codec import (

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
-from netweight.evidence import memory_ledger
+from netweight.metrics import memory as memory_ledger
 from netweight_experiments.tables.neuzip import finetuning, pretraining, training
 from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA, WAYS
 from netweight_experiments.toys import decoder as shapes

@@ -14,8 +14,8 @@ from torch import Tensor
 from netweight.core.engines import in_process
 from netweight.core.runs import Ledger, map_runs
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import Interval
+from netweight.metrics.intervals import Interval
+from netweight.report.finding import Finding
 from netweight_experiments.tables.registry import Column, Measured, Row
 
 # Name of the ledger in a folder of runs.

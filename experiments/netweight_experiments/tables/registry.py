@@ -17,9 +17,8 @@ from typing import Literal, TypeAlias
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number
-from netweight.evidence.report import Table
+from netweight.report.finding import Column as Column
+from netweight.report.finding import Figure, Finding, Number, Table
 
 # Modules that register tables.
 MODULES = (
@@ -53,15 +52,6 @@ _EXTRAS = {
     "evidence": "matplotlib",
     "bench": "zipnn",
 }
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a published or measured table."""
-
-    name: str  # heading; a measured column is laid beside the published one of the same name
-    unit: str = ""  # unit of its values, in plain text
-    better: Literal["higher", "lower"] | None = None  # which direction is better, or None
 
 
 @dataclass(frozen=True)

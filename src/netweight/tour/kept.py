@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from netweight.core.files import lock
 from netweight.errors import UsageError
-from netweight.evidence.report import make_folder, write_text
+from netweight.report.report import make_folder, write_text
 from netweight.tour.stop import Stop
 
 # A file in the folder, which is emptied only where it lies; locked while a tour is under way.

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
-from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 from netweight_experiments.benchmarks.script import load, script, today, write
 
 PARTS = ("memory", "training", "inference")

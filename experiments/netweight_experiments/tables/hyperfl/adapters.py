@@ -12,11 +12,11 @@ import torch
 
 from netweight.core import seeds
 from netweight.data.images import crop_and_flip
-from netweight.evidence.finding import Finding
 from netweight.methods.federate import DirectMethod, Federation, FedTask, LocalTraining, Method, Phase
 from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
+from netweight.report.finding import Finding
 from netweight.toys.networks import adapted_resnet20
 from netweight_experiments.tables.grid import chosen, finished_of, grid
 from netweight_experiments.tables.hyperfl.federations import Parts, images_of, run_all

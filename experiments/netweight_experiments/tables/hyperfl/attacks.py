@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, final
 
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, chosen, finished_of, grid, picture
 from netweight_experiments.tables.hyperfl.inversion import AttackRun, attack_all
 from netweight_experiments.tables.registry import Column, Measured, Scale, table

@@ -22,11 +22,11 @@ from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import Progress
 from netweight.data.images import Images, load
-from netweight.evidence.figures import Figure, canvas, lines, series_color, to_figure
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import t_interval
 from netweight.methods.federate import Federation, FedTask, LocalTraining, Method, train
 from netweight.methods.federate.folder import FederationPlan
+from netweight.metrics.intervals import t_interval
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import canvas, lines, series_color, to_figure
 from netweight_experiments.benchmarks.federate.rounds import Contender, speed_findings, time_rounds
 from netweight_experiments.tables.grid import LEDGER, R, chosen, finished_of, grid, run_each
 from netweight_experiments.tables.registry import Column, Measured, Scale, table

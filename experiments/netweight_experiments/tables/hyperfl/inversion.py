@@ -22,7 +22,6 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig, Tailore
 from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.data.images import Images
-from netweight.evidence.image_metrics import psnr, ssim
 from netweight.methods.federate import ClientData, FedTask, Run
 from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.direct import without
@@ -31,6 +30,7 @@ from netweight.methods.federate.folder import small_cnn
 from netweight.methods.federate.hyperfl import HYPERNETWORK
 from netweight.methods.federate.partition import client_sizes
 from netweight.methods.federate.report import Observation, ThreatModel, observe, read_update
+from netweight.metrics.images import psnr, ssim
 from netweight_experiments.tables.grid import LEDGER, as_text, finished, run_each
 from netweight_experiments.tables.hyperfl.federations import images_of
 

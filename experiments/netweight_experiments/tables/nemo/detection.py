@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from netweight.core.progress import QUIET
-from netweight.evidence.figures import Figure
-from netweight.evidence.matrix_figures import histogram
 from netweight.methods.forget.detect import Score, roc
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.report import DetectionSubject, detection_findings
 from netweight.methods.forget.statistics import text_activations
+from netweight.report.finding import Figure
+from netweight.report.plots import histogram
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.nemo.images import (
     KINDS,

@@ -24,7 +24,8 @@ from netweight.attacks.embedding_search.search import paired, search
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import (
+from netweight.methods.forget.localize import Localization
+from netweight.metrics.copies import (
     COPY,
     Kind,
     Memorized,
@@ -32,14 +33,12 @@ from netweight.evidence.copy_metrics import (
     copies_of_prompt,
     similarity_to_memorized,
 )
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import ssim
-from netweight.evidence.report import Table
-from netweight.evidence.statistics import proportion
-from netweight.methods.forget.localize import Localization
+from netweight.metrics.images import ssim
+from netweight.metrics.intervals import proportion
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.finding import Figure, Finding, Table
+from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, T, as_text, grid, interval_finding, picture, run_each
 from netweight_experiments.tables.nemo.setup import NONE, Setup, Way, mitigation
 from netweight_experiments.tables.registry import Column, Measured

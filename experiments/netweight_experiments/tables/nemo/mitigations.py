@@ -9,12 +9,12 @@ from statistics import median
 from typing import Any, Literal
 
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import copy_findings
-from netweight.evidence.figures import Figure, lines
-from netweight.evidence.finding import Finding
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.settings import LocalizationConfig
+from netweight.metrics.copies import copy_findings
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import lines
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.nemo.images import (
     KINDS,

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import final
 
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import PromptCopies
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number
-from netweight.evidence.matrix_figures import heat_maps
-from netweight.evidence.report import Table
 from netweight.methods.forget.detect import Threshold
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import counts_figure, layers_figure, overlap, overlap_figure, prompts_table
 from netweight.methods.forget.settings import LocalizationConfig
+from netweight.metrics.copies import PromptCopies
+from netweight.report.finding import Figure, Finding, Number, Table
+from netweight.report.plots import heat_maps
 from netweight_experiments.tables.grid import grid
 from netweight_experiments.tables.nemo.images import (
     KINDS,

@@ -19,8 +19,6 @@ from netweight.core.digest import of_config, of_tensor
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
-from netweight.evidence.descriptors import Descriptor
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
 from netweight.methods.forget.detect import Score, Threshold, calibrate
 from netweight.methods.forget.layers import value_layers
@@ -28,6 +26,7 @@ from netweight.methods.forget.localize import Localization, detect_resumably, lo
 from netweight.methods.forget.mitigation import AllActive, Deactivated, Mitigation, neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import Statistics, measure_statistics
+from netweight.metrics.copies import Descriptor, Memorized
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

@@ -11,8 +11,8 @@ import torch
 
 from netweight.core.digest import of_file
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.compress.inspect import BitStatistics, bit_statistics, bits_figure, merge
+from netweight.report.finding import Finding
 from netweight.store import open_store
 from netweight.toys import minilm
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from netweight.core.progress import Progress
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Table
+from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid, interval_finding
 from netweight_experiments.tables.neuzip import inference_models as models
 from netweight_experiments.tables.neuzip.inference_models import Opened
@@ -258,7 +256,7 @@ def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Publishe
     def of(
         what: str, better: Literal["higher", "lower"], cells: Any, own: Sequence[Any], empty: Sequence[Any]
     ) -> Table:
-        columns: list[ReportColumn | str] = ["way", *(ReportColumn(model, "published") for model in paper_models)]
+        columns: list[Column | str] = ["way", *(Column(model, "published") for model in paper_models)]
         rows = [
             (
                 outcome.way.name,
@@ -268,12 +266,12 @@ def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Publishe
             for outcome in outcomes
         ]
         title = f"{what.capitalize()} as a ratio to the uncompressed model's, published beside measured"
-        columns += [ReportColumn(name, "measured", better), *own]
+        columns += [Column(name, "measured", better), *own]
         return Table(title, tuple(columns), tuple(rows), (note,))
 
     bits, layers = (
-        ReportColumn("per converted weight", "bits", "lower"),
-        ReportColumn("converted layers alone", "measured", "lower"),
+        Column("per converted weight", "bits", "lower"),
+        Column("converted layers alone", "measured", "lower"),
     )
     return (
         of("perplexity", "lower", worse, ["95 % interval", bits], [None, "", None]),
@@ -298,9 +296,9 @@ def _published_ratios(numbers: Published) -> dict[tuple[str, str, str], float]:
 
 def _block_table(opened: Opened, lossy: Lossy) -> Table:
     """Perplexity and memory by block size side by side, as ratios to those at 512."""
-    columns: list[ReportColumn | str] = ["way"]
+    columns: list[Column | str] = ["way"]
     for block in BLOCKS[:-1]:
-        columns += [ReportColumn(f"perplexity, block {block}", "× block 512"), ReportColumn("memory", "× block 512")]
+        columns += [Column(f"perplexity, block {block}", "× block 512"), Column("memory", "× block 512")]
     rows: list[tuple[Any, ...]] = []
     numbers = published("neuzip-table4")
     for row in numbers.rows if numbers else ():

@@ -19,8 +19,8 @@ from netweight.core.digest import of_file
 from netweight.core.progress import Progress
 from netweight.data.corpora import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import UsageError
-from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight.hf.load_language_model import language_model
+from netweight.metrics.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight_experiments.tables.neuzip.inference_runs import Subject, Text
 from netweight_experiments.tables.registry import Scale
 from netweight_experiments.toys import decoder, encoder_decoder

@@ -18,10 +18,10 @@ from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Ledger
 from netweight.errors import Unsupported
-from netweight.evidence.perplexity import Losses, compare, perplexity
-from netweight.evidence.statistics import Interval, paired_ratio
-from netweight.evidence.timing import Case, interleave
 from netweight.hf.quantizers import held_bytes, linear_layers, missing, quantize_, quantizers
+from netweight.metrics.intervals import Interval, paired_ratio
+from netweight.metrics.perplexity import Losses, compare, perplexity
+from netweight.metrics.timing import Case, interleave
 
 # Mantissa bits of the paper's lossy rows.
 BITS = (0, 1, 3)

@@ -20,8 +20,8 @@ from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Ledger, map_runs
 from netweight.errors import NetweightError
-from netweight.evidence.finding import encode_json
-from netweight.evidence.report import Report, Table
+from netweight.report.finding import Table, encode_json
+from netweight.report.report import Report
 from netweight_experiments.tables.compare import Comparison, compare
 from netweight_experiments.tables.neuzip.paper_scale_inference import WAYS, infer, measured_inference
 from netweight_experiments.tables.neuzip.paper_scale_models import (

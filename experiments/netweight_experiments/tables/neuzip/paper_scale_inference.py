@@ -18,9 +18,8 @@ from torch import nn
 import netweight
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Table
 from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
+from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.neuzip.paper_scale_models import (
     PAPER,
     TRIAL,

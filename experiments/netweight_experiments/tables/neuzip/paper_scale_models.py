@@ -16,8 +16,8 @@ from torch import nn
 
 from netweight.core.seeds import derive
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.timing import Case, interleave
+from netweight.metrics.timing import Case, interleave
+from netweight.report.finding import Finding
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.neuzip.training import GIB, SEED, default_dtype
 from netweight_experiments.tables.registry import Column, Measured

@@ -19,10 +19,10 @@ from netweight import codec
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.errors import MissingExtra, NetweightError, Unsupported
-from netweight.evidence.figures import lines
 from netweight.hf.quantizers import nf4
 from netweight.methods.compress.runtime.ops import decode_now
 from netweight.methods.compress.runtime.storage import Box
+from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
 from netweight_experiments.tables.neuzip.training import GIB, SEED
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table

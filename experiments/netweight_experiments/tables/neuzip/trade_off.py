@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 from netweight_experiments.tables.neuzip.inference_runs import BLOCKS, WeightFormat
 from netweight_experiments.tables.published import Published
 

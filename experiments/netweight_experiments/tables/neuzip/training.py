@@ -22,10 +22,10 @@ from netweight.core.engines import in_process
 from netweight.core.runs import map_runs
 from netweight.data.corpora import text_file
 from netweight.errors import NetweightError
-from netweight.evidence.finding import Finding
-from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, in_fresh_process
-from netweight.evidence.statistics import Interval, paired_ratio
-from netweight.evidence.timing import Case, interleave
+from netweight.metrics.intervals import Interval, paired_ratio
+from netweight.metrics.memory import PrivateMemory, TensorLedger, in_fresh_process
+from netweight.metrics.timing import Case, interleave
+from netweight.report.finding import Finding
 from netweight_experiments.tables.grid import LEDGER, R, run_each
 from netweight_experiments.tables.published import required
 

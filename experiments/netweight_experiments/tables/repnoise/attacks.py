@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Table
+from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
 from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked, folder_of

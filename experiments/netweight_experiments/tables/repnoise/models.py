@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from netweight.attacks.finetuning.attack import attacked_model
 from netweight.attacks.finetuning.scores import exact_match, greedy, mean_loss, token_accuracy
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.evidence.figures import Figure, canvas, lines, series_color, to_figure
-from netweight.evidence.finding import Finding
 from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.layer_metrics import Plane, probe_accuracies, representations, weight_changes
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import canvas, lines, series_color, to_figure
 from netweight_experiments.tables.grid import Cell, chosen, grid
 from netweight_experiments.tables.registry import Column, Measured, Scale, table
 from netweight_experiments.tables.repnoise import attacks

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from netweight.core.seeds import torch_generator
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.matrix_figures import histogram
-from netweight.evidence.statistics import bootstrap
 from netweight.methods.space.directions import Entanglement, entanglement, entanglement_findings
 from netweight.methods.space.edits import Move, edit
+from netweight.metrics.intervals import bootstrap
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import histogram, image_grid, lines
 from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured, Row
 from netweight_experiments.tables.w2w.edits import direction_of, measured, painted

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import bootstrap
 from netweight.methods.space.directions import Direction, fit_direction
 from netweight.methods.space.edits import Move, calibrated, edit, identity
 from netweight.methods.space.inversion import paint
 from netweight.methods.space.space import WeightSpace
+from netweight.metrics.intervals import bootstrap
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.w2w.setup import Setup, Wanted

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from netweight.attacks.embedding_search.search import weights_fixed
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import Interval, bootstrap
 from netweight.methods.space.inversion import DenoisingLoss, invert
+from netweight.metrics.intervals import Interval, bootstrap
 from netweight.nn.apply_lora import applied
 from netweight.nn.stacked_lora import AdapterStack
+from netweight.report.finding import Finding
 from netweight_experiments.tables.grid import Cell, grid, interval_finding, run_each
 from netweight_experiments.tables.registry import Column, Measured
 from netweight_experiments.tables.w2w.edits import painted

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from netweight.core.digest import of_config, of_tensor
 from netweight.errors import UsageError
-from netweight.evidence.descriptors import Descriptor
 from netweight.methods.space.directions import Column, Labels
 from netweight.methods.space.edits import Compare
 from netweight.methods.space.inversion import InversionSettings
 from netweight.methods.space.space import WeightSpace
+from netweight.metrics.copies import Descriptor
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
 
