@@ -1,7 +1,7 @@
 """Are all public names described? Read from the source alone; nothing of netweight is imported. `make check` runs it.
 
-Public are the names that `public_names.py` lists, with the public methods of the classes among them. Of each of them the
-docstring must say:
+Public are the names that `public_names.py` lists, with the public methods of the classes among them. The docstring of
+each must say:
 
 - what it is or does (a docstring at all);
 - every parameter: by an entry under `Args`, for a constructor also under `Attributes` of the class, or by its name in

@@ -1,7 +1,7 @@
-"""The public names, read from the source alone, and the reference page made from them: `--write` writes docs/reference.md.
+"""The public names, read from the source alone; `--write` makes docs/reference.md of them.
 
-Public are the names in `__all__` of netweight and of each method's and attack's package; `lazy_names` says where each is
-defined. A name that is in none of them may change without a word.
+Public are the names in `__all__` of netweight and of each method's and attack's package; `lazy_names` says where each
+is defined. A name that is in none of them may change without a word.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PACKAGES = [
 ]  # fmt: skip
 HEAD = """# Public names
 
-What `import netweight` offers, and the packages of the methods and attacks. The text is that of the docstrings, which the site
-shows in place of the lines that begin with `:::`; `help(netweight.compress_)` says the same. A name that is not here may change
-without a word. This page is made by `python scripts/public_names.py --write`.
+What `import netweight` offers, and the packages of the methods and attacks. The text is that of the docstrings, which
+the site shows in place of the lines that begin with `:::`; `help(netweight.compress_)` says the same. A name that is
+not here may change without a word. This page is made by `python scripts/public_names.py --write`.
 """
 
 

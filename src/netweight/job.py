@@ -244,7 +244,7 @@ class Job:
         return tree
 
     def file(self, name: str) -> Path:
-        """Return the path `name` within `tree`; its folder is made. Write it by `whole_file` if others are to trust it."""
+        """Return the path `name` within `tree`; its folder is made. `whole_file` writes it whole or not at all."""
         file = self.tree / name
         file.parent.mkdir(parents=True, exist_ok=True)
         return file

@@ -72,7 +72,7 @@ class Cli:
 
 
 class Settings(pydantic.BaseModel):
-    """Frozen, checked settings, made of `values` by name; see the module. Subclasses declare fields, and `check` where several must fit."""
+    """Frozen, checked settings, made of `values` by name. Subclasses declare fields, and `check` for several."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -148,7 +148,7 @@ class Settings(pydantic.BaseModel):
 
     @classmethod
     def of(cls, values: Any, *, where: str = "") -> Self:
-        """Return settings from the `values` that YAML or JSON gives; a UsageError lists all problems by place, after `where`."""
+        """Return settings from `values` of YAML or JSON; a UsageError lists all problems by place, after `where`."""
         problems: list[str] = []
         found = cls.checked(values, f"{where}." if where else "", problems)
         if found is None:
@@ -157,7 +157,7 @@ class Settings(pydantic.BaseModel):
 
     @classmethod
     def checked(cls, values: Any, where: str, problems: list[str]) -> Self | None:
-        """Return settings from `values`; or None, with each problem noted in `problems` after its place: `where`, with a dot."""
+        """Return settings from `values`, or None: then `problems` gets a line for each, after `where` and its dot."""
         kind: type[Settings] = cls
         if cls.presets and isinstance(values, Mapping):
             name = values.get(cls.preset_key, cls.model_fields[cls.preset_key].default)
