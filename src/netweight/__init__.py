@@ -21,7 +21,7 @@ _HOMES = {
     "StoreWriter": "netweight.store:StoreWriter",
     "Units": "netweight.core.units:Units",
     "WeightSpace": "netweight.methods.space.space:WeightSpace",
-    "average_gradient": "netweight.methods.compress.runtime.model:average_gradient",
+    "average_gradient": "netweight.methods.compress.runtime.layerwise:average_gradient",
     "capture": "netweight.nn.hooks:capture",
     "check_device": "netweight.methods.compress.runtime.cuda:check_device",
     "compress_": "netweight.methods.compress.runtime.model:compress_",
@@ -39,6 +39,7 @@ _HOMES = {
     "open_store": "netweight.store:open_store",
     "read_adapter": "netweight.store.lora_formats.files:read_adapter",
     "save_checkpoint": "netweight.methods.compress.runtime.checkpoint:save_checkpoint",
+    "set_layout_": "netweight.methods.compress.runtime.model:set_layout_",
     "verify": "netweight.methods.compress.verify:verify",
     "write_adapter": "netweight.store.lora_formats.files:write_adapter",
 }

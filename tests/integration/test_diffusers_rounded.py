@@ -39,8 +39,8 @@ def answer(model):
 def blobs(model):
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor)}
     assert weights
-    assert all(weight.box.lossy for weight in weights.values())
-    return {name: bytes(weight.box.blob) for name, weight in weights.items()}
+    assert all(weight.stored.lossy for weight in weights.values())
+    return {name: bytes(weight.stored.blob) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["rounded folder", "dense folder"])

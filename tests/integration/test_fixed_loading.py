@@ -20,7 +20,7 @@ LINEAR = {f"model.layers.0.{part}" for part in (
 
 
 def fixed_names(model):
-    return {name for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor) and p.box.fixed}
+    return {name for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor) and p.stored.fixed}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -52,7 +52,7 @@ def load(kind, dense, net):
         config.quantization_config["prefer"] = "speed"
         return transformers.LlamaForCausalLM.from_pretrained(net, config=config)
     model = transformers.LlamaForCausalLM.from_pretrained(net)
-    netweight.prefer_(model, "speed")
+    netweight.set_layout_(model, "speed")
     return model
 
 
@@ -89,7 +89,7 @@ def test_another_dtype_is_fixed_if_it_is_bf16(case):
     wide = transformers.LlamaForCausalLM.from_pretrained(net, config=config, dtype=torch.float32)
     assert not fixed_names(wide)
     wide.to(torch.bfloat16)
-    assert netweight.prefer_(wide, "speed")
+    assert netweight.set_layout_(wide, "speed")
     assert fixed_names(wide) == linear
     assert not differing(theirs, wide)
 

@@ -46,8 +46,8 @@ def blobs(model):
     """The compressed bytes of each compressed weight."""
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor)}
     assert weights
-    assert all(weight.box.lossy for weight in weights.values())
-    return {name: bytes(weight.box.blob) for name, weight in weights.items()}
+    assert all(weight.stored.lossy for weight in weights.values())
+    return {name: bytes(weight.stored.blob) for name, weight in weights.items()}
 
 
 def answers(model):

@@ -24,7 +24,7 @@ from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose, linear_weights, place
-from netweight.methods.compress.runtime.storage import Box, pack
+from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.reader import StoredFile
 from netweight.store.writer import Level
@@ -140,13 +140,13 @@ class Weights:
             return self.compress(name, dense.to(dtype).to(stored.device))
         level: Any = info.level
         if name in self._fixed and not codec.is_lossy(blob):
-            box = Box.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
+            box = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
             if box.fixed:
                 return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
         payload = pack(blob)
         if payload.nbytes >= info.nbytes:
             return dense.clone().to(stored.device)
-        box = Box(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
+        box = CompressedStorage(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
         return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Weights:
         """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
         precision = None if self.stored else self.config.precision
         chunk_log2, fixed = self._chunks[name], name in self._fixed
-        box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
+        box = CompressedStorage.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
         if box.payload.nbytes >= dense.nbytes:
             return dense
         return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
@@ -268,7 +268,7 @@ def save_beside(
 def _rounded(model: nn.Module) -> dict[str, memoryview]:
     """The blobs of a model's rounded weights, by the digests of what they decode to."""
     weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
-    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
+    boxes = [weight.stored for weight in weights if isinstance(weight, CompressedTensor)]
     blobs = [box.blob for box in boxes if box.lossy]
     return {codec.info(blob).digest: blob for blob in blobs}
 

@@ -45,7 +45,7 @@ def write_folder(folder: str | Path, model: Any) -> None:
                 continue  # a tied weight
             written.add(_identity(value))
             if isinstance(value, CompressedTensor):
-                writer.add_blob(name, value.box.blob)
+                writer.add_blob(name, value.stored.blob)
             else:
                 writer.add(name, value)
     config: Any = getattr(model, "config", None)
@@ -87,7 +87,7 @@ def read_folder(folder: str | Path, model: nn.Module) -> None:
 def _identity(value: torch.Tensor) -> Any:
     """The same for tied weights, and only for them."""
     if isinstance(value, CompressedTensor):
-        return id(value.box)
+        return id(value.stored)
     return value.data_ptr(), value.shape, value.stride()
 
 

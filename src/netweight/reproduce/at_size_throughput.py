@@ -181,15 +181,14 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     from netweight import codec
     from netweight.codec.cuda import fixed_products
     from netweight.codec.fixed import encode_fixed
-    from netweight.methods.compress.runtime.ops import decode_now
-    from netweight.methods.compress.runtime.storage import Box
+    from netweight.methods.compress.runtime.storage import CompressedStorage, decode_payload
 
     def boxed(precision: codec.Precision | None) -> Callable[[torch.Tensor], Any]:
-        return lambda weight: Box.of(weight, precision=precision).payload
+        return lambda weight: CompressedStorage.of(weight, precision=precision).payload
 
     ways = [
-        _Way("netweight, lossless", boxed(None), decode_now, _bytes),
-        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_now, _bytes, exact=False),
+        _Way("netweight, lossless", boxed(None), decode_payload, _bytes),
+        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_payload, _bytes, exact=False),
         _Way(
             "netweight, fixed length",
             lambda weight: (encode_fixed(weight), weight.shape),

@@ -4,8 +4,8 @@ What a payload holds is looked up once for each version of its bytes, so that a 
 The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
 to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
 that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
-weights are decoded by plain torch operations and each time checked. `ops.py`, `box.py`, `tensor.py` and
-`side_stream.py` call this; payloads on the CPU never get here.
+weights are decoded by plain torch operations and each time checked. `storage.py`, `functional.py`, `tensor.py` and
+`prefetch.py` call this; payloads on the CPU never get here.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ class Decoder:
         # Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
         self.status = status
 
-    def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Decode a payload on the device's current stream."""
         known = self._look_up(payload)
         layout: Any = known.layout
         out = None
-        if room is not None:
-            out = room[: layout.nbytes].view(layout.dtype).view(layout.shape)
+        if memory is not None:
+            out = memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
 
     def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -348,8 +348,8 @@ class Reader(Protocol):
 _readers: WeakSet[Reader] = WeakSet()
 
 
-def reads(reader: Reader) -> None:
-    """Have a reader told before payloads are written."""
+def add_reader(reader: Reader) -> None:
+    """Register what reads payloads: it is called before they are written."""
     _readers.add(reader)
 
 

@@ -8,23 +8,20 @@ plain SGD only.
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
+from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
-from netweight.methods.compress.runtime.functional import round_stochastically
-from netweight.methods.compress.runtime.model import (
+from netweight.methods.compress.runtime.incompatible import (
+    refuse_closures,
+    refuse_parameters,
     refuse_reentrant_checkpoint,
     refuse_reentrant_graph,
-    refuse_rounded_weights,
-    refuse_second_optimizer,
-    refuse_shards,
     refuse_unreduced_gradients,
     refuse_wrapped_model,
 )
@@ -100,7 +97,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             raise UsageError("last_pass was given, and accumulation_steps is 1.", cure="Give both, or neither.")
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", cure="Choose a positive number, or None.")
-        _refuse_closures(optimizer_class)
+        refuse_closures(optimizer_class)
         refuse_wrapped_model(model)
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not names:
@@ -139,9 +136,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._patch_step_function()
-        refuse_second_optimizer(self._names, self._parameters)
-        refuse_rounded_weights(self._names, self._parameters)
-        refuse_shards(self._names, self._parameters)
+        refuse_parameters(self._names, self._parameters)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
@@ -270,7 +265,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Look at the graph of the first forward pass that has one, and at what runs it."""
         refuse_wrapped_model(model)
-        if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
+        if torch.is_grad_enabled() and refuse_reentrant_graph(output):
             self._watch.remove()
 
     def _is_last(self) -> bool:
@@ -286,7 +281,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if number == self._pass:
             return
         self._pass, self._updated = None, 0
-        refuse_reentrant_checkpoint(CheckpointFunction)
+        refuse_reentrant_checkpoint()
         refuse_unreduced_gradients(self._reduce)
         if self.two_passes and self._mode == _UPDATE:
             raise LayerwiseConflict(
@@ -384,7 +379,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if rounded:
                 stepped = round_stochastically(stepped, self._seed, self._names[index], self.steps)
             if isinstance(parameter, CompressedTensor):
-                parameter.box.write(stepped)
+                parameter.stored.write(stepped)
                 torch.autograd.graph.increment_version(parameter)
             elif rounded:
                 parameter.copy_(stepped)
@@ -440,15 +435,26 @@ class _Hook:
         self.optimizer._ready(self.index)
 
 
-def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that evaluate the model themselves."""
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise LayerwiseConflict(
-            f"{optimizer_class.__name__} needs all gradients at once: its step evaluates the model several times.",
-            cure="Choose an optimizer that steps each parameter by its own gradient, such as AdamW, or train without "
-            "LayerwiseOptimizer.",
-        )
+def average_gradient(gradient: torch.Tensor) -> None:
+    """Average a gradient over all processes of the default group, in place: `LayerwiseOptimizer(..., reduce=this)`.
+
+    It is scaled first and then summed, as `DistributedDataParallel` does: two processes train to the same bits as with
+    that. With more, the order of a sum may depend on how gradients are put together.
+
+    Args:
+        gradient: A dense gradient; every process must train the same parameters in the same order.
+    """
+    gradient.mul_(1.0 / torch.distributed.get_world_size())
+    torch.distributed.all_reduce(gradient)
+
+
+def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> torch.Tensor:
+    """Round fp32 to bf16, up or down at random so that the expected value is the exact one."""
+    generator = seeds.torch_generator(seed, *path, device=str(values.device))
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
