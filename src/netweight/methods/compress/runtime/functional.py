@@ -404,7 +404,7 @@ for _name, _arguments, _run, _fake in (
 ):
     _library.define(f"{_name}{_arguments} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)  # type: ignore[arg-type]
+    torch.library.register_fake(f"netweight::{_name}", _fake, lib=_library)
 
 # (payload: U8 of shape (capacity,), shape, dtype) -> dense weight of that shape and dtype. The operators for the
 # backward pass do the same under another name: a compiler that sees one operator twice with the same input keeps the

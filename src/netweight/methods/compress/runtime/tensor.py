@@ -83,9 +83,9 @@ class CompressedTensor(torch.Tensor):
         stand_in: torch.Tensor | None = None,
         *,
         requires_grad: bool = False,
-    ) -> Any:
+    ) -> CompressedTensor:
         if isinstance(stored, torch.Tensor):  # accelerate's `type(parameter)(tensor)` wants a parameter
-            return torch.nn.Parameter(stored, requires_grad=requires_grad)
+            return torch.nn.Parameter(stored, requires_grad=requires_grad)  # type: ignore[return-value]
         like = _meta(stored) if stand_in is None else stand_in
         tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
