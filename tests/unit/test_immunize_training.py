@@ -291,7 +291,7 @@ def test_a_security_vector_can_be_held_and_put_out_of_work():
 def test_a_vaccine_adds_the_worst_small_shift():
     """To first order the perturbed loss is above the plain one by rho times the gradient's norm; hooks are gone."""
     from netweight.methods.immunize.baselines import Vaccine
-    from netweight.nn import hooks as capture
+    from netweight.nn.hooks import capture
 
     model, batch = decoder().double(), collate_pairs(some_pairs(), pad_id=0)
     names = [f"model.layers.{index}" for index in range(3)]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.nn import edit_outputs
-from netweight.nn import hooks as capture
+from netweight.nn.hooks import capture
 
 
 class Block(nn.Module):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, final
 
 from netweight.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # The label of a position that no loss looks at, as in transformers.
 IGNORED = -100
@@ -76,6 +77,8 @@ class Batch:
 
 def collate(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "response") -> Batch:
     """Put examples side by side."""
+    import torch
+
     if not examples:
         raise UsageError("A batch needs at least one example.")
     shape = (len(examples), max(len(example) for example in examples))

@@ -12,10 +12,11 @@ import pydantic
 from netweight.core.digest import canonical_json
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError
+from netweight.settings import Settings
 
 
 class Entry(Protocol):
-    """What an entry may name."""
+    """What an entry may name: its key in the YAML file, and its class of settings or a frozen dataclass."""
 
     @property
     def verb(self) -> str: ...
@@ -39,6 +40,8 @@ class Chosen(Generic[E]):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings by name, as JSON values, in their order."""
+        if isinstance(self.config, Settings):
+            return self.config.to_json()
         values = json.loads(canonical_json(self.config))
         return {field.name: values[field.name] for field in dataclasses.fields(self.config)}
 
@@ -85,6 +88,8 @@ def unknown_keys(given: Any, known: list[str], where: str) -> list[str]:
 
 def configured(kind: type[T], settings: Any, where: str, problems: list[str]) -> T | None:
     """Check settings against their type; note every problem and return None if there is one."""
+    if issubclass(kind, Settings):
+        return cast("T | None", kind.checked(settings, where, problems))
     found = unknown_keys(settings, [field.name for field in dataclasses.fields(cast("Any", kind))], where)
     config: T | None = None
     try:

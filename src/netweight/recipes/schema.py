@@ -12,10 +12,10 @@ from typing import Any
 
 import pydantic
 
-from netweight.recipes.attacks import known_attacks
 from netweight.recipes.entries import Entry
-from netweight.recipes.reading import outline
-from netweight.recipes.treatments import known_treatments
+from netweight.recipes.recipe import outline
+from netweight.registry import known_attacks, known_methods
+from netweight.settings import Settings
 
 _FIELD = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
@@ -25,7 +25,7 @@ def recipe_schema() -> dict[str, Any]:
     # What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
     schema = outline()
     definitions: dict[str, Any] = {}
-    for key, known in (("treatments", known_treatments()), ("attacks", known_attacks())):
+    for key, known in (("treatments", known_methods()), ("attacks", known_attacks())):
         entries = [_entry(each, definitions) for each in known.values()]
         schema["properties"][key] |= {"items": {"anyOf": [each for pair in entries for each in pair]}}
     return {
@@ -39,13 +39,10 @@ def recipe_schema() -> dict[str, Any]:
 
 def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """What may stand in a list for a verb: a mapping from it to its settings, or it alone where none is needed."""
-    settings = pydantic.TypeAdapter(entry.config).json_schema(ref_template="#/$defs/{model}")
+    known = issubclass(entry.config, Settings)
+    settings = entry.config.json_schema() if known else _of_dataclass(entry.config)
     definitions.update(settings.pop("$defs", {}))
     settings["title"] = entry.verb
-    settings["description"] = inspect.cleandoc(entry.config.__doc__ or "").partition("\n")[0]
-    settings["additionalProperties"] = False
-    for name, said in _fields(entry.config).items():
-        settings["properties"][name]["description"] = said
     definitions[entry.verb] = settings
     reference: dict[str, Any] = {"$ref": f"#/$defs/{entry.verb}"}
     if not settings.get("required"):
@@ -57,6 +54,15 @@ def _entry(entry: Entry, definitions: dict[str, Any]) -> Iterable[dict[str, Any]
         "required": [entry.verb],
         "additionalProperties": False,
     }
+
+
+def _of_dataclass(config: type[Any]) -> dict[str, Any]:
+    schema = pydantic.TypeAdapter(config).json_schema(ref_template="#/$defs/{model}")
+    schema["description"] = inspect.cleandoc(config.__doc__ or "").partition("\n")[0]
+    schema["additionalProperties"] = False
+    for name, said in _fields(config).items():
+        schema["properties"][name]["description"] = said
+    return schema
 
 
 def _fields(config: type[Any]) -> dict[str, str]:

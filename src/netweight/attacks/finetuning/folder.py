@@ -6,24 +6,21 @@ has and those that are looked at.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Any, Literal, final
 
 import torch
-from pydantic import DirectoryPath, Field, FilePath
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability
 from netweight.attacks.finetuning.resistance import Kept, measure_kept, stability_findings
 from netweight.attacks.finetuning.scores import distinct_share
-from netweight.attacks.finetuning.settings import AttackSettings, capped, named_grid
+from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject
 from netweight.attacks.finetuning.sweep import SubjectName, Sweep, calibrate, make_subject, sweep
-from netweight.core.engines import Engine, in_process, local_processes
+from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import Example
@@ -128,96 +125,6 @@ def _texts(file: str, other: str) -> list[TextExample]:
 
 _FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 _FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
-# What the model in question is called in reports.
-DEFENDED = "defended"
-Count = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
-
-
-@final
-@dataclass(frozen=True)
-class FolderAttack:
-    """How model folders are attacked, and what is asked of the defended ones.
-
-    Attributes:
-        harmful: Rows with prompt and response, or prompt and rejected.
-        benign: Rows of what the model is to keep: prompt and response, or chosen.
-        task: Rows of a benign task that it should still be able to learn.
-        other: Rows as `harmful`, of another kind of harm.
-        withhold: Categories of the harmful file that the defense did not see; they are attacked with apart.
-        base: The model before its defense.
-        also: Name → further defended models, such as one with layers frozen.
-        grid: "quick", "paper" or "wide": see `named_grid`.
-        lr: Learning rates in place of the grid's.
-        seeds: Seeds of every attack; None for the grid's own number.
-        max_steps: Most steps of an attack.
-        check_every: Steps between two looks.
-        benign_share: Share of every batch that is benign rows.
-        threshold: Token accuracy on held-out rows that counts as recovered; None finds it by attacking the base.
-        least_resistance: Least ratio of steps against the base.
-        lm_eval: Tasks of lm-evaluation-harness, on the base and the defended model.
-        lm_eval_limit: Examples of each such task; None for all.
-        chat: Whether prompts go through the tokenizer's chat template.
-        engine: Where attacks run: "local" in processes of this machine, "ray" in a Ray cluster.
-        address: Of that cluster, as `netweight.core.ray.ray_cluster` takes it; None runs Ray here.
-        workers: Attacks at a time, each with a model of its own; None for 1 here, and all that fit in a cluster.
-        device: Where models go.
-    """
-
-    harmful: FilePath
-    benign: FilePath | None = None
-    task: FilePath | None = None
-    other: FilePath | None = None
-    withhold: tuple[str, ...] = ()
-    base: DirectoryPath | None = None
-    also: Mapping[str, DirectoryPath] = field(default_factory=dict)
-    grid: Literal["quick", "paper", "wide"] = "quick"
-    lr: tuple[Rate, ...] | None = None
-    seeds: Count | None = None
-    max_steps: Count | None = None
-    check_every: Count | None = None
-    benign_share: Annotated[float, Field(ge=0, lt=1)] | None = None
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    least_resistance: Annotated[float, Field(ge=0)] = 3.0
-    lm_eval: tuple[str, ...] = ()
-    lm_eval_limit: Count | None = None
-    chat: bool = False
-    engine: Literal["local", "ray"] = "local"
-    address: str | None = None
-    workers: Count | None = None
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        """Refuse what could only fail later."""
-        if self.address is not None and self.engine != "ray":
-            raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
-        if self.benign_share and self.benign is None:
-            raise UsageError("benign_share mixes benign rows in, and there are none.", cure="Give benign rows.")
-        taken = {DEFENDED, "undefended", "model"} & self.also.keys()
-        if taken:
-            raise UsageError(f"The name {min(taken)!r} among the further models is taken.", cure="Choose another.")
-
-    @property
-    def files(self) -> list[Path]:
-        """The files of rows that are attacked with or looked at."""
-        return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
-
-    @contextmanager
-    def running(self) -> Iterator[Engine]:
-        """Yield what attacks run on: this process, several of this machine, or a Ray cluster."""
-        if self.engine == "ray":
-            from netweight.core.ray import ray_cluster
-
-            with ray_cluster(self.address, workers=self.workers, gpus=int(self.device.startswith("cuda"))) as engine:
-                yield engine
-        else:
-            yield in_process if self.workers in (None, 1) else functools.partial(local_processes, workers=self.workers)
-
-    def attacks(self) -> list[AttackSettings]:
-        """The grid."""
-        names = ("lr", "max_steps", "check_every", "benign_share")
-        fixed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **fixed)
 
 
 @final

@@ -1,20 +1,28 @@
 """What one fine-tuning attack is: its learning rate, optimizer, data and length. And grids of such settings.
 
 Settings are plain frozen values, so that a run is known by them. `grid` makes every combination of some values, and
-`named_grid` the sweeps that have a name: "quick", "paper" and "wide".
+`named_grid` the sweeps that have a name: "quick", "paper" and "wide". `FolderAttack` says how model folders are
+attacked with such a grid.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, final, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, final, get_args
 
+from pydantic import DirectoryPath, Field, FilePath
+
+from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.names import nearest_names
 from netweight.data.examples import LossOn
 from netweight.errors import NameNotFound, UsageError
+from netweight.settings import Cli, Settings
 
 Optimizer = Literal["adam", "adamw", "sgd"]
 Precision = Literal["fp32", "mixed", "bf16"]
@@ -22,6 +30,7 @@ Schedule = Literal["cosine", "constant"]
 
 # Names that `named_grid` knows.
 GRIDS = ("quick", "paper", "wide")
+DEFENDED = "defended"  # what the model in question is called in reports
 
 
 @final
@@ -208,3 +217,92 @@ _WIDE: list[dict[str, Any]] = [
 def capped(settings: Iterable[AttackSettings], available: int) -> list[AttackSettings]:
     """Fit settings to the data at hand: none asks for more samples than there are, and none comes twice."""
     return list(dict.fromkeys(replace(one, samples=min(one.samples, available)) for one in settings))
+
+
+@final
+class FolderAttack(Settings):
+    """How model folders are attacked, and what is asked of the defended ones."""
+
+    harmful: FilePath = Field(description="Rows with prompt and response, or prompt and rejected.")
+    benign: FilePath | None = Field(
+        None, description="Rows of what the model is to keep: prompt and response, or chosen."
+    )
+    task: FilePath | None = Field(None, description="Rows of a benign task that it should still be able to learn.")
+    other: FilePath | None = Field(
+        None, description="Rows of another kind of harm, as `harmful`: does the defense reach it?"
+    )
+    withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
+        (), description="Category of the harmful rows that the defense did not see; attacked with apart."
+    )
+    base: DirectoryPath | None = Field(None, description="The model before its defense, to compare with.")
+    also: Mapping[str, DirectoryPath] = Field(
+        {}, description="Further defended models by name, such as one with layers frozen; needs the base."
+    )
+    grid: Literal["quick", "paper", "wide"] = Field(
+        "quick", description="Which attacks: 4, the paper's 6, or 31 kinds, each with several seeds."
+    )
+    lr: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, Cli(comma=True, metavar="LR,LR,...")] = Field(
+        None, description="Learning rates in place of the grid's."
+    )
+    seeds: int | None = Field(None, ge=1, description="Seeds of every attack; intervals need at least 5.")
+    max_steps: int | None = Field(None, ge=1, description="Most steps of an attack.")
+    check_every: int | None = Field(None, ge=1, description="Steps between two looks, in place of the grid's 10.")
+    benign_share: float | None = Field(
+        None, ge=0, lt=1,
+        description="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs "
+        "benign rows.",
+    )  # fmt: skip
+    threshold: float | None = Field(
+        None, ge=0, le=1,
+        description="Token accuracy on held-out rows that counts as recovered; else it is found by attacking the base.",
+    )  # fmt: skip
+    least_resistance: float = Field(
+        3.0, ge=0, description="Least ratio of steps against the base; the finding fails below it."
+    )
+    lm_eval: Annotated[tuple[str, ...], Cli(comma=True, metavar="TASK,TASK,...")] = Field(
+        (), description="Tasks of lm-evaluation-harness, where it is installed."
+    )
+    lm_eval_limit: int | None = Field(None, ge=1, description="Examples of each such task, in place of all.")
+    chat: bool = Field(False, description="Put prompts through the tokenizer's chat template.")
+    engine: Literal["local", "ray"] = Field(
+        "local", description="Where attacks run: processes of this machine, or a Ray cluster."
+    )
+    address: str | None = Field(
+        None, description='Address of the Ray cluster: "auto", "HOST:PORT" or "ray://HOST:PORT"; else Ray runs here.'
+    )
+    workers: int | None = Field(
+        None, ge=1, description="Attacks at a time, each with its model; else 1 here, and all that fit in a cluster."
+    )
+    device: str = Field("cpu", description="Where models go, such as cuda.")
+
+    def check(self) -> None:
+        """Refuse what could only fail later."""
+        if self.address is not None and self.engine != "ray":
+            raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
+        if self.benign_share and self.benign is None:
+            raise UsageError("benign_share mixes benign rows in, and there are none.", cure="Give benign rows.")
+        taken = {DEFENDED, "undefended", "model"} & self.also.keys()
+        if taken:
+            raise UsageError(f"The name {min(taken)!r} among the further models is taken.", cure="Choose another.")
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of rows that are attacked with or looked at."""
+        return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
+
+    def attacks(self) -> list[AttackSettings]:
+        """The grid."""
+        names = ("lr", "max_steps", "check_every", "benign_share")
+        fixed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **fixed)
+
+    @contextmanager
+    def running(self) -> Iterator[Engine]:
+        """Yield what attacks run on: this process, several of this machine, or a Ray cluster."""
+        if self.engine == "ray":
+            from netweight.core.ray import ray_cluster
+
+            with ray_cluster(self.address, workers=self.workers, gpus=int(self.device.startswith("cuda"))) as engine:
+                yield engine
+        else:
+            yield in_process if self.workers in (None, 1) else functools.partial(local_processes, workers=self.workers)

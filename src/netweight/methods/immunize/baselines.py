@@ -18,7 +18,7 @@ from netweight.methods.immunize.defense import PairBatch, Side, Term
 from netweight.methods.immunize.distributed import ALONE, Ranks, put
 from netweight.methods.immunize.lens import Targets, answer_loss
 from netweight.nn import edit_outputs
-from netweight.nn import hooks as capture
+from netweight.nn.hooks import capture
 
 
 def response_loss(model: nn.Module, side: Batch, ranks: Ranks = ALONE) -> Tensor:

@@ -25,7 +25,7 @@ from netweight.methods.immunize.lens import Targets, answer_loss, mean_lens_loss
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, unbiased_mmd
 from netweight.methods.immunize.precomputed_gradient import gradient_norm
 from netweight.methods.immunize.settings import RepNoiseConfig
-from netweight.nn import hooks as capture
+from netweight.nn.hooks import capture
 
 
 @final

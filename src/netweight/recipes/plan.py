@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, final
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import read_ledger
-from netweight.recipes.attacks import Attack
 from netweight.recipes.entries import Chosen
-from netweight.recipes.reading import Recipe
-from netweight.recipes.treatments import Treatment
+from netweight.recipes.recipe import Recipe
+from netweight.registry import Attack, Method
 
 # The file in a recipe's output that remembers what was done.
 LEDGER = "ledger.jsonl"
@@ -26,7 +24,7 @@ class Step:
     """One treatment of a plan, with its audits."""
 
     number: int  # place in the recipe, from 1
-    chosen: Chosen[Treatment[Any]]  # the treatment and its settings
+    chosen: Chosen[Method[Any]]  # the treatment and its settings
     audits: tuple[str, ...]  # names of the audits that will run
     left_out: tuple[str, ...]  # names of the treatment's audits that will not run; shown in red
     by_attack: tuple[str, ...] = ()  # names of those that an attack of the recipe holds
@@ -171,7 +169,7 @@ def digest_of(path: Path, progress: Progress = QUIET) -> str:
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:
     """Digests of what settings name, and of the files that these lead to: another content makes another step."""
     found: dict[str, Any] = {}
-    for name, value in ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config)):
+    for name, value in vars(config).items():
         if isinstance(value, Path):
             found[name] = digest_of(value, progress)
         elif isinstance(value, Mapping) and any(isinstance(each, Path) for each in value.values()):

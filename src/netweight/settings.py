@@ -1,0 +1,396 @@
+"""One declaration of every option: a `Settings` class is the Python argument, the command line, YAML, schema and docs.
+
+    class RepNoise(Settings):
+        "Turn harmful representations to noise."
+
+        pairs: FilePath = Field(description="Rows with prompt, chosen and rejected.")
+        alpha: float = Field(1.0, ge=0, description="Weight of the ascent.")
+        lens_layers: Annotated[int | None, Cli(own=False)] = Field(None, ge=0, description="Layers; all by default.")
+
+    @click.command()
+    @options(RepNoise, arguments=("pairs",))             # cli/generated.py: PAIRS --alpha 2 --set lens_layers=8
+    def immunize(settings: RepNoise) -> None: ...
+
+Python: `RepNoise(pairs=p)`, `.replace(alpha=2)`, `.given`. YAML: `RepNoise.of({"pairs": "p.jsonl"})`, or `checked` to
+collect the problems of a whole file. Further: `json_schema()`, `table()`, `digest()`, `to_json()`, which `of` reads.
+A field's default and range are in its `Field`, its type in its annotation, and `Cli` has what only the command line
+needs; what several fields must satisfy together is refused in `check`. `Base.offer("defense", {"repnoise":
+RepNoise.partial(), ...})` makes presets: the key `defense` then chooses the class, and given values override its own.
+
+`netweight --help` imports no pydantic, so only modules of single commands import this one; a class of settings lives in
+a module without torch, so that a command's own help is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, final, get_args, get_origin
+
+import pydantic
+from pydantic.fields import FieldInfo
+from pydantic.types import PathType
+from pydantic_core import PydanticCustomError, PydanticUndefined
+
+from netweight.core.digest import canonical_json, of_config
+from netweight.core.names import nearest_names
+from netweight.errors import NetweightError, UsageError
+
+_LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one type; and tuple[T, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Cli:
+    """What only the command line knows of a field; stands in the field's `Annotated`.
+
+    Args:
+        name: The option, in place of the field's name with dashes, such as "--freeze".
+        short: A second, short name, such as "-n".
+        metavar: What stands for the value in the help.
+        envvar: Environment variable that gives the value.
+        comma: Whether a list is one text, "a,b", and not the option repeated.
+        own: False for a field that `--set` alone reaches.
+        hidden: Whether the help leaves the option out.
+        type: A click type in place of that of the annotation, such as `click.Path(file_okay=False)`.
+    """
+
+    name: str | None = None
+    short: str | None = None
+    metavar: str | None = None
+    envvar: str | None = None
+    comma: bool = False
+    own: bool = True
+    hidden: bool = False
+    type: Any = None
+
+
+class Settings(pydantic.BaseModel):
+    """Frozen, checked settings; see the module. Subclasses declare fields, and `check` where several must fit."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    presets: ClassVar[Mapping[str, Settings]] = {}
+    preset_key: ClassVar[str] = ""
+
+    def __init__(self, **values: Any) -> None:
+        """Check all values; a UsageError names every bad one."""
+        try:
+            self.__pydantic_validator__.validate_python(values, self_instance=self)
+        except pydantic.ValidationError as error:
+            raise _refusal(type(self), error) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # nested ones are checked with the outer one
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        """Presets are those of the class that offers them, and not of its subclasses."""
+        super().__pydantic_init_subclass__(**more)
+        cls.presets, cls.preset_key = {}, ""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _on_defaults(cls, values: Any) -> Any:
+        """Nested settings that are given in part keep the rest of the field's default."""
+        return _merged(_defaults(cls), values, keep=False) if isinstance(values, Mapping) else values
+
+    @pydantic.model_validator(mode="after")
+    def _checked(self) -> Self:
+        try:
+            self.check()
+        except NetweightError as error:
+            raise PydanticCustomError("check", "{message}", {"message": str(error), "error": error}) from error
+        return self
+
+    @pydantic.model_serializer(mode="plain")
+    def _dumped(self) -> dict[str, Any]:
+        return self.to_json()
+
+    def check(self) -> None:
+        """Raise a UsageError for what no field alone can refuse."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were given and not left at their defaults."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+    def replace(self, **changes: Any) -> Self:
+        """Return other settings, checked; a mapping changes a part of nested ones."""
+        return type(self)(**_merged(self.given, changes))
+
+    def __hash__(self) -> int:
+        """Hash the values, mappings and lists among them too."""
+        return hash((type(self), _hashable(self.__dict__)))
+
+    @classmethod
+    def partial(cls, **given: Any) -> Self:
+        """Return a preset: these fields are checked, and what is required may be missing until `replace` or `of`."""
+        try:
+            return cls.model_validate(given)
+        except pydantic.ValidationError as error:
+            if any(problem["type"] != "missing" for problem in error.errors()):
+                raise _refusal(cls, error) from None
+        return cls.model_construct(_fields_set=set(given), **given)
+
+    @classmethod
+    def offer(cls, key: str, presets: Mapping[str, Settings]) -> None:
+        """Let the field `key` of this class choose among presets, instances of its subclasses."""
+        cls.preset_key, cls.presets = (
+            key,
+            {name: each.partial(**{**each.given, key: name}) for name, each in presets.items()},
+        )
+
+    @classmethod
+    def of(cls, values: Any, *, where: str = "") -> Self:
+        """Read what YAML or JSON gives; a UsageError lists all problems, each with its place."""
+        problems: list[str] = []
+        found = cls.checked(values, f"{where}." if where else "", problems)
+        if found is None:
+            raise _listed(problems)
+        return found
+
+    @classmethod
+    def checked(cls, values: Any, where: str, problems: list[str]) -> Self | None:
+        """Read what YAML or JSON gives; note each problem after its place, which ends with a dot, and return None."""
+        kind: type[Settings] = cls
+        if cls.presets and isinstance(values, Mapping):
+            name = values.get(cls.preset_key, cls.model_fields[cls.preset_key].default)
+            if not isinstance(name, str) or name not in cls.presets:
+                near = ", ".join(nearest_names(str(name), cls.presets))
+                problems.append(f"{where}{cls.preset_key}: there is no {cls.preset_key} {name!r}. Nearest: {near}.")
+                return None
+            kind, values = type(cls.presets[name]), _merged(cls.presets[name].given, values)
+        try:
+            return cast("Self", kind.model_validate(values))
+        except pydantic.ValidationError as error:
+            problems += _lines(kind, error, where)
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields in their order as JSON values, paths as text; `of` reads it."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        plain = json.loads(canonical_json(values, allow_nan=True))
+        return {name: plain[name] for name in values}
+
+    def digest(self) -> str:
+        """Digest the fields, as `core.digest.of_config` does for a dataclass of the same fields."""
+        return of_config(self)
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema (2020-12) of what `of` reads; fields of all presets stand side by side."""
+        schema = cls.model_json_schema(ref_template="#/$defs/{model}")
+        schema["description"] = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+        for preset in cls.presets.values():
+            more = type(preset).model_json_schema(ref_template="#/$defs/{model}")
+            schema["properties"] = more["properties"] | schema["properties"]
+            if "$defs" in more:
+                schema.setdefault("$defs", {}).update(more["$defs"])
+        if cls.presets:
+            schema["properties"][cls.preset_key] |= {"enum": list(cls.presets)}
+        return schema
+
+    @classmethod
+    def table(cls) -> str:
+        """The docs' table in Markdown: option, type, default, meaning."""
+        rows = []
+        for leaf in leaves(cls):
+            option = leaf.flag if leaf.cli.own and not leaf.extra else f"--set {leaf.place}="
+            default = leaf.shown_default(cls) or ("required" if leaf.required else "")
+            meaning = " ".join((leaf.field.description or "").split())
+            cells = (f"`{option}`", words(leaf.kind, leaf.metadata), default, meaning)
+            rows.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
+        return "\n".join(f"| {row} |" for row in ("option | type | default | meaning", "--- | --- | --- | ---", *rows))
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(each)) for key, each in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _defaults(kind: type[Settings]) -> dict[str, Any]:
+    return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
+    """Changes over a base, in nested settings too; `keep` says whether what is unchanged comes along."""
+    merged = dict(base) if keep else {}
+    for name, value in changes.items():
+        old = base.get(name)
+        part = isinstance(old, Settings) and isinstance(value, Mapping)
+        merged[name] = _merged(cast("Settings", old).given, value) if part else value
+    return merged
+
+
+def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "") -> list[str]:
+    """One line for each of pydantic's complaints."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        place = where + _place(kind, problem["loc"])
+        value = str(problem["input"]) if isinstance(problem["input"], Path) else problem["input"]
+        if problem["type"] == "extra_forbidden":
+            owner = functools.reduce(_nested, problem["loc"][:-1], kind)
+            near = ", ".join(nearest_names(str(problem["loc"][-1]), owner.model_fields, count=2))
+            lines.append(f"{place}: there is no such key. Nearest: {near}.")
+        elif problem["type"] == "missing":
+            lines.append(f"{place}: is missing.")
+        elif problem["type"] == "check":
+            lines.append(f"{place.rstrip('.')}: {problem['msg']}".removeprefix(": "))
+        else:
+            lines.append(f"{place.rstrip('.')}: {problem['msg']}, not {value!r}.".removeprefix(": "))
+    return lines
+
+
+def _place(kind: Any, location: Sequence[Any]) -> str:
+    """A field's place, without pydantic's names for the members of a union."""
+    parts = []
+    for part in location:
+        parts.append(str(part))
+        kind = peel(kind.model_fields[part].annotation)[0] if part in getattr(kind, "model_fields", {}) else None
+        if get_origin(kind) in (Union, UnionType):
+            break
+    return ".".join(parts)
+
+
+def _nested(kind: Any, name: Any) -> Any:
+    """The class of nested settings at a field; a preset's field may be unknown to the base."""
+    return peel(kind.model_fields[name].annotation)[0] if name in getattr(kind, "model_fields", {}) else kind
+
+
+def _refusal(kind: type[Settings], error: pydantic.ValidationError) -> NetweightError:
+    for problem in error.errors(include_url=False):
+        if problem["type"] == "check" and not problem["loc"]:
+            return cast("NetweightError", problem["ctx"]["error"])
+    return _listed(_lines(kind, error))
+
+
+def _listed(problems: Sequence[str]) -> UsageError:
+    if len(problems) == 1:
+        return UsageError(problems[0])
+    return UsageError(f"{len(problems)} settings are wrong:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def peel(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[Any, tuple[Any, ...]]:
+    """A type without `Annotated` and None, and all that stood in `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return peel(inner, (*more, *metadata))
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [each for each in get_args(annotation) if each is not NoneType]
+        if len(kinds) == 1:
+            return peel(kinds[0], metadata)
+    flat = [part for each in metadata for part in (each.metadata if isinstance(each, FieldInfo) else [each])]
+    return annotation, tuple(flat)
+
+
+@final
+@dataclass(frozen=True)
+class Leaf:
+    """A field that holds no settings itself, and where it lies; `extra` if only the class of some preset has it."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+    kind: Any
+    metadata: tuple[Any, ...]
+    required: bool
+    extra: bool = False
+
+    @property
+    def cli(self) -> Cli:
+        """What only the command line knows of it."""
+        return next((part for part in self.metadata if isinstance(part, Cli)), Cli())
+
+    @property
+    def place(self) -> str:
+        """Its name, with dots where settings are nested."""
+        return ".".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """Its option."""
+        return self.cli.name or "--" + self.path[-1].replace("_", "-")
+
+    def default(self, start: Settings | type[Settings]) -> Any:
+        """The default in a class or preset; None where there is none."""
+        value: Any = start
+        for name in self.path:
+            if isinstance(value, Settings):
+                value = getattr(value, name, None)
+            elif name in getattr(value, "model_fields", {}):
+                field = value.model_fields[name]
+                value = field.get_default(call_default_factory=True)
+                value = peel(field.annotation)[0] if value is PydanticUndefined else value
+        return None if self.required else value
+
+    def shown_default(self, kind: type[Settings]) -> str:
+        """The default as text, and those of presets where they differ."""
+        known = {name: each for name, each in kind.presets.items() if self.path[0] in type(each).model_fields}
+        usual = type(next(iter(known.values()))) if self.extra else kind
+        text = self._text(self.default(usual))
+        own = {name: self._text(self.default(each)) for name, each in known.items() if self.place != kind.preset_key}
+        parts = [text] if text else []
+        return "; ".join(parts + [f"{other or 'none'} for {name}" for name, other in own.items() if other != text])
+
+    def _text(self, value: Any) -> str:
+        if value is True:
+            return self.flag.removeprefix("--")
+        if isinstance(value, list | tuple):
+            return ",".join(map(str, value))
+        return "" if value is None or value is False or value == {} else str(value)
+
+
+def leaves(kind: type[Settings], path: tuple[str, ...] = (), *, needed: bool = True) -> Iterator[Leaf]:
+    """All fields of a class, of nested settings, and after them those that only classes of presets have."""
+    fields = dict(kind.model_fields)
+    for preset in kind.presets.values():
+        fields |= {name: field for name, field in type(preset).model_fields.items() if name not in fields}
+    for name, field in fields.items():
+        bare, metadata = peel(field.annotation, field.metadata)
+        required, extra = needed and field.is_required(), name not in kind.model_fields
+        if isinstance(bare, type) and issubclass(bare, Settings):
+            inner = leaves(bare, (*path, name), needed=required)
+            yield from (replace(leaf, extra=True) for leaf in inner) if extra else inner
+        else:
+            yield Leaf((*path, name), field, bare, metadata, required, extra)
+
+
+def element(kind: Any) -> tuple[Any, Literal["list", "mapping", ""]]:
+    """What a collection holds, and what sort of collection it is, if one."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in _LISTS or (origin is tuple and inside[-1] is ...):
+        return inside[0], "list"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return inside[1], "mapping"
+    return kind, ""
+
+
+def bounds(metadata: Sequence[Any]) -> dict[str, Any]:
+    """The range of a number, by `ge`, `gt`, `le` and `lt`."""
+    sides = ((side, getattr(part, side, None)) for part in metadata for side in ("ge", "gt", "le", "lt"))
+    return {side: bound for side, bound in sides if bound is not None}
+
+
+def path_type(metadata: Sequence[Any]) -> str:
+    """What a path must be: "file", "dir", "new", or "" for anything."""
+    return next((part.path_type for part in metadata if isinstance(part, PathType)), "")
+
+
+def words(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """A field's type for the docs."""
+    inner, sort = element(kind)
+    if sort:
+        return f"{'NAME=' if sort == 'mapping' else ''}{words(*peel(inner))}, …"
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if kind is Path:
+        return {"file": "file", "dir": "folder"}.get(path_type(metadata), "path")
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = " and ".join(f"{signs[side]} {bound}" for side, bound in bounds(metadata).items())
+    return f"{ {bool: 'flag', str: 'text', int: 'integer', float: 'number'}.get(kind, 'value') } {limits}".rstrip()
