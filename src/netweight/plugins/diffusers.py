@@ -23,7 +23,7 @@ from torch import nn
 
 from netweight import codec
 from netweight.errors import MissingExtra, Unsupported, UsageError
-from netweight.methods.compress.loaders import DIFFUSERS_METHOD
+from netweight.methods.compress.folder_format import DIFFUSERS_METHOD
 from netweight.methods.compress.runtime.model import dense_state_dict, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.plugins import transformers as _transformers  # noqa: F401  for the parts that come from there

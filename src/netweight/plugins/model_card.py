@@ -14,7 +14,7 @@ from netweight.evidence.document import FindingDocument, ReportDocument, Section
 from netweight.evidence.page import format_number
 from netweight.evidence.report import read_report
 from netweight.methods.compress.folder import write_side_file
-from netweight.methods.compress.manifest import MANIFEST, Manifest
+from netweight.methods.compress.folder_format import MANIFEST, Manifest
 from netweight.methods.forget.edit import FOLDER as EDITS
 from netweight.methods.forget.edit import read_records
 from netweight.methods.immunize.train import RECORD as IMMUNIZED

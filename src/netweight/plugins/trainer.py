@@ -17,7 +17,7 @@ import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` 
 from netweight.codec.dtypes import torch_dtype
 from netweight.core.files import whole_file
 from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
-from netweight.methods.compress.loaders import MODEL_CONFIG, mark_config, stored_name
+from netweight.methods.compress.folder_format import MODEL_CONFIG, mark_config, stored_name
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
 from netweight.methods.compress.runtime.tensor import CompressedTensor

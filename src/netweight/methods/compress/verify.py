@@ -19,8 +19,8 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
-from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
-from netweight.methods.compress.settings import CompressConfig
+from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
+from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import plain_head, plain_size
 from netweight.store.reader import StoredFile
 
@@ -91,7 +91,7 @@ def verify(
         CorruptBlob: A file is so damaged that it cannot be opened, or missing.
         UnsafeInput: A manifest points outside its folder.
     """
-    config = CompressConfig(threads=threads)
+    workers = CompressSettings(threads=threads).workers
     subject = _Side.open(Path(path))
     other = None if against is None else _Side.open(Path(against))
     if other is not None and subject.root.is_file() != other.root.is_file():
@@ -108,7 +108,7 @@ def verify(
         for name, file in subject.weights.items():
             task.describe(name)
             peer = None if other is None else other.weights.get(name)
-            _check_weights(subject, name, file, peer, config.workers, tally, task.update)
+            _check_weights(subject, name, file, peer, workers, tally, task.update)
     _check_others(subject, other, tally)
     return tally.findings(subject, other)
 
@@ -352,6 +352,6 @@ register_treatment(TREATMENT, audits=("identity",))
 
 
 @register_audit(TREATMENT, "identity")
-def _identity(subject: Compressed, config: CompressConfig, *, seed: int, progress: Progress) -> list[Finding]:
+def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> list[Finding]:
     """Compare bit by bit; nothing is left to chance, so the seed is not used."""
     return verify(subject.path, subject.source, threads=config.threads, progress=progress)
