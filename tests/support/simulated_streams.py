@@ -130,7 +130,7 @@ class Device:
         return self.payloads[id(payload)].name, payload._version
 
     def write(self, payload, side):
-        """Ask the computing stream to write a payload, as `Box` does."""
+        """Ask the computing stream to write a payload, as `CompressedStorage` does."""
         if "let_go" not in self.without:
             side.let_go(payload)
         block = self.payloads[id(payload)]

@@ -14,17 +14,19 @@ from typing import Annotated, Any, Literal, final
 from pydantic import Field, FilePath
 
 from netweight.core.digest import of_file
+from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_pairs, withhold
 from netweight.data.tokens import BELOW, Template, load_examples, padding_of, tokenized_pairs
-from netweight.errors import OutputExists, UsageError
+from netweight.errors import UsageError
 from netweight.evidence.report import Column, Report, Table
 from netweight.hf.load_language_model import context_of, load_causal_lm
+from netweight.job import Job, check_destination
 from netweight.methods.immunize.catalog import named_defense
 from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, Insight, Look, look_inside, weight_changes
 from netweight.methods.immunize.report import DEPTH, REPORT, TREATMENT, add_depth_section
 from netweight.methods.immunize.settings import Settings
-from netweight.methods.immunize.train import CHECKPOINT, Record, immunize
+from netweight.methods.immunize.train import RECORD, Record, immunize
 
 _TRAINED_BY = ("lr", "epochs", "batch_size", "seed", "save_every", "frozen")
 Count = Annotated[int, Field(ge=1)]
@@ -104,8 +106,7 @@ def immunize_folder(
 ) -> Immunized:
     """Train a defense into a model and write it as a folder of its own, whole or not at all."""
     source, destination = Path(source), Path(destination)
-    if destination.exists():
-        raise OutputExists(f"{destination} exists.", cure="Give another folder, or move this one away.")
+    check_destination(destination, overwrite=None, folder=part_of(destination))
     network, tokenizer = load_causal_lm(source, device=defense.device)
     form: Template | Literal["chat"] = "chat" if defense.chat else BELOW
     how: Any = {"context": context_of(network, tokenizer), "template": form}
@@ -115,20 +116,20 @@ def immunize_folder(
     kept = [] if defense.retain is None else load_examples(defense.retain, tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_looked_at(len(pairs))
     before = None if why_not else look_inside(network, pairs, pad_id=pad)
-    part = destination.with_name(f".{destination.name}.netweight-part")
-    record = immunize(
-        network, pairs, kept, defense=defense.defense, settings=defense.settings, folder=part, pad_id=pad,
-        progress=progress,
-    )  # fmt: skip
-    report = _report(source, destination, defense, record, command, looked=before is not None)
-    if before is not None:
-        after = look_inside(network, pairs, pad_id=pad)
-        _add_depth(report, source, network, before, after)
-    network.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    report.write(part / REPORT)
-    (part / CHECKPOINT).unlink(missing_ok=True)
-    part.rename(destination)
+    with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
+        record = immunize(
+            network, pairs, kept, defense=defense.defense, settings=defense.settings, folder=job, pad_id=pad,
+            progress=progress,
+        )  # fmt: skip
+        report = _report(source, destination, defense, record, command, looked=before is not None)
+        if before is not None:
+            after = look_inside(network, pairs, pad_id=pad)
+            _add_depth(report, source, network, before, after)
+        network.save_pretrained(job.tree)
+        tokenizer.save_pretrained(job.tree)
+        record.write(job.file(RECORD))
+        report.write(job.file(REPORT))
+        job.publish(destination, overwrite=None)
     return Immunized(record, destination / REPORT / "report.html", why_not)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -20,6 +20,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import positions_of
+from netweight.job import Job
 from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.catalog import named_defense
 from netweight.methods.immunize.decoder import structure_of
@@ -38,7 +39,7 @@ from netweight.methods.immunize.distributed import (
 )
 from netweight.methods.immunize.repnoise import TermLog, backward
 from netweight.methods.immunize.settings import Settings
-from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+from netweight.store.checkpoint import read_record, write_record
 
 _NAMED = 5  # of several bad rows so many are named
 
@@ -296,11 +297,15 @@ class Checkpoint:
                 optimizer.state[master] = state
         weights.write_back()
 
-    def save(self, path: Path, identity: str, ranks: Ranks = ALONE) -> None:
-        """Write the checkpoint over the one before it, all or nothing."""
-        # The first process does, with all others' parts.
+    def save(self, job: Job | None, identity: str, ranks: Ranks = ALONE) -> None:
+        """Make it the state of a job; the first process does, which alone has the job, with all others' parts."""
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        ranks.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            assert job is not None
+            job.save(about, tensors)
+
+        ranks.first_takes(self._tensors(), write)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.weights.items():
@@ -309,30 +314,38 @@ class Checkpoint:
             yield f"{kind}|{name}", whole(value)
 
     @classmethod
-    def shared(cls, path: Path, identity: str, ranks: Ranks) -> Checkpoint:
-        """Read a checkpoint in the first process; the others get all but its tensors."""
+    def shared(cls, job: Job | None, identity: str, ranks: Ranks) -> Checkpoint | None:
+        """Read a job's state in the first process, if there is one; the others get all but its tensors."""
         mine: list[Checkpoint] = []
 
-        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-            mine.append(cls.load(path, identity))
-            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]] | None:
+            assert job is not None
+            found = cls.load(job, identity)
+            if found is None:
+                return None
+            mine.append(found)
+            return found.balance, [asdict(step) for step in found.steps]
 
-        balance, steps = ranks.first(read)
-        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
+        known = ranks.first(read)
+        if known is None or mine:
+            return mine[0] if mine else None
+        return cls({}, {}, known[0], [StepLog.from_json(step) for step in known[1]])
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> Checkpoint:
-        """Read a checkpoint."""
+    def load(cls, job: Job, identity: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"identity": identity})
+        if found is None:
+            return None
+        about, tensors = found
         weights: dict[str, Tensor] = {}
         moments: dict[tuple[str, str], Tensor] = {}
-        refusal = "holds a training of another model, defense, data or settings"
-        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
-            for stored in names:
-                kind, _, name = stored.partition("|")
-                if kind == "weight":
-                    weights[name] = store.get(stored)
-                elif kind in _MOMENTS:
-                    moments[name, kind] = store.get(stored)
+        for stored, value in tensors.items():
+            kind, _, name = stored.partition("|")
+            if kind == "weight":
+                weights[name] = value
+            elif kind in _MOMENTS:
+                moments[name, kind] = value
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
 
 
@@ -353,7 +366,7 @@ def immunize(
     *,
     defense: Defense | str = "repnoise",
     settings: Settings | None = None,
-    folder: str | Path | None = None,
+    folder: str | Path | Job | None = None,
     pad_id: int = 0,
     progress: Progress = QUIET,
 ) -> Record:
@@ -372,8 +385,8 @@ def immunize(
         retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
         defense: A defense or its name in the catalog.
         settings: How it is trained; None takes the catalog's, or the defaults for a defense that is not in it.
-        folder: Where a checkpoint and finally the record are written. A second call with the same model, data and
-            settings continues where the first one was killed, to the same bits.
+        folder: Where a checkpoint and finally the record are written, or a job that is open. A second call with the
+            same model, data and settings continues where the first one was killed, to the same bits.
         pad_id: What stands after the end of shorter rows. Only the published loss, which takes it for text, depends
             on it.
         progress: Where progress is shown.
@@ -404,26 +417,59 @@ def immunize(
     }
     identity = digest.of_config([defense.name, options, asdict(settings), digests, pad_id])
     _check_same(identity, ranks)
+    key = {
+        "defense": {"name": defense.name, **options}, "settings": asdict(settings), "model": digests["before"],
+        "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
+    }  # fmt: skip
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
+    with (
+        held,
+        defense.prepared(model, seed=derive(settings.seed, "prepare")),
+        _opened(folder, key, ranks) as job,
+    ):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
             training = _Training(spread, defense, settings, pairs, retain, pad_id)
-            checkpoint = None if folder is None else Path(folder) / CHECKPOINT
-            training.run(checkpoint, identity, QUIET if ranks.rank else progress)
+            training.run(None if folder is None else _Kept(job, identity, ranks), QUIET if ranks.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
-    digests["after"] = _digest_of(model)
-    environment = {**describe(), "processes": ranks.size}
-    record = Record(defense.name, options, asdict(settings), digests, trained, steps, environment)
-    if folder is not None:
-        ranks.first(lambda: _write(record, Path(folder)))
+        digests["after"] = _digest_of(model)
+        environment = {**describe(), "processes": ranks.size}
+        record = Record(defense.name, options, asdict(settings), digests, trained, steps, environment)
+        if folder is not None:
+            ranks.first(lambda: None if job is None else record.write(job.folder / RECORD))
     return record
 
 
-def _write(record: Record, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write(folder / RECORD)
+@contextmanager
+def _opened(folder: str | Path | Job | None, key: Mapping[str, Any], ranks: Ranks) -> Iterator[Job | None]:
+    """Open the training's job in the first process."""
+    jobs: list[Job] = []
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            assert folder is not None
+            jobs.append(stack.enter_context(Job.open(folder, key=key, of="a training", state=CHECKPOINT)))
+
+        if folder is not None:
+            ranks.first(enter)
+        yield jobs[0] if jobs else None
+
+
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """Where a training is kept; only the first process has the job."""
+
+    job: Job | None
+    identity: str
+    ranks: Ranks
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        checkpoint.save(self.job, self.identity, self.ranks)
+
+    def load(self) -> Checkpoint | None:
+        return Checkpoint.shared(self.job, self.identity, self.ranks)
 
 
 def _digest_of(model: nn.Module) -> str:
@@ -478,19 +524,18 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, checkpoint: Path | None, identity: str, progress: Progress) -> None:
+    def run(self, kept: _Kept | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
-        self._restore(checkpoint, identity)
+        self._restore(kept)
         with _training_mode(self.model), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
                 problem = self._step()
                 if problem is not None:
-                    self._stop(problem, checkpoint, identity)
+                    self._stop(problem, kept)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
-                if checkpoint is not None and not self._bad and self._due():
-                    taken = Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps)
-                    taken.save(checkpoint, identity, self.ranks)
+                if kept is not None and not self._bad and self._due():
+                    kept.save(Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps))
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
 
@@ -498,23 +543,23 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, path: Path | None, identity: str) -> bool:
+    def _restore(self, kept: _Kept | None) -> bool:
         """Go back to a checkpoint; False if there is none."""
-        if path is None or not self.ranks.first(path.exists):
+        checkpoint = None if kept is None else kept.load()
+        if checkpoint is None:
             return False
-        checkpoint = Checkpoint.shared(path, identity, self.ranks)
         checkpoint.restore(self.weights, self.optimizer, self.ranks)
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
         return True
 
-    def _stop(self, problem: str, checkpoint: Path | None, identity: str) -> None:
+    def _stop(self, problem: str, kept: _Kept | None) -> None:
         step = len(self.steps)
         self.weights.clear()
-        kept = "The model holds the weights before this step."
-        if self._restore(checkpoint, identity):
-            kept = f"The model holds the weights after step {len(self.steps)}, from {checkpoint}."
+        held = "The model holds the weights before this step."
+        if self._restore(kept):
+            held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
-            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {kept}",
+            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
             cure="Lower the learning rate or the weight of the ascent.",
         )
 

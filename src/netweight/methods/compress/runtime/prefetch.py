@@ -76,12 +76,12 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._order = AccessOrder()
         self._pending: deque[_InQueue] = deque()
-        self._sides: dict[torch.device, SideStream | None] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
     @property
     def hits(self) -> int:
         """Weights that were ready, or on their way, when asked for."""
-        return self._hits + sum(side.hits for side in self._sides.values() if side is not None)
+        return self._hits + sum(side.hits for side in self._sides.values())
 
     def lend(self, payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
         """Lend the weight of a payload on a device, decoded on a stream of its own, and begin with its successor."""
@@ -89,7 +89,7 @@ class Prefetcher:
             if payload.device not in self._sides:
                 self._sides[payload.device] = side_stream_of(payload.device)
             side = self._sides[payload.device]
-        return None if side is None else side.lend(payload, direction)
+        return side.lend(payload, direction)
 
     def take(self, payload: torch.Tensor, direction: str) -> torch.Tensor:
         """Give the weight of a payload, decoded by now or on the spot, and begin with its probable successors."""
@@ -105,8 +105,7 @@ class Prefetcher:
             self._forget_pending()
             self._queue.close()
             for side in self._sides.values():
-                if side is not None:
-                    side.close()
+                side.close()
 
     def _collect(self, payload: torch.Tensor) -> torch.Tensor | None:
         """The pending weight if it is the one asked for and not written since; else nothing is pending afterwards."""
@@ -387,7 +386,6 @@ class _Cuda:
             return self._decoder.weight(payload, memory)
 
 
-def side_stream_of(of: torch.device) -> SideStream | None:
-    """A side stream for a CUDA device; None where decoding waits for the device anyway (no kernels)."""
-    decoder = device.decoder_of(of)
-    return SideStream(_Cuda(of, decoder)) if decoder.status is not None else None
+def side_stream_of(of: torch.device) -> SideStream:
+    """A side stream for a CUDA device on which kernels run."""
+    return SideStream(_Cuda(of, device.decoder_of(of)))

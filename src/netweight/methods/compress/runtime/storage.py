@@ -223,7 +223,7 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
     """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
     leaves = device.handles(payload) and to.type == "cpu"
     with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
-        copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
+        copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
     if type(payload) is not torch.Tensor:
         return copy  # a compiler's or tracer's, without bytes
     if leaves:
