@@ -16,8 +16,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.plugins.diffusers import save_pretrained  # noqa: E402
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.diffusers import NetweightConfig, save_pretrained  # noqa: E402
 
 BF16 = torch.bfloat16
 

@@ -9,7 +9,7 @@ from netweight.errors import LossyWrite
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.diffusers import NetweightConfig  # noqa: E402
 
 LATENT = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
 

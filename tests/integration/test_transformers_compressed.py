@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
-from netweight.plugins.transformers import save_pretrained  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig, save_pretrained  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 

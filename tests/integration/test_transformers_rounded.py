@@ -10,7 +10,7 @@ from netweight.errors import LossyWrite, Unsupported, UsageError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
