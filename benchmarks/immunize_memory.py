@@ -29,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from netweight.core.environment import describe
 from netweight.data.examples import Pair, collate
-from netweight.evidence.memory_ledger import TensorLedger
 from netweight.methods.immunize.catalog import DEFENSES
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.train import immunize
+from netweight.metrics.memory import TensorLedger
 
 EVERY = Settings().measure_every  # steps, of which one measures gradient norms
 

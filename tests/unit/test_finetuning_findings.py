@@ -29,7 +29,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
+from netweight.report.report import Report
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 

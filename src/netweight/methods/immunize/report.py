@@ -14,12 +14,12 @@ from netweight.attacks.finetuning.report import ResistanceConfig, resistance_fin
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table, read_report
-from netweight.evidence.statistics import t_interval
 from netweight.methods.immunize.layer_metrics import KINDS, Insight, LayerChange, Look, Plane
+from netweight.metrics.intervals import t_interval
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import canvas, series_color, to_figure
+from netweight.report.report import Report, read_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -283,7 +283,7 @@ def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> lis
     found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
     if not found:
         return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
-    return [finding.finding() for finding in found[0].findings]
+    return list(found[0].findings)
 
 
 @register_audit(TREATMENT, ATTACKED)
