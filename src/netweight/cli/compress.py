@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,19 +22,14 @@ if TYPE_CHECKING:
     from netweight.methods.compress.inspect import TensorReport
     from netweight.report.finding import Finding
 
-F = TypeVar("F", bound=Callable[..., Any])
 _PATH = click.Path(path_type=Path)
 _SHOWN = 20  # names written per failed finding
 
 
-def _threads(command: F) -> F:
-    return click.option(
-        "--threads", type=click.IntRange(min=1), help="Threads of the codec; by default all cores that may be used."
-    )(command)
-
-
-def _overwrite(command: F) -> F:
-    return click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")(command)
+_threads = click.option(
+    "--threads", type=click.IntRange(min=1), help=CompressSettings.model_fields["threads"].description
+)
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 
 
 @click.command()

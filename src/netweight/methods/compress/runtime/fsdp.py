@@ -6,11 +6,10 @@ buffer of that size. So each weight has a capacity, the same everywhere: the lar
 some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of them: when a
 changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
 outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
-"""
 
-# Called by `tensor.py`, which torch calls, and by `model.py` and others for what is a shard. Nothing here asks where a
-# payload is: what is gathered on a GPU is decoded there as `ops.py` does it, and 16 bytes per process and gather are
-# read by the host. Not yet run on a GPU.
+Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per process
+and gather. Not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def is_fsdp(caller: FrameType) -> bool:
     return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
 
 
-def blank(tensor: Any, size: torch.Size) -> Any:
+def empty_shard(tensor: Any, size: torch.Size) -> Any:
     """The shard that FSDP2 is about to fill, where it asks for zeros."""
     stored = tensor.stored
     if tuple(size[1:]) != tuple(stored.shape[1:]):
@@ -79,8 +78,8 @@ def blank(tensor: Any, size: torch.Size) -> Any:
     return type(tensor)(fresh, (), torch.empty(size, dtype=stored.dtype, device="meta"))
 
 
-def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
-    """The rows of a shard that are not padding; for a `blank` one this says how many there will be."""
+def shard_rows(tensor: Any, dim: int, start: int, length: int) -> Any:
+    """The rows of a shard that are not padding; for an `empty_shard` this says how many there will be."""
     stored = tensor.stored
     if dim or start or stored not in _wires or stored.shape[0] not in (0, length):
         with torch._C.DisableTorchFunctionSubclass():
@@ -89,7 +88,7 @@ def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
     return type(tensor)(stored)
 
 
-def inherit(converted: Any, source: CompressedStorage) -> Any:
+def send_like(converted: Any, source: CompressedStorage) -> Any:
     """Let a converted shard be sent as the one that it was made of."""
     if source in _wires and hasattr(converted, "stored"):
         _wires[converted.stored] = _wires[source]
@@ -248,7 +247,7 @@ def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest:
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def refuse(tensor: Any, caller: FrameType) -> None:
+def refuse_unknown_sharding(tensor: Any, caller: FrameType) -> None:
     """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first."""
     name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
     if is_fsdp(caller):

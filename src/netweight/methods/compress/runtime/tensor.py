@@ -38,8 +38,8 @@ _LIKE = frozenset(
 )  # fmt: skip
 # How FSDP2 cuts a weight.
 _CUTTING: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.new_zeros: fsdp.blank,
-    torch.Tensor.narrow: fsdp.cut,
+    torch.Tensor.new_zeros: fsdp.empty_shard,
+    torch.Tensor.narrow: fsdp.shard_rows,
     torch.Tensor.pin_memory: fsdp.refuse_pinning,
 }
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
@@ -191,7 +191,7 @@ class CompressedTensor(torch.Tensor):
             if func == _SET_DATA:
                 return _set_data(*args)
             if func == _GET_DEVICE:
-                fsdp.refuse(args[0], sys._getframe(1))
+                fsdp.refuse_unknown_sharding(args[0], sys._getframe(1))
             if func in _CUTTING and fsdp.is_fsdp(sys._getframe(1)):
                 return _CUTTING[func](*args, **kwargs)
             if func is torch.Tensor.share_memory_:
@@ -231,7 +231,7 @@ class CompressedTensor(torch.Tensor):
                 if func is aten.clone.default:
                     return cls(_laid_out(first.stored.like(first.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
-                    return fsdp.inherit(_to_copy(first, **kwargs), first.stored)
+                    return fsdp.send_like(_to_copy(first, **kwargs), first.stored)
                 if func is aten.copy_.default:
                     return _copy_whole(first, args[1])
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
