@@ -7,8 +7,8 @@ some headroom. Pieces bring their lengths with them, so that after a gather ever
 changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
 outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
 
-Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per process
-and gather. Not yet run on a GPU.
+Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per
+process and gather. Not yet run on a GPU.
 """
 
 from __future__ import annotations
