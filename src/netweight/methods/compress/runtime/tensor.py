@@ -160,14 +160,21 @@ class CompressedTensor(torch.Tensor):
         memo[id(self)] = copied
         return copied
 
-    # What FSDP2 gathers of this shard, and what it makes of the gathered ones; see `fsdp.py`.
-
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """What FSDP2 gathers of this shard; see `fsdp.py`."""
         return fsdp.before_gather(self.stored, mesh)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
+        """What FSDP2 makes of the gathered shards.
+
+        Args:
+            gathered: U8 of shape `(processes * capacity,)`: what all processes sent.
+            sent: What was kept when the shard was sent.
+            param_dtype: To calculate in.
+            out: The dense weight of an earlier gather, of its shape and dtype, to be filled again; None makes one.
+        """
         return fsdp.after_gather(self.stored, gathered[0], sent, param_dtype, out)
 
     @classmethod
