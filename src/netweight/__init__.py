@@ -68,9 +68,9 @@ def __getattr__(name: str) -> Any:
 
         return netweight_version()
     if name == "prefer_":  # former name of `set_layout_`
-        from netweight.methods.compress.runtime.model import prefer_
+        import netweight.methods.compress.runtime.model as model
 
-        return prefer_
+        return model.prefer_
     return _find(name)
 
 
