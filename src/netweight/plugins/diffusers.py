@@ -74,7 +74,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """Name the dtype that diffusers gives a model if none is asked for; it would cast stored bytes to it."""
+        """The dtype that diffusers gives a model by default; it would cast stored bytes to it."""
         return torch_dtype if torch_dtype is not None else torch.get_default_dtype()
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[Any]) -> list[str]:

@@ -44,7 +44,7 @@ _VERSION = 1
 
 
 class _Method(StrEnum):
-    """diffusers asks a quantization method for its `value`."""
+    """diffusers reads the `value` of a quantization method."""
 
     NETWEIGHT = METHOD
 

@@ -69,7 +69,7 @@ def compress_folder(
     progress: Progress = QUIET,
     **options: Any,
 ) -> Summary:
-    """Compress a model folder, or a single safetensors file, without losing a bit unless told to round.
+    """Compress a model folder, or a single safetensors file, without losing a bit unless `mantissa_bits` is below 7.
 
     Args:
         source: A `.safetensors` file; or a folder of a transformers or diffusers model, pipeline or adapter. It is only

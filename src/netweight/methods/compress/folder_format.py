@@ -16,7 +16,7 @@ compressed folder, three things are changed, each of which alone stops a loader 
 
 1. **The weights go by another name**, `model.net.safetensors` for `model.safetensors`: a loader that looks for the
    usual name finds no weights and says so. Only inside a diffusers model's folder the names stay, since diffusers has
-   no way to be told another one, and stops at 2.
+   no setting for another one, and stops at 2.
 2. **The configuration says what to install.**
    transformers (`config.json`): an unknown `quant_method` makes it warn only; but it refuses a `transformers_weights`
    that is no file name, and shows it. So that entry holds the sentence to be read. `quantization_config.weights` holds
@@ -232,7 +232,7 @@ def rewrite_index(content: bytes, *, diffusers: bool, total_size: int) -> bytes:
 
 
 def _main_weights(config: dict[str, Any], weights: list[str]) -> str:
-    """The file or index that transformers would load: the one it is told, else the usual ones, else the first."""
+    """The file or index that transformers would load: the configured one, else the usual ones, else the first."""
     usual = [config.get("transformers_weights"), "model.safetensors", "model.safetensors.index.json"]
     first = sorted(weights, key=lambda name: (not is_index(name), name))
     return next(name for name in [*usual, *first] if name in weights)

@@ -60,8 +60,8 @@ def verify(
     Returns:
         Findings that each count what is wrong, with target 0 and the names in `detail["which"]`: damaged tensors and
         files, and with `against` tensors that differ, tensors and files that only one side has, and files that differ;
-        at last the ratio. Where tensors are rounded, those of them that differ by more than their bound are counted
-        apart, and the largest relative change is told with the largest bound: with `against` as measured now, without
+        and the ratio. Where tensors are rounded, those of them that differ by more than their bound are counted
+        apart, and the largest relative change is given with the largest bound: with `against` as measured now, without
         as recorded when they were rounded.
 
     Raises:

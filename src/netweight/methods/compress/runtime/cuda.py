@@ -1,10 +1,10 @@
 """Weights whose payloads lie on a CUDA device: decoded there, checked there, encoded there.
 
-What a payload holds is looked up once for each version of its bytes, so that a later pass asks the device nothing.
-The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
-to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
-that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
-bytes go to the CPU and the weight comes back, as for devices of other kinds. Payloads on the CPU never get here.
+What a payload holds is looked up once for each version of its bytes, so that a later pass waits for nothing. The first
+decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds to a
+status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so that
+damage done in memory is reported, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`) bytes
+go to the CPU and the weight comes back, as for devices of other kinds. Payloads on the CPU never get here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compressed weights under FSDP2: every process holds its rows compressed, and a gather moves compressed bytes.
 
-`torch.distributed.fsdp.fully_shard` cuts a weight by rows and asks the pieces two things: what to gather
-(`before_gather`) and what to make of it (`after_gather`). All processes must send equally many bytes, and torch keeps a
-buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an all-reduce, and
-some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of them: when a
-changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
-outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
+`torch.distributed.fsdp.fully_shard` cuts a weight by rows and calls two functions of the pieces: `before_gather` gives
+what is sent, `after_gather` makes the weight of what was received. All processes must send equally many bytes, and
+torch keeps a buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an
+all-reduce, and some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of
+them: when a changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece
+that has outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
 
 Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per
 process and gather. Not yet run on a GPU.
@@ -38,7 +38,7 @@ class _Wire:
     """How a weight is sent, the same in every process because it follows from what all of them see."""
 
     capacity: int | None = None  # bytes that each process sends; None until they have agreed
-    dtype: torch.dtype | None = None  # to send the weight in, once torch has told; None is the weight's own
+    dtype: torch.dtype | None = None  # to send the weight in, known after the first gather; None is the weight's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +59,12 @@ _wires: WeakKeyDictionary[CompressedStorage, _Wire] = WeakKeyDictionary()
 
 
 def is_fsdp(caller: FrameType) -> bool:
-    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks."""
+    """Whether FSDP2 is calling: some functions of a tensor do something else for it."""
     return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
 
 
 def empty_shard(tensor: Any, size: torch.Size) -> Any:
-    """The shard that FSDP2 is about to fill, where it asks for zeros."""
+    """The shard that FSDP2 is about to fill, in place of zeros."""
     stored = tensor.stored
     if tuple(size[1:]) != tuple(stored.shape[1:]):
         raise Unsupported(
@@ -248,7 +248,7 @@ def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest:
 
 
 def refuse_unknown_sharding(tensor: Any, caller: FrameType) -> None:
-    """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first."""
+    """Refuse other ways of sharding, which would cut the compressed bytes; all of them read the device first."""
     name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
     if is_fsdp(caller):
         _refuse_settings(tensor, caller)

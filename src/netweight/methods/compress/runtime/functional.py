@@ -291,7 +291,7 @@ class _Embedding(Function):
         return None, table, None, None, None
 
 
-# ---- decoding, without the dispatcher where nobody watches: its microseconds count at one token at a time -----------
+# ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------
 
 
 def read(payload: torch.Tensor, shape: list[int] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -315,8 +315,8 @@ def multiply(
 
 def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
     """Borrow a weight that was decoded ahead of time on a device, in memory that layers share."""
-    # For kernels only, which keep neither the weight nor a view of it. Where autograd, a compiler or a tracer looks on
-    # nothing is lent: what they keep must have memory of its own.
+    # For kernels only, which keep neither the weight nor a view of it. Autograd, compilers and tracers may keep it, and
+    # so get one with memory of its own.
     if torch.compiler.is_compiling() or not prefetch.open_blocks:
         return None
     if not device.handles(payload) or _is_watched() or torch.is_grad_enabled():
@@ -325,7 +325,7 @@ def borrow(payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
 
 
 def _is_watched() -> bool:
-    """Whether a compiler, a tracer, a dispatch mode or a function transform wants to see every operator."""
+    """Whether a compiler, a tracer, a dispatch mode or a function transform must see every operator."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -276,7 +276,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return sorted(indices, key=self._rank.__getitem__)
 
     def _begin(self) -> None:
-        """Check a backward pass when its first gradient arrives, and ask to be told of its end."""
+        """Check a backward pass when its first gradient arrives, and register a callback for its end."""
         number = torch._C._current_graph_task_id()
         if number == self._pass:
             return

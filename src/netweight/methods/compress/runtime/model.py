@@ -65,7 +65,7 @@ def compress_(
     fidelity: str = "corrected",
     prefer: Prefer = "memory",
 ) -> Compression:
-    """Compress a model's weights in memory, in place; unless told to round, it computes the same numbers, bit for bit.
+    """Compress a model's weights in memory, in place; unless they are rounded, outputs stay the same bit for bit.
 
     Weights of Linear, Embedding, Conv1d, Conv2d, transformers' Conv1D and its merged experts are compressed, of any
     dtype; biases and norms stay dense. Tied weights are compressed once and stay tied; one is left dense if any of its
@@ -449,7 +449,7 @@ class _Apply:
     """`module._apply` that keeps what hangs on the module's compressed parameters. Can be copied and pickled."""
 
     # torch converts a dense parameter by writing to its `.data`, which keeps hooks, but a parameter of a tensor
-    # subclass by exchanging its inside, which loses them without a word.
+    # subclass by exchanging the tensor behind it, which silently loses them.
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -458,7 +458,7 @@ class _Apply:
         result: nn.Module = type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-untyped-call]
         for parameter in self.module._parameters.values():
             if isinstance(parameter, CompressedTensor):
-                # Python still knows the hooks; setting them again tells the exchanged inside.
+                # The Python attribute still holds the hooks; setting it again registers them in the exchanged tensor.
                 for kind in ("_post_accumulate_grad_hooks", "_backward_hooks"):
                     hooks = getattr(parameter, kind)
                     if hooks is not None:

@@ -154,7 +154,7 @@ class AccessOrder:
         self._last: tuple[str, WeakIdRef] | None = None
 
     def learn(self, payload: torch.Tensor, direction: str) -> None:
-        """Note that a payload is asked for now."""
+        """Record an access."""
         if self._last is not None:
             before = self._last[1]()
             if before is not None:
@@ -162,7 +162,7 @@ class AccessOrder:
         self._last = (direction, WeakIdRef(payload))
 
     def after(self, payload: torch.Tensor, direction: str) -> tuple[torch.Tensor, str] | None:
-        """The payload that came after this one the last time, and its direction; None if nobody knows."""
+        """The payload that came after this one the last time, and its direction; None if none is known."""
         following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
         successor = following[1]() if following is not None else None
         return None if successor is None else (successor, following[0])
@@ -172,7 +172,7 @@ class AccessOrder:
 
 
 class Machine(Protocol):
-    """A device with a computing and a side stream. All of it asks, and waits for nothing."""
+    """A device with a computing and a side stream. Every call enqueues work, and waits for nothing."""
 
     # Tests put a simulated one in the place of `_Cuda` that runs its streams in any order.
 
@@ -180,19 +180,19 @@ class Machine(Protocol):
         """Whether the computing stream is being captured into a graph, so that no other stream may be waited for."""
 
     def mark(self) -> Event:
-        """An event that comes when all is done that the computing stream was asked so far."""
+        """An event that comes when all work enqueued on the computing stream so far is done."""
 
     def mark_aside(self) -> Event:
         """The same of the side stream."""
 
     def wait(self, event: Any) -> None:
-        """Have what the computing stream is asked from now on wait for an event."""
+        """Make later work of the computing stream wait for an event."""
 
     def wait_aside(self, event: Any) -> None:
-        """Have what the side stream is asked from now on wait for an event."""
+        """Make later work of the side stream wait for an event."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """U8 memory of the side stream's: once freed, it may be used for what that stream is asked afterwards."""
+        """U8 memory of the side stream's: once freed, later work of that stream may use it."""
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a payload's weight, if it can be decoded without waiting."""
@@ -229,7 +229,7 @@ class BorrowedBuffer:
         self.weight = weight
 
     def give_back(self) -> None:
-        """Say that all that reads the weight has been asked of the current stream."""
+        """Release the weight, once all that reads it is enqueued on the current stream."""
         self._side._take_back(self._buffer)
 
 

@@ -111,7 +111,7 @@ class CompressedStorage:
         else:
             device.about_to_write(self.payload)
             self.payload.copy_(pack(blob, self.payload.numel()))
-        # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
+        # Inside an operator torch counts no writes; a payload saved for a backward pass must be known to have changed.
         torch.autograd.graph.increment_version(self.payload)
 
     def _adopt_there(self, blob: torch.Tensor) -> None:

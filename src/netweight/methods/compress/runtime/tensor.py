@@ -210,7 +210,7 @@ class CompressedTensor(torch.Tensor):
             if func in _NO_MEMORY and isinstance(args[0], cls):
                 caller = sys._getframe(1).f_globals.get("__name__", "")
                 if func is torch.Tensor.data_ptr and caller.startswith("accelerate."):
-                    return args[0].payload.data_ptr()  # it tells by addresses which weights are tied
+                    return args[0].payload.data_ptr()  # it recognizes tied weights by their addresses
                 _no_memory(_NO_MEMORY[func])
         if result is not None:
             return result
