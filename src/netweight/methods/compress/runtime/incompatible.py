@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,11 @@ def refuse_wrapped_model(model: nn.Module) -> None:
         )
 
 
-def refuse_parameters(names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that another layer by layer optimizer steps, rounded ones, and shards."""
     rounded: list[str] = []
     shards: list[str] = []
-    for name, parameter in zip(names, parameters, strict=True):
+    for name, parameter in parameters.items():
         hooks: Any = parameter._post_accumulate_grad_hooks or {}
         if any(hasattr(hook, "optimizer") for hook in hooks.values()):
             raise LayerwiseConflict(
