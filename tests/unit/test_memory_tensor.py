@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -176,6 +177,13 @@ def test_hooks_survive_conversions_and_can_be_removed():
             model.eval()
         else:
             [handle.remove() for handle in handles]
+
+
+def test_state_dicts_that_version_0_1_saved_load():
+    file = Path(__file__).parents[1] / "golden" / "states" / "compressed-0.1.0.pt"
+    weight = torch.load(file, weights_only=True)["0.weight"]
+    assert isinstance(weight, CompressedTensor)
+    assert same(weight, torch.linspace(-1, 1, 4096).reshape(64, 64).bfloat16())
 
 
 def test_state_dicts_of_both_forms_load_into_both_kinds_of_model():
