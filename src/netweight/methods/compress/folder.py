@@ -26,7 +26,7 @@ from netweight.methods.compress.folder_format import (
     mark_config,
     rewrite_index,
 )
-from netweight.methods.compress.plan import Item, Plan, make_plan
+from netweight.methods.compress.plan import FolderPlan, PlannedFile, make_plan
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import ShardResult, check_digest, compress_shard, plain_size, restore_shard
 from netweight.store.reader import weight_map
@@ -225,7 +225,7 @@ class _Compression:
     """One run over a folder: what is read, how, and where it goes."""
 
     source: Path
-    plan: Plan
+    plan: FolderPlan
     settings: CompressSettings
     ready: Mapping[str, memoryview]
     work: Job
@@ -252,7 +252,7 @@ class _Compression:
             self.done[item.path] = entry
         return resumed
 
-    def _weights(self, item: Item) -> FileEntry:
+    def _weights(self, item: PlannedFile) -> FileEntry:
         """Compress a weights file."""
         result = compress_shard(
             self.source / item.path,
@@ -266,7 +266,7 @@ class _Compression:
         )
         return FileEntry(path=item.path, kind="compressed", stored=item.stored, **vars(result))
 
-    def _index(self, item: Item) -> FileEntry:
+    def _index(self, item: PlannedFile) -> FileEntry:
         """Rewrite an index for the compressed shards."""
         file, parent = self.source / item.path, Path(item.path).parent
         shards = {(parent / name).as_posix() for name in weight_map(file).values()}
@@ -276,7 +276,7 @@ class _Compression:
             item, content, rewrite_index(content, diffusers=lies_in_diffusers_model(file), total_size=total)
         )
 
-    def _config(self, item: Item) -> FileEntry:
+    def _config(self, item: PlannedFile) -> FileEntry:
         """Mark a configuration, so that loaders that lack netweight refuse the folder."""
         content, parent = (self.source / item.path).read_bytes(), Path(item.path).parent
         weights = [Path(other.path) for other in self.plan.items if other.role in ("weights", "index")]
@@ -284,7 +284,7 @@ class _Compression:
         marked = mark_config(Path(item.path).name, content, beside)
         return self._other(item) if marked is None else self._rewrite(item, content, marked)
 
-    def _other(self, item: Item) -> FileEntry:
+    def _other(self, item: PlannedFile) -> FileEntry:
         """Carry a file over."""
         target = self.work.file(item.stored)
         _copy(self.source / item.path, target)
@@ -292,7 +292,7 @@ class _Compression:
         found, size = digest.of_file(target), target.stat().st_size
         return FileEntry(item.path, "carried", item.stored, size, found, size, found)
 
-    def _rewrite(self, item: Item, content: bytes, stored: bytes) -> FileEntry:
+    def _rewrite(self, item: PlannedFile, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
         _write(self.work.file(item.stored), stored)
         self.task.update(len(content))

@@ -32,7 +32,7 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng
 
 @final
 @dataclass(frozen=True)
-class Item:
+class PlannedFile:
     """One file and what becomes of it."""
 
     path: str  # its path within the folder, with slashes
@@ -44,15 +44,15 @@ class Item:
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class FolderPlan:
     """What becomes of a folder."""
 
-    items: tuple[Item, ...]  # the files to take, in order
+    items: tuple[PlannedFile, ...]  # the files to take, in order
     folders: tuple[str, ...]  # its empty folders
     left_out: tuple[str, ...]  # files left out by `variant` or `exclude`
 
 
-def make_plan(source: Path, settings: CompressSettings) -> Plan:
+def make_plan(source: Path, settings: CompressSettings) -> FolderPlan:
     """Look at every file of a model folder and decide what becomes of it."""
     # All problems are reported at once; the gravest gives the error its type.
     files, folders = _walk(source)
@@ -65,7 +65,7 @@ def make_plan(source: Path, settings: CompressSettings) -> Plan:
     if problems:
         raise _joined(problems)
     left_out = tuple(path for path in files if path not in set(taken))
-    return Plan(tuple(_items(source, taken)), tuple(folders), left_out)
+    return FolderPlan(tuple(_items(source, taken)), tuple(folders), left_out)
 
 
 def _walk(source: Path) -> tuple[list[str], list[str]]:
@@ -172,7 +172,7 @@ def _joined(problems: list[NetweightError]) -> NetweightError:
     return type(first)(f"{len(problems)} problems:{others}")
 
 
-def _items(source: Path, paths: list[str]) -> Iterator[Item]:
+def _items(source: Path, paths: list[str]) -> Iterator[PlannedFile]:
     with_weights = {Path(path).parent for path in paths if path.endswith(".safetensors")}
     for path in paths:
         file, parent = source / path, Path(path).parent
@@ -184,4 +184,4 @@ def _items(source: Path, paths: list[str]) -> Iterator[Item]:
         elif file.name in (MODEL_CONFIG, ADAPTER_CONFIG) and parent in with_weights:
             role = "config"
         status = file.stat()
-        yield Item(path, role, stored, status.st_size, status.st_mtime_ns)
+        yield PlannedFile(path, role, stored, status.st_size, status.st_mtime_ns)
