@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol, final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
@@ -112,11 +112,7 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
 # ---- the status of a device ------------------------------------------------------------------------------------------
 
 
-class Event(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
+Event = Any  # of torch.cuda: its `query` says whether the device has come to it
 
 
 @final
@@ -337,18 +333,11 @@ def check_device(device: torch.device | str | int | None = None) -> None:
 # ---- encoding --------------------------------------------------------------------------------------------------------
 
 
-class Reader(Protocol):
-    """Something that reads payloads at times of its own."""
-
-    def let_go(self, payload: torch.Tensor) -> None:
-        """Have the current stream wait until a payload is not read any more."""
+_readers: WeakSet[Any] = WeakSet()
 
 
-_readers: WeakSet[Reader] = WeakSet()
-
-
-def add_reader(reader: Reader) -> None:
-    """Register what reads payloads: it is called before they are written."""
+def add_reader(reader: Any) -> None:
+    """Register what reads payloads at times of its own: `reader.let_go(payload)` is called before one is written."""
     _readers.add(reader)
 
 

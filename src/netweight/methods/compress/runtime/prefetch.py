@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
@@ -171,36 +171,6 @@ class AccessOrder:
 # ---- a stream of its own ---------------------------------------------------------------------------------------------
 
 
-class Machine(Protocol):
-    """A device with a computing and a side stream. Every call enqueues work, and waits for nothing."""
-
-    # Tests put a simulated one in the place of `_Cuda` that runs its streams in any order.
-
-    def captures(self) -> bool:
-        """Whether the computing stream is being captured into a graph, so that no other stream may be waited for."""
-
-    def mark(self) -> Event:
-        """An event that comes when all work enqueued on the computing stream so far is done."""
-
-    def mark_aside(self) -> Event:
-        """The same of the side stream."""
-
-    def wait(self, event: Any) -> None:
-        """Make later work of the computing stream wait for an event."""
-
-    def wait_aside(self, event: Any) -> None:
-        """Make later work of the side stream wait for an event."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """U8 memory of the side stream's: once freed, later work of that stream may use it."""
-
-    def nbytes(self, payload: torch.Tensor) -> int | None:
-        """Bytes of a payload's weight, if it can be decoded without waiting."""
-
-    def decode_aside(self, payload: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Decode a payload into memory on the side stream."""
-
-
 @dataclass(eq=False, slots=True)
 class _Buffer:
     memory: torch.Tensor | None = None
@@ -237,9 +207,9 @@ class BorrowedBuffer:
 class SideStream:
     """Lends the weights of one device and decodes those that will probably be asked for next."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, streams: Any) -> None:  # `Streams`; tests simulate them, in any order
         self.hits = 0  # weights that were ready, or on their way, when asked for
-        self._machine = machine
+        self._streams = streams
         self._order = AccessOrder()
         self._buffers = (_Buffer(), _Buffer())
         self._pending: _OnSideStream | None = None
@@ -251,14 +221,14 @@ class SideStream:
     def lend(self, payload: torch.Tensor, direction: str) -> BorrowedBuffer | None:
         """Lend a payload's weight, decoded by now or being decoded, and begin with its probable successor."""
         with self._lock:
-            if not self._open or self._machine.captures():
+            if not self._open or self._streams.captures():
                 return None
             pending = self._collect(payload)
             self._order.learn(payload, direction)
             if pending is None:
                 pending = self._begin(payload, direction)
             if pending is not None:
-                self._machine.wait(pending.ready)
+                self._streams.wait(pending.ready)
             following = self._order.after(payload, direction)
             try:
                 self._pending = None if following is None else self._begin(*following)
@@ -297,13 +267,13 @@ class SideStream:
 
     def _drop(self) -> None:
         assert self._pending is not None
-        self._machine.wait(self._pending.ready)  # its payload may be written or freed from now on
+        self._streams.wait(self._pending.ready)  # its payload may be written or freed from now on
         self._pending.buffer.in_use = False
         self._pending = None
 
     def _begin(self, payload: torch.Tensor, direction: str) -> _OnSideStream | None:
         """Decode a payload on the side stream, if there is a buffer for it."""
-        nbytes = self._machine.nbytes(payload)
+        nbytes = self._streams.nbytes(payload)
         buffer = next((buffer for buffer in self._buffers if not buffer.in_use), None)
         if nbytes is None or buffer is None or not self._fit(buffer, nbytes):
             return None
@@ -311,28 +281,28 @@ class SideStream:
         self._await_last_read(buffer)
         version = payload._version
         if self._written.get(payload) != version:  # type: ignore[no-untyped-call]
-            self._machine.wait_aside(self._machine.mark())
+            self._streams.wait_aside(self._streams.mark())
             self._written[payload] = version
         try:
-            weight = self._machine.decode_aside(payload, buffer.memory)
+            weight = self._streams.decode_aside(payload, buffer.memory)
         except (torch.OutOfMemoryError, OutOfMemory):
             return None  # a rounded weight takes more memory than its buffer
         buffer.in_use = True
-        return _OnSideStream(payload, direction, version, buffer, weight, self._machine.mark_aside())
+        return _OnSideStream(payload, direction, version, buffer, weight, self._streams.mark_aside())
 
     def _fit(self, buffer: _Buffer, nbytes: int) -> bool:
         """Make a buffer large enough; False if the device has no memory for it."""
         if buffer.memory is None or buffer.memory.numel() < nbytes:
             self._empty(buffer)
             try:
-                buffer.memory = self._machine.allocate(nbytes)
+                buffer.memory = self._streams.allocate(nbytes)
             except torch.OutOfMemoryError:
                 return False  # decoded when it is needed, which takes less memory
         return True
 
     def _take_back(self, buffer: _Buffer) -> None:
         with self._lock:
-            buffer.last_read = self._machine.mark()
+            buffer.last_read = self._streams.mark()
             buffer.in_use = False
             if not self._open:
                 self._empty(buffer)
@@ -345,47 +315,53 @@ class SideStream:
 
     def _await_last_read(self, buffer: _Buffer) -> None:
         if buffer.last_read is not None:
-            self._machine.wait_aside(buffer.last_read)
+            self._streams.wait_aside(buffer.last_read)
             buffer.last_read = None
 
 
 @final
-class _Cuda:
-    """A CUDA device."""
+class Streams:
+    """The computing and the side stream of a CUDA device. Every call enqueues work, and waits for nothing."""
 
     def __init__(self, of: torch.device, decoder: Decoder) -> None:
         self._device, self._decoder = of, decoder
         self._side: Any = torch.cuda.Stream(of)  # type: ignore[no-untyped-call]
 
     def captures(self) -> bool:
+        """Whether the computing stream is being captured into a graph, so that no other stream may be waited for."""
         return torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Event:
-        event: Event = torch.cuda.current_stream(self._device).record_event()
-        return event
+        """An event that comes when all work enqueued on the computing stream so far is done."""
+        return torch.cuda.current_stream(self._device).record_event()
 
     def mark_aside(self) -> Event:
-        event: Event = self._side.record_event()
-        return event
+        """The same of the side stream."""
+        return self._side.record_event()
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: Event) -> None:
+        """Make later work of the computing stream wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
-    def wait_aside(self, event: Any) -> None:
+    def wait_aside(self, event: Event) -> None:
+        """Make later work of the side stream wait for an event."""
         self._side.wait_event(event)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """U8 memory of the side stream's: once freed, later work of that stream may use it."""
         with torch.cuda.stream(self._side), torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
+        """Bytes of a payload's weight, if it can be decoded without waiting."""
         return self._decoder.nbytes(payload)
 
     def decode_aside(self, payload: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Decode a payload into memory on the side stream."""
         with torch.cuda.stream(self._side):
             return self._decoder.weight(payload, memory)
 
 
 def side_stream_of(of: torch.device) -> SideStream:
     """A side stream for a CUDA device on which kernels run."""
-    return SideStream(_Cuda(of, device.decoder_of(of)))
+    return SideStream(Streams(of, device.decoder_of(of)))
