@@ -120,7 +120,7 @@ def headroom(model, gathered):
     """
     parts = [parameter.to_local() for parameter in model.parameters()]
     dense = sum(part.nbytes for part in parts if not isinstance(part, netweight.CompressedTensor))
-    used = torch.tensor([len(part.box.blob) for part in parts if isinstance(part, netweight.CompressedTensor)])
+    used = torch.tensor([len(part.stored.blob) for part in parts if isinstance(part, netweight.CompressedTensor)])
     torch.distributed.all_reduce(used, torch.distributed.ReduceOp.MAX)
     return (gathered - dense) / int(used.sum()) - 1
 

@@ -20,8 +20,7 @@ from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import encode_fixed
 from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.hf.quantizers import nf4
-from netweight.methods.compress.runtime.ops import decode_now
-from netweight.methods.compress.runtime.storage import Box
+from netweight.methods.compress.runtime.storage import CompressedStorage, decode_payload
 from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
 from netweight_experiments.tables.neuzip.training import GIB, SEED
@@ -140,11 +139,11 @@ def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
     """The ways that run here, and why the others do not."""
 
     def boxed(precision: codec.Precision | None) -> Callable[[torch.Tensor], Any]:
-        return lambda weight: Box.of(weight, precision=precision).payload
+        return lambda weight: CompressedStorage.of(weight, precision=precision).payload
 
     ways = [
-        _Way("netweight, lossless", boxed(None), decode_now, _bytes),
-        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_now, _bytes, exact=False),
+        _Way("netweight, lossless", boxed(None), decode_payload, _bytes),
+        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_payload, _bytes, exact=False),
         _Way(
             "netweight, fixed length",
             lambda weight: (encode_fixed(weight), weight.shape),
