@@ -24,7 +24,7 @@ from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
 from netweight.core.environment import describe
 from netweight.evidence.image_metrics import psnr, ssim
 from netweight.evidence.statistics import bootstrap
-from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.task import small_cnn
 
 SEED, MEAN, STD, CLASSES = 0, 0.1307, 0.3081, 26
 

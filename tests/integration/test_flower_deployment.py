@@ -13,7 +13,7 @@ from flower_processes import EXAMPLE, Deployment, wait
 
 from netweight.methods.federate import Client, FedTask, Run, train
 from netweight.methods.federate.engine import CHECKPOINT
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate.task import LocalModel
 from netweight.plugins.flower import HISTORY, export_private
 from netweight.store import open_store
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported
 from netweight.methods.federate import ClientData, FedTask
-from netweight.methods.federate.method import LocalModel
-from netweight.methods.federate.per_example import Clipped, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.dp import Clipped, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.task import LocalModel
 
 
 def double_model(body: nn.Module, head: nn.Module, inputs: Tensor, targets: Tensor) -> LocalModel:
@@ -189,7 +189,7 @@ def test_a_batch_too_large_to_hold_is_summed_in_parts(monkeypatch: pytest.Monkey
     inputs, targets = torch.randn(10, 5).double(), torch.randint(0, 3, (10,))
     model = double_model(nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3), inputs, targets)
     mask = torch.tensor([True] * 4 + [False] * 3 + [True] * 2 + [False])
-    monkeypatch.setattr("netweight.methods.federate.per_example._VALUES_AT_ONCE", 3 * 39)
+    monkeypatch.setattr("netweight.methods.federate.dp._VALUES_AT_ONCE", 3 * 39)
     found = clipped_sum(
         model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5
     )

@@ -12,8 +12,8 @@ from netweight.methods.federate import (
     fedavg_private_head,
     local_only,
 )
-from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.pfedhn import PFedHN
+from netweight.methods.federate.settings import named_method
 
 CLIENTS = 3
 TRAINING = LocalTraining(epochs=1, batch_size=8)

@@ -10,7 +10,7 @@ from torch.func import functional_call, vmap
 from netweight.data.images.cifar import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate.task import LocalModel
 from netweight.toys.networks import (
     IMAGENET_MEAN_STD,
     CifarResNet20,

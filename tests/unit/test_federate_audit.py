@@ -28,7 +28,7 @@ from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,
     add_sections,
-    audit_exposures,
+    audit,
     exposure,
     exposure_figure,
     exposure_findings,
@@ -143,7 +143,7 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
     targets = [finding for finding in found["gradient-inversion"] if finding.target is not None]
     assert targets
     assert all("this run" in finding.name for finding in targets)
-    exposures = audit_exposures(run, config, seed=3)
+    exposures = audit(run, config, seed=3)
     assert exposure_findings(exposures, seed=3) == found["gradient-inversion"]
     assert len(exposure_table(exposures).rows) == 2
     assert exposure_figure(exposures) is not None

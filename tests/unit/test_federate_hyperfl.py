@@ -14,7 +14,7 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate import Client, FedTask, HyperFL, LocalTraining, LowRank, Trained, aggregate
 from netweight.methods.federate.local import shuffled_batches
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate.task import LocalModel
 
 
 def started(task: FedTask, method: HyperFL) -> list[Client]:

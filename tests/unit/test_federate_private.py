@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
-from netweight.methods.federate.dp import train_privately
-from netweight.methods.federate.local import padded, poisson_batches, train_clients
-from netweight.methods.federate.method import Client, LocalModel, Trained, Weights
-from netweight.methods.federate.per_example import by_vmap
+from netweight.methods.federate.dp import by_vmap
+from netweight.methods.federate.local import padded, poisson_batches, train_clients, train_privately
+from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.task import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
 
@@ -81,15 +81,14 @@ def test_noise_has_the_deviation_asked_for_and_depends_on_the_seed_alone() -> No
 
 def _without_noise(method: DirectMethod) -> tuple[Phase, ...]:
     return tuple(
-        dataclasses.replace(phase, privacy=phase.privacy and dataclasses.replace(phase.privacy, noise_multiplier=0.0))
-        for phase in method.phases
+        phase.replace(privacy=phase.privacy and phase.privacy.replace(noise_multiplier=0.0)) for phase in method.phases
     )
 
 
 def test_a_step_without_examples_is_noise_alone() -> None:
     training = LocalTraining(epochs=1, lr=1.0, batch_size=1, momentum=0.0, weight_decay=0.0)
     task = make_task(n=4)
-    phase = Phase("both", 1, 1.0, Privacy(1.0))
+    phase = Phase(trains="both", epochs=1, lr=1.0, privacy=Privacy(noise_multiplier=1.0))
     start = Weights(task.initial_body(), task.initial_head())
     empty = next(seed for seed in range(2000) if not any(len(index) for index in poisson_batches(4, 1, 1, seed)))
     (found,), (loss,) = train_privately(LocalModel(task), [start], [0], phase, training, seeds_by_client=[empty])
@@ -143,12 +142,11 @@ def test_batch_normalization_is_refused_before_the_first_step() -> None:
 def test_a_private_phase_is_never_trained_without_privacy() -> None:
     task = make_task()
     start = Weights(task.initial_body(), task.initial_head())
+    phase = Phase(trains="both", epochs=1, lr=0.1, privacy=Privacy(noise_multiplier=1.0))
     with pytest.raises(UsageError, match="without privacy"):
-        train_clients(
-            LocalModel(task), [start], [0], Phase("both", 1, 0.1, Privacy(1.0)), TRAINING, seeds_by_client=[0]
-        )
+        train_clients(LocalModel(task), [start], [0], phase, TRAINING, seeds_by_client=[0])
     with pytest.raises(UsageError, match="privately"):
-        Phase("body", 1, 0.1, head_lr=0.1)
+        Phase(trains="body", epochs=1, lr=0.1, head_lr=0.1)
 
 
 def test_epsilon_is_claimed_only_where_it_holds() -> None:

@@ -19,7 +19,7 @@ from netweight.attacks.gradient_inversion.peeling import read_thresholds, separa
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.evidence.image_metrics import psnr
-from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.task import small_cnn
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
 

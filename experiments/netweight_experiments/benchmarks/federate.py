@@ -22,11 +22,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.evidence.finding import Better, Finding
 from netweight.evidence.statistics import paired_ratio
 from netweight.evidence.timing import Case, Samples, interleave
-from netweight.methods.federate.catalog import METHODS, named_method
-from netweight.methods.federate.direct import without
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
-from netweight.methods.federate.settings import LocalTraining
+from netweight.methods.federate.method import without
+from netweight.methods.federate.settings import METHODS, LocalTraining, named_method
 from netweight.methods.federate.task import FedTask
 from netweight.nn import Hypernetwork, ParameterLayout
 

@@ -88,7 +88,7 @@ def plan_of(run: FederatedRun) -> FederationPlan:
 def _parts_of(run: FederatedRun) -> Parts:
     plan = plan_of(run)
     task = plan.task()
-    return task, plan.make_method(task), plan.settings()
+    return task, plan.make_method(task), plan
 
 
 def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:

@@ -267,7 +267,7 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
     method = plan.make_method(task)
     bodies = []
     for round in range(1, run.rounds + 1):
-        settings = dataclasses.replace(plan.settings(), rounds=round, evaluate_every=run.rounds)
+        settings = plan.replace(rounds=round, evaluate_every=run.rounds)
         bodies.append(train(task, method, settings, folder=out / "movements").weights(0).body)
     moved = [float((after - before).norm()) for before, after in itertools.pairwise(bodies)]
     kept.write_text(json.dumps(moved))

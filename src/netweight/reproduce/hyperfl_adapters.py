@@ -138,11 +138,11 @@ def _parts_of(run: AdapterRun) -> Parts:
 
 def _method(way: str, training: LocalTraining) -> Method:
     from netweight.methods.federate import DirectMethod, Phase
-    from netweight.methods.federate.catalog import named_method
+    from netweight.methods.federate.settings import named_method
 
     if not way.endswith("-fixed"):
         return named_method(way, training=training)
-    head = Phase("head", training.epochs, training.lr)
+    head = Phase(trains="head", epochs=training.epochs, lr=training.lr)
     return DirectMethod(way, () if way.startswith("local") else ("head",), (head,), training)
 
 

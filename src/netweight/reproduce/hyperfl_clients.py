@@ -36,7 +36,7 @@ def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
         run = FederatedRun("emnist-letters", "hyperfl", rounds=rounds or 50)
     plan = plan_of(run)
     task = plan.task()
-    done = train(task, plan.make_method(task), plan.settings(), folder=out / run.name, progress=Progress("auto"))
+    done = train(task, plan.make_method(task), plan, folder=out / run.name, progress=Progress("auto"))
     embeddings = torch.stack([done.private[number]["embedding"] for number in task.clients])
     classes = int(max(task.client(number).train[1].max() for number in task.clients)) + 1
     counts = torch.stack([task.client(n).train[1].bincount(minlength=classes) for n in task.clients])

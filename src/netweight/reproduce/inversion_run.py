@@ -40,7 +40,7 @@ class AttackRun:
 
     Attributes:
         data: A data set of `zoo.data.load`; test images are attacked.
-        method: A method of `methods.federate.catalog`.
+        method: A method that `methods.federate.named_method` knows.
         attack: "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL. Against HyperFL "ig" and "rog"
             guess embedding and classifier.
         image: Number of the image; also the seed of the network and of the attack.
@@ -117,8 +117,8 @@ def _victim(run: AttackRun, images: Images) -> Run:
 
     from netweight.core import seeds
     from netweight.methods.federate import ClientData, FedTask, Run
-    from netweight.methods.federate.catalog import METHODS, named_method
-    from netweight.methods.federate.folder import small_cnn
+    from netweight.methods.federate.settings import METHODS, named_method
+    from netweight.methods.federate.task import small_cnn
 
     generator = seeds.torch_generator(SEED, "attacked images")
     numbers = torch.randperm(len(images.test[1]), generator=generator)[:CLIENTS]
@@ -209,7 +209,7 @@ def _known(victim: Run, seen: Observation, slopes: dict[str, Tensor]) -> tuple[d
 
     A head that stays with the client is taken to be the initial one, which all clients begin with.
     """
-    from netweight.methods.federate.direct import without
+    from netweight.methods.federate.method import without
 
     head = without("head.", seen.sent) or victim.task.head_layout.split(victim.task.initial_head())
     return _named(without("body.", seen.sent), head), _named(without("body.", slopes), without("head.", slopes))
@@ -227,8 +227,8 @@ def _guessed(
     import torch
 
     from netweight.core import seeds
-    from netweight.methods.federate.folder import small_cnn
     from netweight.methods.federate.hyperfl import HYPERNETWORK
+    from netweight.methods.federate.task import small_cnn
 
     layout, head = victim.task.body_layout, victim.task.head
     sent = {name.removeprefix(HYPERNETWORK): value for name, value in seen.sent.items()}

@@ -127,7 +127,7 @@ def make_stop(place: Place) -> Stop:
 def _trained(method: str, place: Place) -> Run:
     plan = FederationPlan(method=method, clients=_SITES, rounds=ROUNDS, seed=_SEED)
     task = plan.task()
-    return train(task, plan.make_method(task), plan.settings(), progress=place.progress)
+    return train(task, plan.make_method(task), plan, progress=place.progress)
 
 
 def _seen(runs: Mapping[str, Run], place: Place) -> _Seen:

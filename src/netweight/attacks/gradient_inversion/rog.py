@@ -108,13 +108,7 @@ def rog(
         return relative_distance(local_update(params, (_enlarge(latent, size), labels)), chosen)
 
     found = descend(
-        objective,
-        (latents,),
-        steps=config.steps,
-        lr=config.lr,
-        schedule="cosine",
-        progress=progress,
-        description="ROG",
+        objective, (latents,), steps=config.steps, lr=config.lr, schedule="cosine", progress=progress, description="ROG"
     )
     images = _enlarge(found.variables[0], size)
     return Reconstruction(

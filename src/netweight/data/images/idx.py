@@ -47,18 +47,7 @@ def mnist() -> Images:
     return idx_or_hub("mnist", "mnist", "ylecun/mnist", tuple("0123456789"))
 
 
-_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+_CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def fashion_mnist() -> Images:

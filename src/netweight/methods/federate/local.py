@@ -1,99 +1,22 @@
-"""Which examples go into which step, from a seed. Local training calls it."""
+"""Local SGD: which examples go into which step, each client's gradients, and the steps, plain or private."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value, vmap
 
 from netweight.core import seeds
-from netweight.errors import UsageError
-from netweight.methods.federate.method import LocalModel, Weights
-from netweight.methods.federate.per_example import Batch, rule_for
-from netweight.methods.federate.settings import LocalTraining, Phase
-
-
-def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Return the number of steps that go once through n examples."""
-    return -(-n // batch_size)
-
-
-def shuffled_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order."""
-    generator = seeds.torch_generator(seed, "shuffle")
-    for _ in range(epochs):
-        yield from torch.split(torch.randperm(n, generator=generator), batch_size)
-
-
-def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices of each step, every example drawn on its own with probability `batch_size / n`."""
-    generator = seeds.torch_generator(seed, "poisson")
-    rate = min(1.0, batch_size / n)
-    for _ in range(epochs * steps_per_epoch(n, batch_size)):
-        yield torch.nonzero(torch.rand(n, generator=generator) < rate).flatten()
-
-
-def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
-    """Return a batch's indices filled up to a multiple with its first one, and a mask of those that count."""
-    # Kernels are chosen and cached by shape: so a few shapes recur. The examples added are of the batch itself.
-    missing = -len(index) % multiple
-    mask = torch.arange(len(index) + missing) < len(index)
-    return torch.cat([index, index[:1].expand(missing)]), mask
-
-
-@final
-class Descent:
-    """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
-
-    def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
-        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
-        self._velocity = torch.zeros_like(vectors)
-
-    def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
-        """Move the rows given; the others, whose clients have finished, stay."""
-        if len(rows) == len(self.vectors):
-            self._move(self.vectors, self._velocity, gradients)
-            return
-        for position, row in enumerate(rows):
-            self._move(self.vectors[row], self._velocity[row], gradients[position])
-
-    def _move(self, vectors: Tensor, velocity: Tensor, gradients: Tensor) -> None:
-        velocity.mul_(self._training.momentum).add_(gradients).add_(vectors, alpha=self._training.weight_decay)
-        vectors.sub_(velocity, alpha=self._lr)
-
-
-@final
-class Stream:
-    """One client's batches of one phase, in order, augmented where the task says so."""
-
-    def __init__(
-        self,
-        model: LocalModel,
-        client: int,
-        epochs: int,
-        batch_size: int,
-        seed: int,
-        sampling: Literal["shuffled", "poisson"] = "shuffled",
-    ) -> None:
-        inputs, self._targets = model.task.client(client).train
-        self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
-        self._augment = model.task.augment
-        self._generator = seeds.torch_generator(seed, "augment")
-        draw = poisson_batches if sampling == "poisson" else shuffled_batches
-        self.indices = draw(len(inputs), batch_size, epochs, seed)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches."""
-        for index in self.indices:
-            yield self.batch(index)
-
-    def batch(self, index: Tensor) -> Batch:
-        """Return the batch of the examples `index`."""
-        inputs = self._inputs[index]
-        return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
+from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.dp import Batch, clipped_sum
+from netweight.methods.federate.method import Weights
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Trains
+from netweight.methods.federate.task import LocalModel, Statistics
 
 
 def train_clients(
@@ -105,7 +28,7 @@ def train_clients(
     *,
     seeds_by_client: Sequence[int],
 ) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase without differential privacy; `private_training.py` is for the others."""
+    """Train clients by one phase without differential privacy; `train_privately` is for the others."""
     if phase.privacy is not None:
         raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
     if phase.trains == "head":
@@ -230,3 +153,283 @@ def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
     body = weights.body.to(model.device)
     statistics = {name: value.to(model.device) for name, value in weights.statistics.items()}
     return torch.cat([model.features(body, part, statistics) for part in parts])
+
+
+def train_privately(
+    model: LocalModel,
+    weights: Sequence[Weights],
+    numbers: Sequence[int],
+    phase: Phase,
+    training: LocalTraining,
+    *,
+    seeds_by_client: Sequence[int],
+) -> tuple[list[Weights], list[float]]:
+    """Train clients by one phase with `phase.privacy` set."""
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    trained = [
+        _train_one(model, w, number, phase, training, seed)
+        for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
+    ]
+    return [w for w, _ in trained], [loss for _, loss in trained]
+
+
+def _train_one(
+    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
+) -> tuple[Weights, float]:
+    assert phase.privacy is not None
+    stream = Stream(model, number, phase.epochs, training.batch_size, seed, phase.privacy.sampling)
+    expected = min(training.batch_size, model.task.client(number).n)
+    model.train("both" if phase.head_lr is not None else phase.trains)
+    client = _Client(model, weights, phase, phase.privacy, training, expected)
+    losses = []
+    for step, index in enumerate(stream.indices):
+        noise = seeds.torch_generator(seed, "noise", step, device=str(model.device))
+        if not len(index):
+            client.step_without_examples(noise)
+            continue
+        index, mask = padded(index)
+        losses.append(client.step(*stream.batch(index), mask.to(model.device), noise))
+    loss = float(torch.stack(losses).mean()) if losses else 0.0
+    return Weights(client.body.vectors[0], client.head.vectors[0], weights.statistics), loss
+
+
+@final
+class _Client:
+    """One client while it trains: its two halves, each with its optimizer."""
+
+    def __init__(
+        self,
+        model: LocalModel,
+        weights: Weights,
+        phase: Phase,
+        privacy: Privacy,
+        training: LocalTraining,
+        expected: int,
+    ) -> None:
+        self._model, self._phase, self._privacy, self._expected = model, phase, privacy, expected
+        self._statistics = weights.statistics
+        self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
+        self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
+
+    def step(self, inputs: Tensor, targets: Tensor, mask: Tensor, noise: torch.Generator) -> Tensor:
+        """Take one step with the examples of the mask; return their mean loss."""
+        if self._phase.head_lr is not None:
+            self._plain_head_step(inputs[mask], targets[mask])
+        found = clipped_sum(
+            self._model,
+            self.body.vectors[0],
+            self.head.vectors[0],
+            (inputs, targets),
+            mask,
+            self._phase.trains,
+            self._privacy.clip,
+            self._statistics,
+        )
+        self._descend(found.body, found.head, noise)
+        return found.loss
+
+    def step_without_examples(self, noise: torch.Generator) -> None:
+        """Take one step with noise alone, as every step must look the same from outside."""
+        trains = self._phase.trains
+        body = torch.zeros_like(self.body.vectors[0]) if trains != "head" else None
+        head = torch.zeros_like(self.head.vectors[0]) if trains != "body" else None
+        self._descend(body, head, noise)
+
+    def _plain_head_step(self, inputs: Tensor, targets: Tensor) -> None:
+        found = one_by_one(
+            self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self._statistics]
+        )
+        assert found.head is not None
+        self.head.step(found.head, [0])
+
+    def _descend(self, body: Tensor | None, head: Tensor | None, noise: torch.Generator) -> None:
+        """Step what is trained, given sums of clipped gradients."""
+        for descent, total in ((self.body, body), (self.head, head)):
+            if total is not None:
+                descent.step((self._noisy(total, noise) / self._expected)[None], [0])
+
+    def _noisy(self, total: Tensor, generator: torch.Generator) -> Tensor:
+        deviation = self._privacy.noise_multiplier * self._privacy.clip
+        drawn = torch.randn(total.shape, generator=generator, device=total.device, dtype=total.dtype)
+        return total.add(drawn, alpha=deviation)
+
+
+@final
+class Descent:
+    """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
+
+    def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
+        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
+        self._velocity = torch.zeros_like(vectors)
+
+    def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
+        """Move the rows given; the others, whose clients have finished, stay."""
+        if len(rows) == len(self.vectors):
+            self._move(self.vectors, self._velocity, gradients)
+            return
+        for position, row in enumerate(rows):
+            self._move(self.vectors[row], self._velocity[row], gradients[position])
+
+    def _move(self, vectors: Tensor, velocity: Tensor, gradients: Tensor) -> None:
+        velocity.mul_(self._training.momentum).add_(gradients).add_(vectors, alpha=self._training.weight_decay)
+        vectors.sub_(velocity, alpha=self._lr)
+
+
+@final
+class Stream:
+    """One client's batches of one phase, in order, augmented where the task says so."""
+
+    def __init__(
+        self,
+        model: LocalModel,
+        client: int,
+        epochs: int,
+        batch_size: int,
+        seed: int,
+        sampling: Literal["shuffled", "poisson"] = "shuffled",
+    ) -> None:
+        inputs, self._targets = model.task.client(client).train
+        self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
+        self._augment = model.task.augment
+        self._generator = seeds.torch_generator(seed, "augment")
+        draw = poisson_batches if sampling == "poisson" else shuffled_batches
+        self.indices = draw(len(inputs), batch_size, epochs, seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches."""
+        for index in self.indices:
+            yield self.batch(index)
+
+    def batch(self, index: Tensor) -> Batch:
+        """Return the batch of the examples `index`."""
+        inputs = self._inputs[index]
+        return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
+
+
+def steps_per_epoch(n: int, batch_size: int) -> int:
+    """Return the number of steps that go once through n examples."""
+    return -(-n // batch_size)
+
+
+def shuffled_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
+    """Yield indices, shape `(up to batch_size,)`, of each step: every epoch goes once through all, in a new order."""
+    generator = seeds.torch_generator(seed, "shuffle")
+    for _ in range(epochs):
+        yield from torch.split(torch.randperm(n, generator=generator), batch_size)
+
+
+def poisson_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[Tensor]:
+    """Yield indices of each step, every example drawn on its own with probability `batch_size / n`."""
+    generator = seeds.torch_generator(seed, "poisson")
+    rate = min(1.0, batch_size / n)
+    for _ in range(epochs * steps_per_epoch(n, batch_size)):
+        yield torch.nonzero(torch.rand(n, generator=generator) < rate).flatten()
+
+
+def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
+    """Return a batch's indices filled up to a multiple with its first one, and a mask of those that count."""
+    # Kernels are chosen and cached by shape: so a few shapes recur. The examples added are of the batch itself.
+    missing = -len(index) % multiple
+    mask = torch.arange(len(index) + missing) < len(index)
+    return torch.cat([index, index[:1].expand(missing)]), mask
+
+
+@final
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of K clients."""
+
+    body: Tensor | None  # shape `(K, P)`, or None if not asked for
+    head: Tensor | None  # shape `(K, Q)`, or None if not asked for
+    losses: Tensor  # shape `(K,)`; 0 for an empty batch, whose gradients are 0 too
+
+
+# Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics.
+GradientRule = Callable[
+    [LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[Statistics]],
+    Gradients,
+]
+
+
+def rule_for(device: torch.device) -> GradientRule:
+    """Return the rule that is fast on a device."""
+    return one_by_one if device.type == "cpu" else together
+
+
+def one_by_one(
+    model: LocalModel,
+    bodies: Tensor,
+    heads: Tensor,
+    batches: Sequence[Batch],
+    trains: Trains,
+    statistics: Sequence[Statistics],
+) -> Gradients:
+    """Return the gradients, computed one client after another; running statistics change in place."""
+    body_rows: list[Tensor] = []
+    head_rows: list[Tensor] = []
+    losses = torch.zeros(len(batches), device=bodies.device)
+    for row, (inputs, targets) in enumerate(batches):
+        body, head = bodies[row].detach(), heads[row].detach()
+        if not len(inputs):
+            body_rows.append(torch.zeros_like(body))
+            head_rows.append(torch.zeros_like(head))
+            continue
+        wanted = [vector.requires_grad_() for vector in _wanted(body, head, trains)]
+        loss = model.loss(body, head, inputs, targets, statistics[row])
+        found = torch.autograd.grad(loss, wanted)
+        losses[row] = loss.detach()
+        if trains != "head":
+            body_rows.append(found[0])
+        if trains != "body":
+            head_rows.append(found[-1])
+    return Gradients(_rows(body_rows, trains != "head"), _rows(head_rows, trains != "body"), losses)
+
+
+def _wanted(body: Tensor, head: Tensor, trains: str) -> list[Tensor]:
+    return {"body": [body], "head": [head], "both": [body, head]}[trains]
+
+
+def _rows(rows: list[Tensor], wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+
+def together(
+    model: LocalModel,
+    bodies: Tensor,
+    heads: Tensor,
+    batches: Sequence[Batch],
+    trains: Trains,
+    statistics: Sequence[Statistics],
+) -> Gradients:
+    """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing."""
+    if any(statistics):
+        raise Unsupported(
+            "Running statistics of normalization layers cannot change when clients run together.",
+            cure="Train on the CPU, or use layers without running statistics, such as GroupNorm.",
+        )
+    inputs, targets, weights = _padded(batches)
+
+    def loss(body: Tensor, head: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        outputs = model.classify(head, model.features(body, x))
+        each = vmap(lambda output, target: model.task.loss(output[None], target[None]))(outputs, y)
+        return (each * weight).sum()
+
+    which = {"body": (0,), "head": (1,), "both": (0, 1)}[trains]
+    found, losses = vmap(grad_and_value(loss, argnums=which), randomness="different")(
+        bodies, heads, inputs, targets, weights
+    )
+    body = found[0] if trains != "head" else None
+    return Gradients(body, found[-1] if trains != "body" else None, losses)
+
+
+def _padded(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack batches, shape `(K, n, …)`, with weights `(K, n)` that sum to 1 over each client's examples."""
+    sizes = [len(inputs) for inputs, _ in batches]
+    inputs = torch.nn.utils.rnn.pad_sequence([x for x, _ in batches], batch_first=True)
+    targets = torch.nn.utils.rnn.pad_sequence([y for _, y in batches], batch_first=True)
+    weights = torch.zeros(inputs.shape[:2], device=inputs.device)
+    for row, size in enumerate(sizes):
+        weights[row, :size] = 1 / max(size, 1)
+    return inputs, targets, weights

@@ -14,19 +14,11 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.federate.aggregate import LowRank, Tensors, Update, examine
-from netweight.methods.federate.engine import Federation, Round, sampled_clients, still_there
+from netweight.methods.federate.engine import Round, sampled_clients, still_there
 from netweight.methods.federate.method import Method
-from netweight.plugins.flower.records import (
-    ARRAYS,
-    ORDER,
-    REPORT,
-    Answer,
-    Order,
-    from_record,
-    read_answer,
-    to_record,
-)
+from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.updates import LowRank, Tensors, Update, validate_updates
+from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Answer, Order, from_record, read_answer, to_record
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
@@ -199,7 +191,7 @@ class MethodStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Examine a round's answers, join the sound ones and note the round."""
         trial = self._trial(server_round)
-        intake = examine(trial.sent, [answer.update for answer in answers], round=server_round)
+        intake = validate_updates(trial.sent, [answer.update for answer in answers], round=server_round)
         refused = {**intake.refused, **trial.absent, **faults}
         self.log_refused(trial, refused)
         accepted = [_against_state(update, trial) for update in intake.accepted if update.client not in refused]
@@ -254,13 +246,7 @@ class MethodStrategy(Strategy):
 
     def _order(self, round: int, client: int) -> Order:
         taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
-        return Order(
-            self.federation,
-            round,
-            self.settings.seed,
-            self.settings.evaluates(round),
-            max(taken, default=0),
-        )
+        return Order(self.federation, round, self.settings.seed, self.settings.evaluates(round), max(taken, default=0))
 
     def _trial(self, round: int) -> Trial:
         if self.trial is None or self.trial.round != round:
