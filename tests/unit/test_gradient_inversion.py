@@ -11,19 +11,18 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import first_layer, layer_input, layer_inputs
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
-from netweight.attacks.gradient_inversion.dlg import DLGConfig, dlg
+from netweight.attacks.gradient_inversion.matching import DLGConfig, dlg
 from netweight.attacks.gradient_inversion.labels import label_counts, label_of_one, labels_of_update
 from netweight.attacks.gradient_inversion.matching import (
     MatchingConfig,
     cosine_distance,
-    descend,
     invert,
     relative_distance,
-    starting_points,
     total_variation,
 )
+from netweight.attacks.gradient_inversion.optimize import descend, starting_points
 from netweight.attacks.gradient_inversion.registry import run_attack
-from netweight.attacks.gradient_inversion.rog import ROGConfig, rog, rog_client
+from netweight.attacks.gradient_inversion.matching import ROGConfig, rog, rog_client
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.image_metrics import psnr
 

@@ -14,8 +14,8 @@ from hypernetwork_under_test import (
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import recover_gradient
-from netweight.attacks.gradient_inversion.matching import Block, read_chain
-from netweight.attacks.gradient_inversion.peeling import read_thresholds, separate_clients, threshold_trunk
+from netweight.attacks.gradient_inversion.peeling import Block, read_chain
+from netweight.attacks.gradient_inversion.analytic import read_thresholds, separate_clients, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.evidence.image_metrics import psnr

@@ -25,7 +25,7 @@ from netweight.evidence.timing import Case, Samples, interleave
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.method import without
-from netweight.methods.federate.settings import METHODS, LocalTraining, named_method
+from netweight.methods.federate.settings import LocalTraining, METHODS, named_method
 from netweight.methods.federate.task import FedTask
 from netweight.nn import Hypernetwork, ParameterLayout
 

@@ -171,7 +171,7 @@ def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> R
 
     from netweight.attacks.gradient_inversion.client import gradient_of
     from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
-    from netweight.attacks.gradient_inversion.rog import ROGConfig, rog
+    from netweight.attacks.gradient_inversion.matching import ROGConfig, rog
     from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
 
     received = seen.received()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from netweight.attacks.gradient_inversion.analytic import heads_gradient
-from netweight.attacks.gradient_inversion.peeling import read_thresholds, threshold_trunk
+from netweight.attacks.gradient_inversion.analytic import read_thresholds, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
@@ -28,9 +28,9 @@ from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateN
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.report import (
+    Exposure,
     MARGIN_COSINE,
     MARGIN_PSNR,
-    Exposure,
     Observation,
     ThreatModel,
     accuracy_findings,
