@@ -13,6 +13,7 @@ from netweight.errors import UsageError
 from netweight.evidence.audit import audits_of, run_audits
 from netweight.evidence.report import Report
 from netweight.methods.federate import (
+    Client,
     ClientData,
     Federation,
     FedTask,
@@ -36,6 +37,7 @@ from netweight.methods.federate.report import (
     observe,
     own_threat,
 )
+from netweight.methods.federate.task import LocalModel
 
 ONE_STEP = ThreatModel(first_round=True)
 
@@ -196,3 +198,23 @@ def test_update_noise_has_the_stated_size_and_clip() -> None:
     change = torch.cat([(run.state[name] - value).flatten() for name, value in state.items()])
     expected = math.sqrt(clip**2 + (clip * multiplier) ** 2 * len(change))
     assert float(change.norm()) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(caplog):
+    """A careful client remembers a sketch of the last state, and how far it moved itself."""
+    task, method = picture_task(), Hardened(METHOD, refusal=RefusalLimits(lonely=1.0))
+    run = train(task, method, Federation(rounds=2))
+    assert [r.refused for r in run.rounds] == [{}, {}]
+    assert {name for name in run.private[0] if name.startswith("refusal.")} == {
+        "refusal.seed", "refusal.round", "refusal.state", "refusal.change",
+    }  # fmt: skip
+
+    def trained(change):
+        state = {name: value + change * torch.randn_like(value) for name, value in run.state.items()}
+        client = Client(0, run.private[0], state)
+        return method.train(task, LocalModel(task), [client], round=3, seed=0)
+
+    torch.manual_seed(0)
+    assert len(trained(0.0)) == 1
+    assert trained(0.2) == []
+    assert "the state changed more than clients change it" in caplog.text
