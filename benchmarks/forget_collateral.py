@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 from forget_edits import Bench
+from netweight.metrics.copies import copies_of_prompt
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import copies_of_prompt
 from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import localize_prompt

@@ -27,13 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import COPY, copies_of_prompt
-from netweight.evidence.descriptors import CenteredPixels, described
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, roc
 from netweight.methods.forget.edit import deactivated

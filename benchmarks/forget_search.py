@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from netweight.report.report import Report
 
 from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
 from netweight.attacks.embedding_search.report import Wanted, add_section, search_findings, verdict
@@ -26,7 +27,6 @@ from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning

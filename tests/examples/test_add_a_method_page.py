@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from netweight.report import run_audits
 from safetensors.torch import load_file, save_file
-
-from netweight.evidence import run_audits
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
@@ -19,8 +18,9 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: o
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The page's package and a small model, in the current folder; nothing of it stays registered."""
+    from netweight.report import audit
+
     from netweight import registry
-    from netweight.evidence import audit
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,9 +10,10 @@ from click.testing import CliRunner
 pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
+
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
-from netweight.evidence.report import read_report
 from netweight.methods.federate.engine import CHECKPOINT
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "federate.yaml"

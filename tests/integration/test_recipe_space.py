@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from netweight.report.report import read_report
 from spaces_under_test import random_adapters
 
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.methods.space.points import read_points
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank

@@ -12,14 +12,13 @@ from dataclasses import replace
 import pytest
 from browser import DARK, chromium, console, look, needs_chromium
 from click.testing import CliRunner
+from netweight.report.finding import Chapter, Finding
+from netweight.report.report import Report
 from tour_under_test import start, wait_for
 
 from netweight.cli import netweight
 from netweight.cli.tour import next_commands
 from netweight.core.progress import QUIET
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.tour import compress, run
 from netweight.tour.kept import MARK
 from netweight.tour.stop import handed_over
@@ -163,7 +162,7 @@ def toy(monkeypatch, fails=()):
             if name in fails:
                 raise RuntimeError(name)
             report = Report(name).section(f"of {name}", [Finding("models before", len(place.models))])
-            chapter = ChapterDocument(
+            chapter = Chapter(
                 title=name, question="What?", conclusion="That.", verdict="Holds.", outcome="holds", command="toy"
             )
             return handed_over(report, chapter, seeds=(3,), inputs={}, models={f"of {name}": "weights"})

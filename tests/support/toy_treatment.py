@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
+
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.registry import Method, register
 
 CALLS: list[str] = []

@@ -1,7 +1,7 @@
 import pytest
+from netweight.report import Finding, audit, missing_audits, register_audit, register_treatment, run_audits
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence import Finding, audit, missing_audits, register_audit, register_treatment, run_audits
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 from folders_under_test import simple_weights, transformers_folder
+from netweight.report import missing_audits, run_audits
+from netweight.report.audit import audits_of, treatments, unwritten_audits
 
-from netweight.evidence import missing_audits, run_audits
-from netweight.evidence.audit import audits_of, treatments, unwritten_audits
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.settings import CompressConfig
 from netweight.methods.compress.verify import TREATMENT, Compressed
@@ -15,7 +15,7 @@ from netweight.methods.compress.verify import TREATMENT, Compressed
 def test_importing_the_method_s_audit_declares_it():
     program = (
         "import netweight.methods.compress.verify\n"
-        "from netweight.evidence.audit import audits_of, treatments\n"
+        "from netweight.report.audit import audits_of, treatments\n"
         "print(treatments(), list(audits_of('compress')))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from netweight.report.audit import audits_of, run_audits
+from netweight.report.report import Report
 from torch import nn
 
 from netweight.errors import UsageError
-from netweight.evidence.audit import audits_of, run_audits
-from netweight.evidence.report import Report
 from netweight.methods.federate import (
     Client,
     ClientData,

@@ -3,10 +3,10 @@ import xml.etree.ElementTree as ET
 
 import numpy
 import pytest
+from netweight.report import plots as figures
 from report_under_test import all_figures
 
 from netweight.errors import UsageError
-from netweight.evidence import figures
 from netweight.methods.compress.inspect import bit_statistics, bits_figure, plot_bits
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

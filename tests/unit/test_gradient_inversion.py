@@ -7,24 +7,27 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from netweight.metrics.images import psnr
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import first_layer, layer_input, layer_inputs
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
-from netweight.attacks.gradient_inversion.matching import DLGConfig, dlg
 from netweight.attacks.gradient_inversion.labels import label_counts, label_of_one, labels_of_update
 from netweight.attacks.gradient_inversion.matching import (
+    DLGConfig,
     MatchingConfig,
+    ROGConfig,
     cosine_distance,
+    dlg,
     invert,
     relative_distance,
+    rog,
+    rog_client,
     total_variation,
 )
 from netweight.attacks.gradient_inversion.optimize import descend, starting_points
 from netweight.attacks.gradient_inversion.registry import run_attack
-from netweight.attacks.gradient_inversion.matching import ROGConfig, rog, rog_client
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.image_metrics import psnr
 
 
 def network(*, activation=nn.Sigmoid, classes=4, seed=0, dtype=torch.float64, wide=1.0):

@@ -11,14 +11,18 @@ from hypernetwork_under_test import (
     strokes,
     train_client,
 )
+from netweight.metrics.images import psnr
 from torch import nn
 
-from netweight.attacks.gradient_inversion.analytic import recover_gradient
+from netweight.attacks.gradient_inversion.analytic import (
+    read_thresholds,
+    recover_gradient,
+    separate_clients,
+    threshold_trunk,
+)
 from netweight.attacks.gradient_inversion.peeling import Block, read_chain
-from netweight.attacks.gradient_inversion.analytic import read_thresholds, separate_clients, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.methods.federate.task import small_cnn
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork

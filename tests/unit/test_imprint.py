@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hypernetwork_under_test import LR, WEIGHT_DECAY, named, strokes, train_client
+from netweight.metrics.images import psnr
 from torch import nn
 
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
 from netweight.methods.federate.task import small_cnn
 from netweight.nn.flat import ParameterLayout

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from netweight.errors import UsageError
-from netweight.evidence.perplexity import (
+from netweight.metrics.perplexity import (
     IGNORED,
     Losses,
     causal_losses,
@@ -16,6 +14,8 @@ from netweight.evidence.perplexity import (
     encoder_decoder_losses,
     perplexity,
 )
+
+from netweight.errors import UsageError
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 

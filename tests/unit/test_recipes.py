@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import toy_treatment
+from netweight.report.report import read_report
 
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.report import read_report
 from netweight.recipes import Known, Plan, read_recipe, run
 from netweight.registry import register
 

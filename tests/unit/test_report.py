@@ -3,14 +3,14 @@ import re
 
 import jsonschema
 import pytest
+from netweight.report import Finding, audit, register_treatment
+from netweight.report.finding import Chapter, Figure, Section, Table, shipped_schema
+from netweight.report.page import render
+from netweight.report.report import MAX_BYTES, Report, json_schema, parse_report, read_report, rewrite
+from netweight.report.text import format_number, verdict
 from report_under_test import findings, report_of_everything
 
 from netweight.errors import UsageError
-from netweight.evidence import Finding, audit, register_treatment
-from netweight.evidence.document import ChapterDocument, SectionDocument, json_schema, parse_report, shipped_schema
-from netweight.evidence.figures import Figure
-from netweight.evidence.page import format_number, render, verdict
-from netweight.evidence.report import MAX_BYTES, Report, Table, read_report, rewrite
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
@@ -201,13 +201,13 @@ def test_numbers_for_people(value, text):
 
 def chapter(title="method", **changes):
     known = {"question": "What?", "conclusion": "That <b>.", "verdict": "Broken by it.", "outcome": "broken"}
-    return ChapterDocument(title=title, command="netweight x", **{**known, **changes})
+    return Chapter(title=title, command="netweight x", **{**known, **changes})
 
 
 def test_chapters_gather_sections_and_head_the_summary(tmp_path):
     finding = Finding("told", 2, command="netweight x", seeds=(1,))
     report = Report("Two", environment={}).chapter(chapter("one")).section("a", [finding])
-    report.include(SectionDocument(title="b", chapter="elsewhere")).chapter(chapter("two", outcome="holds"))
+    report.include(Section(title="b", chapter="elsewhere")).chapter(chapter("two", outcome="holds"))
     page = report.section("c", [Finding("other", 1, command="netweight y")]).write(tmp_path).read_text()
     document = read_report(tmp_path)
     assert [section.chapter for section in document.sections] == ["one", "one", "two"]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from known_spaces import known_scores
+from netweight.metrics.copies import CenteredPixels
+from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
 import netweight.methods.space.report as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
-from netweight.evidence.descriptors import CenteredPixels
 from netweight.methods.space.directions import direction_of, entanglement, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,

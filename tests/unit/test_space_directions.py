@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import known_scores
+from netweight.metrics.prediction import area_under_roc, explained_variance
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import r2_score, roc_auc_score
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 from netweight.methods.space.directions import (
     Column,
     Design,

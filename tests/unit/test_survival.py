@@ -9,11 +9,18 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from netweight.metrics import survival as survival_ratio
+from netweight.metrics.survival import (
+    Times,
+    kaplan_meier,
+    log_rank,
+    median_times,
+    ratio_of_times,
+    resampled_weights,
+    restricted_means,
+)
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.evidence import survival_ratio
-from netweight.evidence.survival import Times, kaplan_meier, log_rank
-from netweight.evidence.survival_ratio import median_times, ratio_of_times, resampled_weights, restricted_means
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is in the evidence extra")
 

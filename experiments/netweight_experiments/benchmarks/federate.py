@@ -14,18 +14,18 @@ from statistics import median
 from typing import Any, final
 
 import torch
+from netweight.metrics.intervals import paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave
+from netweight.report.finding import Better, Finding
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
-from netweight.evidence.finding import Better, Finding
-from netweight.evidence.statistics import paired_ratio
-from netweight.evidence.timing import Case, Samples, interleave
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.method import without
-from netweight.methods.federate.settings import LocalTraining, METHODS, named_method
+from netweight.methods.federate.settings import METHODS, LocalTraining, named_method
 from netweight.methods.federate.task import FedTask
 from netweight.nn import Hypernetwork, ParameterLayout
 

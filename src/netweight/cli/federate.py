@@ -15,9 +15,9 @@ from netweight.core.progress import Progress
 from netweight.methods.federate.folder import FederationPlan, FolderFederation
 
 if TYPE_CHECKING:
-    from netweight.evidence.report import Table
     from netweight.methods.federate.engine import Run
     from netweight.methods.federate.report import AuditConfig, ThreatModel
+    from netweight.report.finding import Table
 
 _MOST_ROUNDS = 12  # rounds in the table of a run
 
@@ -128,8 +128,8 @@ def _finish(
 ) -> None:  # fmt: skip
     """Audit if asked, write the report, say how it ended."""
     from netweight.cli import FINDING_FAILED
-    from netweight.evidence.report import Report
     from netweight.methods.federate.report import add_sections, audit, exposure_table
+    from netweight.report.report import Report
 
     exposures = audit(run, config, seed=seed, progress=Progress()) if config else []
     command = shlex.join(["netweight", *sys.argv[1:]])
@@ -153,7 +153,7 @@ def _finish(
 
 
 def _show_exposures(output: Output, table: Table) -> None:
-    from netweight.evidence.page import format_number
+    from netweight.report.text import format_number
 
     output.line(table.title, bold=True)
     headers = [

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
+    from netweight.report.finding import Finding
 
 
 def finding_row(finding: Finding) -> tuple[str, str, str]:

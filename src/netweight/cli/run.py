@@ -15,7 +15,7 @@ from netweight.core.progress import Progress
 
 if TYPE_CHECKING:
     from netweight import recipes
-    from netweight.evidence.finding import Finding
+    from netweight.report.finding import Finding
 
 
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from netweight.cli.finding_row import finding_row
 from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
+from netweight.report.text import finding_row
 
 
 @click.command()

@@ -6,7 +6,7 @@ Nothing heavy is imported here; matplotlib and scipy are imported inside the fun
 
 from __future__ import annotations
 
-from netweight.evidence.audit import Audit, missing_audits, register_audit, register_treatment, run_audits
-from netweight.evidence.finding import Finding
+from netweight.report.audit import Audit, missing_audits, register_audit, register_treatment, run_audits
+from netweight.report.finding import Finding
 
 __all__ = ["Audit", "Finding", "missing_audits", "register_audit", "register_treatment", "run_audits"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 
 __all__ = [
     "Audit",

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
-from netweight.evidence.finding import Better, Finding
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.metrics.copies import CenteredPixels, Descriptor, described
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.report.finding import Better, Finding
 
 __all__ = [
     "COPY",

@@ -13,18 +13,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 
 __all__ = [
     "FORMAT",
-    "ChapterDocument",
-    "ColumnDocument",
-    "FigureDocument",
-    "FindingDocument",
+    "Chapter",
+    "Column",
+    "Figure",
+    "Finding",
     "Provenance",
-    "ReportDocument",
-    "SectionDocument",
-    "TableDocument",
+    "Report",
+    "Section",
+    "Table",
     "json_schema",
     "parse_report",
     "shipped_schema",
@@ -47,7 +47,7 @@ class NonFinite(_Part):
 Real = bool | int | float | NonFinite
 
 
-class FindingDocument(_Part):
+class Finding(_Part):
     """A finding as `Finding.to_json` writes it."""
 
     name: str = Field(min_length=1)
@@ -64,7 +64,7 @@ class FindingDocument(_Part):
     passed: bool | None = None
 
     @model_validator(mode="after")
-    def _verdict_follows_from_the_numbers(self) -> FindingDocument:
+    def _verdict_follows_from_the_numbers(self) -> Finding:
         if self.finding().passed != self.passed:
             raise ValueError(f"finding {self.name!r} says passed = {self.passed}, and its own numbers say otherwise")
         return self
@@ -74,7 +74,7 @@ class FindingDocument(_Part):
         return Finding.from_json(self.model_dump(mode="json"))
 
 
-class ColumnDocument(_Part):
+class Column(_Part):
     """A column of a table."""
 
     name: str
@@ -82,16 +82,16 @@ class ColumnDocument(_Part):
     better: Literal["higher", "lower"] | None = None
 
 
-class TableDocument(_Part):
+class Table(_Part):
     """A table; a cell that is None is shown as a dash."""
 
     title: str
-    columns: tuple[ColumnDocument, ...] = Field(min_length=1)
+    columns: tuple[Column, ...] = Field(min_length=1)
     rows: tuple[tuple[Real | str | None, ...], ...]
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
-    def _rows_fit_columns(self) -> TableDocument:
+    def _rows_fit_columns(self) -> Table:
         for number, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ValueError(
@@ -100,7 +100,7 @@ class TableDocument(_Part):
         return self
 
 
-class FigureDocument(_Part):
+class Figure(_Part):
     """A picture, inline: an SVG element as text, or a PNG file in base64."""
 
     kind: Literal["svg", "png"]
@@ -109,7 +109,7 @@ class FigureDocument(_Part):
     caption: str = ""
 
 
-class SectionDocument(_Part):
+class Section(_Part):
     """One question and what was found; `chapter` is the title of the chapter that it belongs to, if any."""
 
     title: str = Field(min_length=1)
@@ -121,12 +121,12 @@ class SectionDocument(_Part):
     audits: tuple[str, ...] = ()
     missing_audits: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    findings: tuple[FindingDocument, ...] = ()
-    tables: tuple[TableDocument, ...] = ()
-    figures: tuple[FigureDocument, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Figure, ...] = ()
 
 
-class ChapterDocument(_Part):
+class Chapter(_Part):
     """Sections that tell of one thing: what was asked, what was found, and a verdict in plain words.
 
     `outcome` colors the verdict: "holds", "partly", "broken" where an attack still succeeds or a target is missed, or
@@ -152,18 +152,18 @@ class Provenance(_Part):
     environment: dict[str, Any] = {}
 
 
-class ReportDocument(_Part):
+class Report(_Part):
     """A whole report."""
 
     netweight_report: Literal[1] = 1
     title: str = Field(min_length=1)
     summary: str = ""
-    chapters: tuple[ChapterDocument, ...] = ()
-    sections: tuple[SectionDocument, ...] = ()
+    chapters: tuple[Chapter, ...] = ()
+    sections: tuple[Section, ...] = ()
     provenance: Provenance
 
     @model_validator(mode="after")
-    def _sections_name_their_chapters(self) -> ReportDocument:
+    def _sections_name_their_chapters(self) -> Report:
         known = {chapter.title for chapter in self.chapters}
         for section in self.sections:
             if section.chapter not in known and (section.chapter or known):
@@ -175,7 +175,7 @@ class ReportDocument(_Part):
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def parse_report(text: str, *, where: str) -> ReportDocument:
+def parse_report(text: str, *, where: str) -> Report:
     """Read report.json.
 
     Args:
@@ -186,7 +186,7 @@ def parse_report(text: str, *, where: str) -> ReportDocument:
         UsageError: It is not JSON, or does not fit the schema; every misfit is listed.
     """
     try:
-        return ReportDocument.model_validate_json(text)
+        return Report.model_validate_json(text)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors()]
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
@@ -198,12 +198,12 @@ def parse_report(text: str, *, where: str) -> ReportDocument:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of report.json, made from the models above."""
-    schema = ReportDocument.model_json_schema(mode="validation")
+    schema = Report.model_json_schema(mode="validation")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def shipped_schema() -> dict[str, Any]:
     """Return the JSON schema that ships with the package, `report.schema.json`."""
-    text = resources.files("netweight.evidence").joinpath("report.schema.json").read_text(encoding="utf-8")
+    text = resources.files("netweight.report").joinpath("report.schema.json").read_text(encoding="utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import COPY, Kind, Memorized, similarity
-from netweight.evidence.descriptors import CenteredPixels
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import proportion
+from netweight.metrics.copies import COPY, CenteredPixels, Kind, Memorized, similarity
+from netweight.metrics.intervals import proportion
+from netweight.report.finding import Finding
 
 __all__ = ["RegionCopies", "foreground_by_color", "region_copies", "region_findings"]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.evidence.finding import Better, Finding
-from netweight.evidence.statistics import bootstrap, t_interval
+from netweight.metrics.intervals import bootstrap, t_interval
+from netweight.report.finding import Better, Finding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.evidence.lpips import Features
+    from netweight.metrics.images import Features
 
 __all__ = ["checked_pair", "image_findings", "match_images", "psnr", "ssim"]
 
@@ -129,8 +129,8 @@ def image_findings(
     Args:
         images: Shape `(n, c, h, w)`, within 0 and 1, in the order of the references (`match_images`).
         references: The same shape.
-        backbone: See `netweight.evidence.lpips`; without it LPIPS is reported as unavailable.
-        heads: See `netweight.evidence.lpips`.
+        backbone: See `netweight.metrics.images`; without it LPIPS is reported as unavailable.
+        heads: See `netweight.metrics.images`.
         seed: Seed of the bootstrap.
 
     Returns:
@@ -141,7 +141,7 @@ def image_findings(
         UsageError: Shapes differ or a value is not finite.
         MissingExtra: scipy, which the intervals need, is not installed, or LPIPS lacks its heads.
     """
-    from netweight.evidence.lpips import lpips
+    from netweight.metrics.images import lpips
 
     def reported(name: str, values: Tensor, better: Better, unit: str = "") -> Finding:
         found: list[float] = values.tolist()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import Interval
+from netweight.metrics.intervals import Interval
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from netweight.evidence.descriptors import Descriptor
+    from netweight.metrics.copies import Descriptor
 
 __all__ = ["distance_findings", "frechet_distance", "kernel_distance"]
 

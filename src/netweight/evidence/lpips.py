@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
-from netweight.evidence.image_metrics import checked_pair
+from netweight.metrics.images import checked_pair
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,19 +17,13 @@ import jinja2
 from markupsafe import Markup
 
 from netweight.errors import UsageError
-from netweight.evidence.document import (
-    ChapterDocument,
-    FigureDocument,
-    FindingDocument,
-    ReportDocument,
-    SectionDocument,
-)
-from netweight.evidence.finding import decode_json
+from netweight.report.finding import Chapter, Figure, Finding, Section, decode_json
+from netweight.report.report import Report
 
 __all__ = ["format_number", "page_template", "render", "verdict"]
 
 
-def render(document: ReportDocument) -> str:
+def render(document: Report) -> str:
     """Return the HTML page of a report.
 
     Args:
@@ -47,7 +41,7 @@ def render(document: ReportDocument) -> str:
         _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
         for number, chapter in enumerate(document.chapters, start=1)
     ]
-    template = page_template("netweight.evidence", "report_template.html")
+    template = page_template("netweight.report", "report_template.html")
     return template.render(
         report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
     )
@@ -67,7 +61,7 @@ def page_template(package: str, file: str) -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    style = resources.files("netweight.evidence").joinpath("page_style.css").read_text(encoding="utf-8")
+    style = resources.files("netweight.report").joinpath("page_style.css").read_text(encoding="utf-8")
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
     environment.globals["style"] = Markup(style)  # our own file
     return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
@@ -101,7 +95,7 @@ def format_number(value: Any, digits: int = 4) -> str:
     return f"{value:,.{decimals}f}".replace(",", "\u2009").replace("-", "\u2212")
 
 
-def verdict(section: SectionDocument) -> tuple[str, str]:
+def verdict(section: Section) -> tuple[str, str]:
     """Return the verdict on a section: its kind ("pass", "fail" or "none") and one sentence.
 
     A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
@@ -135,7 +129,7 @@ _OUTCOMES = {"holds": ("pass", "✓"), "partly": ("part", "◐"), "broken": ("fa
 """How the outcome of a chapter is colored, and its sign."""
 
 
-def _chapter(chapter: ChapterDocument, number: int, sections: list[dict[str, Any]]) -> dict[str, Any]:
+def _chapter(chapter: Chapter, number: int, sections: list[dict[str, Any]]) -> dict[str, Any]:
     kind, sign = _OUTCOMES[chapter.outcome]
     return {
         "anchor": f"chapter-{number}",
@@ -151,7 +145,7 @@ def _paragraphs(text: str) -> list[str]:
     return [part.strip() for part in text.split("\n\n") if part.strip()]
 
 
-def _section(section: SectionDocument, number: int, command: str | None) -> dict[str, Any]:
+def _section(section: Section, number: int, command: str | None) -> dict[str, Any]:
     """A section as the template takes it; `command` is said by its chapter and need not be said again."""
     kind, sentence = verdict(section)
     return {
@@ -166,7 +160,7 @@ def _section(section: SectionDocument, number: int, command: str | None) -> dict
     }
 
 
-def _finding(document: FindingDocument, said: str | None) -> dict[str, Any]:
+def _finding(document: Finding, said: str | None) -> dict[str, Any]:
     finding = document.finding()
     low_high = finding.ci95 and f"{format_number(finding.ci95[0])} to {format_number(finding.ci95[1])}"
     kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
@@ -221,7 +215,7 @@ def _table(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "rows": [[format_number(cell) for cell in row] for row in rows], "numeric": numeric}
 
 
-def _figure(figure: FigureDocument) -> dict[str, Any]:
+def _figure(figure: Figure) -> dict[str, Any]:
     """A figure with its markup. A report.json may come from anywhere, so nothing in it may run or load code."""
     if figure.kind == "png":
         if not re.fullmatch(r"[A-Za-z0-9+/=\s]+", figure.data):
@@ -233,7 +227,7 @@ def _figure(figure: FigureDocument) -> dict[str, Any]:
         what = (unsafe or outside or re.match(r".{0,20}", figure.data, re.S) or [""])[0]
         raise UsageError(
             f"An SVG figure of the report holds {what!r}, which could run or load code.",
-            cure="Draw it with netweight.evidence.figures.",
+            cure="Draw it with netweight.report.plots.",
         )
     return {"part": figure, "markup": Markup(figure.data)}  # checked just above
 

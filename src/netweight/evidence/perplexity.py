@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.evidence.statistics import Interval, bootstrap
+from netweight.metrics.intervals import Interval, bootstrap
 
 if TYPE_CHECKING:
     import torch

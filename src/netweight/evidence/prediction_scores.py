@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from netweight.errors import UsageError
-from netweight.evidence.statistics import Interval
+from netweight.metrics.intervals import Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,20 +18,10 @@ from pydantic import ValidationError
 
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.evidence.audit import missing_audits
-from netweight.evidence.document import (
-    ChapterDocument,
-    FigureDocument,
-    FindingDocument,
-    Provenance,
-    ReportDocument,
-    SectionDocument,
-    TableDocument,
-    parse_report,
-)
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, encode_json
-from netweight.evidence.page import render
+from netweight.report.audit import missing_audits
+from netweight.report.finding import Chapter, Figure, Finding, Provenance, Section, Table, encode_json
+from netweight.report.page import render
+from netweight.report.report import Report, parse_report
 
 __all__ = ["MAX_BYTES", "Column", "Report", "Table", "make_folder", "read_report", "rewrite", "write_text"]
 
@@ -101,10 +91,10 @@ class Report:
         self.seeds = tuple(seeds)
         self.inputs = dict(inputs or {})
         self._environment = environment
-        self._sections: list[SectionDocument] = []
-        self._chapters: list[ChapterDocument] = []
+        self._sections: list[Section] = []
+        self._chapters: list[Chapter] = []
 
-    def chapter(self, chapter: ChapterDocument) -> Report:
+    def chapter(self, chapter: Chapter) -> Report:
         """Begin a chapter: sections added from now on belong to it, and the summary tells of chapters.
 
         Args:
@@ -162,7 +152,7 @@ class Report:
         self._check_title(title)
         ran = tuple(audits)
         self._sections.append(
-            SectionDocument(
+            Section(
                 title=title,
                 chapter=self._chapters[-1].title if self._chapters else "",
                 intro=intro,
@@ -172,14 +162,14 @@ class Report:
                 audits=ran,
                 missing_audits=missing_audits(treatment, ran) if treatment else (),
                 warnings=tuple(warnings),
-                findings=tuple(FindingDocument.model_validate(finding.to_json()) for finding in findings),
+                findings=tuple(Finding.model_validate(finding.to_json()) for finding in findings),
                 tables=tuple(_table(table) for table in tables),
-                figures=tuple(FigureDocument.model_validate(asdict(figure)) for figure in figures),
+                figures=tuple(Figure.model_validate(asdict(figure)) for figure in figures),
             )
         )
         return self
 
-    def include(self, section: SectionDocument) -> Report:
+    def include(self, section: Section) -> Report:
         """Add a section of another report as it was written, such as one read by `read_report`.
 
         Args:
@@ -200,11 +190,11 @@ class Report:
         if not title.strip() or any(section.title == title for section in self._sections):
             raise UsageError(f"A section titled {title!r} cannot be added.", cure="Give each section its own title.")
 
-    def document(self) -> ReportDocument:
+    def document(self) -> Report:
         """Return the report as the document that report.json holds."""
         environment = _default_environment() if self._environment is None else dict(self._environment)
         seeds = {seed for section in self._sections for finding in section.findings for seed in finding.seeds}
-        return ReportDocument(
+        return Report(
             title=self.title,
             summary=self.summary,
             chapters=tuple(self._chapters),
@@ -250,7 +240,7 @@ def rewrite(folder: str | os.PathLike[str]) -> Path:
     return _write_page(render(read_report(folder)), Path(folder))
 
 
-def read_report(folder: str | os.PathLike[str]) -> ReportDocument:
+def read_report(folder: str | os.PathLike[str]) -> Report:
     """Read the report.json of a folder.
 
     Args:
@@ -298,7 +288,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _write(document: ReportDocument, page: str, folder: Path) -> Path:
+def _write(document: Report, page: str, folder: Path) -> Path:
     _check_size(page)
     write_text(folder / "report.json", document.dump())
     return _write_page(page, folder)
@@ -320,10 +310,10 @@ def _check_size(page: str) -> None:
         )
 
 
-def _table(table: Table) -> TableDocument:
+def _table(table: Table) -> Table:
     columns = [Column(column) if isinstance(column, str) else column for column in table.columns]
     try:
-        return TableDocument.model_validate(
+        return Table.model_validate(
             {
                 "title": table.title,
                 "columns": [asdict(column) for column in columns],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.survival import Survival
+from netweight.metrics.survival import Survival
+from netweight.report.finding import Finding
 
 __all__ = ["failures_finding", "steps_finding"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from netweight.errors import UsageError
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP
-from netweight.evidence.survival import HALF, Times
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP
+from netweight.metrics.survival import HALF, Times
 
 if TYPE_CHECKING:
     import numpy as np

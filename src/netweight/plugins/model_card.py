@@ -10,9 +10,6 @@ from typing import final
 
 from netweight.core.environment import netweight_version
 from netweight.errors import UsageError
-from netweight.evidence.document import FindingDocument, ReportDocument, SectionDocument
-from netweight.evidence.page import format_number
-from netweight.evidence.report import read_report
 from netweight.methods.compress.folder import write_side_file
 from netweight.methods.compress.manifest import MANIFEST, Manifest
 from netweight.methods.forget.edit import FOLDER as EDITS
@@ -20,6 +17,9 @@ from netweight.methods.forget.edit import read_records
 from netweight.methods.immunize.train import RECORD as IMMUNIZED
 from netweight.methods.immunize.train import Record
 from netweight.methods.space.folder import EXPORTED, ExportRecord
+from netweight.report.finding import Finding, Section
+from netweight.report.report import Report, read_report
+from netweight.report.text import format_number
 
 
 @final
@@ -159,7 +159,7 @@ def add_evidence(folder: str | Path, run: str | Path) -> Path:
     return _write(folder, _with(text, "evidence", _evidence(read_report(run))))
 
 
-def _evidence(report: ReportDocument) -> list[str]:
+def _evidence(report: Report) -> list[str]:
     lines = ["## Evidence", "", f"From the report {report.title!r} of {report.provenance.created[:10]}."]
     if report.summary:
         lines += ["", report.summary]
@@ -172,7 +172,7 @@ def _evidence(report: ReportDocument) -> list[str]:
     return [*lines, ""]
 
 
-def _section(section: SectionDocument) -> list[str]:
+def _section(section: Section) -> list[str]:
     lines = []
     if section.missing_audits:
         lines += [f"**Not proved**: {section.treatment} without its audits {', '.join(section.missing_audits)}.", ""]
@@ -182,7 +182,7 @@ def _section(section: SectionDocument) -> list[str]:
     return [*lines, *_table(("finding", "value", "95 % interval", "target", ""), rows)][: None if rows or lines else 0]
 
 
-def _row(found: FindingDocument) -> tuple[str, ...]:
+def _row(found: Finding) -> tuple[str, ...]:
     finding = found.finding()
     interval = "" if finding.ci95 is None else " to ".join(format_number(end) for end in finding.ci95)
     target = finding.target

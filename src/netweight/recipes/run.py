@@ -10,11 +10,11 @@ from typing import final
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Ledger
 from netweight.errors import CorruptBlob
-from netweight.evidence.audit import run_audits
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.recipes.plan import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
 from netweight.registry import Target
+from netweight.report.audit import run_audits
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 
 @final

@@ -107,7 +107,7 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
         found: What `throughput` returned.
         device: Where it was measured.
     """
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     columns = (
         Column("packing", "GiB/s", "higher"),

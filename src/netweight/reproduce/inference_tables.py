@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Table
+from netweight.report.finding import Column as ReportColumn
+from netweight.report.finding import Table
 from netweight.reproduce.inference_ways import BITS, BLOCKS
 from netweight.reproduce.published import Published, published
 

@@ -85,8 +85,8 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     """
     import torch
 
-    from netweight.evidence.image_metrics import psnr, ssim
     from netweight.methods.federate.report import ThreatModel, observe
+    from netweight.metrics.images import psnr, ssim
 
     images = images_of(run.data)
     victim = _victim(run, images)
@@ -170,8 +170,7 @@ def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> R
     from torch import nn
 
     from netweight.attacks.gradient_inversion.client import gradient_of
-    from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
-    from netweight.attacks.gradient_inversion.matching import ROGConfig, rog
+    from netweight.attacks.gradient_inversion.matching import MatchingConfig, ROGConfig, invert, rog
     from netweight.attacks.gradient_inversion.tailored import TailoredConfig, tailored
 
     received = seen.received()

@@ -25,7 +25,7 @@ from netweight.reproduce.nemo_ways import NONE, Way, off, random_off
 from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["figure6", "figure7"]
 
@@ -128,7 +128,7 @@ def _drawn_quality(
     edits: Mapping[int, Way],
     drawn: Mapping[int, Way | None],
 ) -> tuple[Figure, ...]:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     figures = []
     for place, column in enumerate(_quality_columns(ground, runs)):
@@ -160,7 +160,7 @@ def _short(name: str) -> str:
 
 
 def _drawn_factors(painted: Painted) -> Figure:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     bands: dict[str, tuple[Sequence[float], Sequence[float]]] = {}

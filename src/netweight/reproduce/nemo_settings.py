@@ -16,9 +16,8 @@ from netweight.reproduce.nemo_ways import off
 from netweight.reproduce.registry import Column, Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
-    from netweight.evidence.finding import Number
     from netweight.methods.forget.localize import Localization
+    from netweight.report.finding import Figure, Number
 
 __all__ = ["runtime", "thresholds"]
 
@@ -165,7 +164,7 @@ def _heat(
     rows: Mapping[tuple[_Cell, str], tuple[Number | None, ...]],
 ) -> tuple[Figure, ...]:
     """One figure for what is counted in neurons, one for what is painted without them."""
-    from netweight.evidence.matrix_figures import heat_maps
+    from netweight.report.plots import heat_maps
 
     def matrix(kind: str, column: int) -> list[list[float | None]]:
         def value(initial: float, refinement: float) -> float | None:

@@ -17,9 +17,7 @@ from typing import Literal, TypeAlias
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number
-from netweight.evidence.report import Table
+from netweight.report.finding import Figure, Finding, Number, Table
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 

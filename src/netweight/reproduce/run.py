@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number, decode_json, encode_json
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Report, Table, make_folder, write_text
+from netweight.report.finding import Column as ReportColumn
+from netweight.report.finding import Figure, Finding, Number, Table, decode_json, encode_json
+from netweight.report.report import Report, make_folder, write_text
 from netweight.reproduce.catalog import title_of
 from netweight.reproduce.published import Published, published
 from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet

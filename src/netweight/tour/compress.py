@@ -18,14 +18,13 @@ from typing import Any, final
 import netweight.methods.compress.verify  # noqa: F401  # declares the treatment and its audit
 from netweight.core import digest
 from netweight.core.progress import Progress
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, bars
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspect import BitStatistics, TensorReport, bits_figure, inspect_tensors, merge
 from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.verify import verify
+from netweight.report.finding import Chapter, Column, Figure, Finding, Table
+from netweight.report.plots import bars
+from netweight.report.report import Report
 from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys import minilm
@@ -120,11 +119,11 @@ def make_stop(place: Place) -> Stop:
     return handed_over(report, _chapter(report, variants, len(others)), inputs=inputs, models={})
 
 
-def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> ChapterDocument:
+def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> Chapter:
     document = report.document()
     missed = [part.name for section in document.sections for part in section.findings if part.passed is False]
     saved = " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
-    return ChapterDocument(
+    return Chapter(
         title="compress: everything smaller, bit for bit",
         question="How much smaller do real models get without losing a bit, and do they run that way?",
         conclusion=f"Of a model of 22.7 million weights {saved} are saved; it and {others} models of this tour come "

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core import digest
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.compress.folder import compress_folder, decompress_folder
 from netweight.methods.compress.runtime.model import compress_, memory_footprint
 from netweight.methods.compress.verify import TREATMENT, verify
+from netweight.report.finding import Column, Finding, Table
+from netweight.report.report import Report
 from netweight.tour.stop import Place
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.faces_pipeline import FACES_BANK

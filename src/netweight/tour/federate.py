@@ -13,24 +13,18 @@ from typing import Any, final
 import torch
 from safetensors.torch import save_file
 
-from netweight.attacks.gradient_inversion.analytic import heads_gradient
-from netweight.attacks.gradient_inversion.analytic import read_thresholds, threshold_trunk
+from netweight.attacks.gradient_inversion.analytic import heads_gradient, read_thresholds, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate import Run, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.report import (
-    Exposure,
     MARGIN_COSINE,
     MARGIN_PSNR,
+    Exposure,
     Observation,
     ThreatModel,
     accuracy_findings,
@@ -42,6 +36,10 @@ from netweight.methods.federate.report import (
     read_update,
 )
 from netweight.methods.federate.settings import LocalTraining
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.report.finding import Chapter, Figure, Finding, Table
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 
 __all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
@@ -231,7 +229,7 @@ def _sums_in_words(sums: _Sums) -> str:
     )
 
 
-def _chapter(seen: _Seen) -> ChapterDocument:
+def _chapter(seen: _Seen) -> Chapter:
     plain, noisy, summed = (seen.one_step[name] for name in (_HYPERFL, _NOISY, _SUMMED))
     lies = sum(cosine >= _EXACT for cosine in seen.sums.cosines)
     if not _gives_images(plain):
@@ -242,7 +240,7 @@ def _chapter(seen: _Seen) -> ChapterDocument:
         if held:
             verdict += f" With {' or '.join(held)} it does not"
             verdict += ", but a server that lies takes the sum apart." if lies and "a secure sum" in held else "."
-    return ChapterDocument(
+    return Chapter(
         title="federate: sites train together",
         question="Ten sites train one model and show a server no image. What can the server still see?",
         conclusion=f"{_images_in_words(seen)} {_sums_in_words(seen.sums)}",

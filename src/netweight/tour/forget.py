@@ -20,10 +20,6 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core import digest
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import Pair
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
-from netweight.evidence.statistics import bootstrap
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, look_of
 from netweight.methods.forget.edit import apply_edit_, deactivated
@@ -43,8 +39,11 @@ from netweight.methods.forget.report import (
 )
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.intervals import bootstrap
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.finding import Chapter, Finding
+from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
@@ -101,7 +100,7 @@ def make_stop(place: Place) -> Stop:
     return handed_over(report, _chapter(found), seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
 
 
-def _chapter(found: _Found) -> ChapterDocument:
+def _chapter(found: _Found) -> Chapter:
     back = {name: _brought_back(found.comparison, name) for name in (_EDITED, _HARDENED)}
     outcome, words = {
         (True, False): (
@@ -114,7 +113,7 @@ def _chapter(found: _Found) -> ChapterDocument:
         (False, False): ("told", f"Neither was broken in {SEARCH_STEPS} steps; that is no proof of forgetting."),
     }[back[_EDITED], back[_HARDENED]]
     caption = found.localized.prompt
-    return ChapterDocument(
+    return Chapter(
         title="forget: pictures that a model repeats",
         question="A painting model repeats its training pictures. Can one be taken out, and is it gone?",
         conclusion=f"{caption!r}: {len(found.localized.neurons)} neurons found, and with them off it is "

@@ -15,8 +15,8 @@ from netweight.core.environment import installed_version, netweight_version
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NameNotFound
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 from netweight.tour.kept import Kept, kept_in
 from netweight.tour.stop import Place, Stop
 

@@ -14,10 +14,6 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.methods.space.directions import Direction, Labels, fit_direction, read_labels
 from netweight.methods.space.edits import EditCurve, Move, agreement, curve_findings, edit, edit_curve
@@ -27,6 +23,9 @@ from netweight.methods.space.points import nearest
 from netweight.methods.space.report import SampleSubject, sample_findings
 from netweight.methods.space.sampling import KernelSampler
 from netweight.methods.space.space import WeightSpace
+from netweight.report.finding import Chapter, Figure, Finding
+from netweight.report.plots import image_grid
+from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 from netweight.tour.stop import Place, Stop, handed_over
@@ -78,7 +77,7 @@ def make_stop(place: Place) -> Stop:
     sampled = _sampled(world, place.say, report)
     apart, usual = _inverted(world, place, report)
     inputs = {"faces, bank": world.space.bank_digest, "faces, pipeline": world.model.digest()}
-    chapter = ChapterDocument(
+    chapter = Chapter(
         title="space: hundreds of adapters as one space",
         question="Can people be edited, made up and found in a space of adapters, with no model trained anew?",
         conclusion=f"{edited} {sampled} {_said_of_inversion(apart, usual)}",

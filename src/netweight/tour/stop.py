@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.document import ChapterDocument, FindingDocument, SectionDocument
-from netweight.evidence.report import Report
-from netweight.evidence.statistics import proportion
+from netweight.metrics.intervals import proportion
+from netweight.report.finding import Chapter, Finding, Section
+from netweight.report.report import Report
 
 __all__ = ["Place", "Stop", "handed_over"]
 
@@ -49,15 +49,15 @@ class Stop(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    chapter: ChapterDocument
-    sections: tuple[SectionDocument, ...]
+    chapter: Chapter
+    sections: tuple[Section, ...]
     inputs: dict[str, str] = {}
     models: dict[str, str] = {}
 
 
 def handed_over(
     report: Report,
-    chapter: ChapterDocument,
+    chapter: Chapter,
     *,
     seeds: tuple[int, ...] = (),
     shares: Collection[str] = (),
@@ -75,7 +75,7 @@ def handed_over(
         models: See `Stop`.
     """
 
-    def rested(section: SectionDocument) -> SectionDocument:
+    def rested(section: Section) -> Section:
         findings = [
             each.model_copy(
                 update={
@@ -96,7 +96,7 @@ def handed_over(
     return Stop(chapter=chapter, sections=sections, inputs=dict(inputs), models=dict(models))
 
 
-def _wilson(share: FindingDocument) -> tuple[float, float]:
+def _wilson(share: Finding) -> tuple[float, float]:
     """The interval of a share of n trials."""
     value, n = share.finding().value or 0.0, share.n or 1
     return proportion(round(value * n), n).ci95

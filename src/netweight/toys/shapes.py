@@ -17,7 +17,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.copy_metrics import Memorized
+from netweight.metrics.copies import Memorized
 
 
 @final

@@ -8,10 +8,10 @@ from netweight.attacks.finetuning.folder import attack_folders, goal_words, plan
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.core.progress import Progress
 from netweight.data.rows import read_rows
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_language_model import check_folder
 from netweight.registry import Attack, Target
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 
 def _check(model: Path | None, settings: FolderAttack) -> None:

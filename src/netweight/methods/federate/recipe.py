@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
 from netweight.job import Job
 from netweight.methods.federate.folder import FederationPlan, FolderFederation
 from netweight.methods.federate.settings import entry_of
 from netweight.registry import Method
+from netweight.report.report import Report
 
 if TYPE_CHECKING:
     from netweight.methods.federate.engine import Run

@@ -8,11 +8,11 @@ from typing import Any
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import check_pairs, image_files
 from netweight.errors import UsageError
-from netweight.evidence.report import Report, read_report
 from netweight.hf.load_pipeline import check_pipeline
 from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
 from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.registry import Method
+from netweight.report.report import Report, read_report
 
 _SEED = 0
 

@@ -19,7 +19,6 @@ from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_pairs, withhold
 from netweight.data.tokens import BELOW, Template, load_examples, padding_of, tokenized_pairs
 from netweight.errors import UsageError
-from netweight.evidence.report import Column, Report, Table
 from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.catalog import named_defense
@@ -27,6 +26,8 @@ from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, Insight, Look,
 from netweight.methods.immunize.report import DEPTH, REPORT, TREATMENT, add_depth_section
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.train import RECORD, Record, immunize
+from netweight.report.finding import Column, Table
+from netweight.report.report import Report
 
 _TRAINED_BY = ("lr", "epochs", "batch_size", "seed", "save_every", "frozen")
 Count = Annotated[int, Field(ge=1)]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from netweight.core.progress import Progress
 from netweight.data.text import text_examples, text_pairs
-from netweight.evidence.report import Report, read_report
 from netweight.hf.load_language_model import check_folder
 from netweight.methods.immunize.folder import FolderDefense, immunize_folder
 from netweight.methods.immunize.report import ATTACKED, REPORT, TITLE, TREATMENT
 from netweight.registry import Method
+from netweight.report.report import Report, read_report
 
 
 def _immunize(source: Path, destination: Path, settings: FolderDefense, progress: Progress) -> None:

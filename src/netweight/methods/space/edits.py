@@ -20,14 +20,13 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import ssim
-from netweight.evidence.lpips import lpips
 from netweight.methods.space.directions import Direction, Unit, direction_of
+from netweight.metrics.images import lpips, ssim
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    from netweight.evidence.descriptors import Descriptor
-    from netweight.evidence.lpips import Features
+    from netweight.metrics.copies import Descriptor
+    from netweight.metrics.images import Features
 
 
 @final
