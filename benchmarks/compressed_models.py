@@ -39,12 +39,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
+from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 
 PARTS = ("memory", "training", "inference")
 VARIANTS = ("plain", "layerwise", "compressed", "activations")

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from forget_edits import Bench
-from netweight.metrics.copies import copies_of_prompt
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
@@ -35,6 +34,7 @@ from netweight.methods.forget.search import Predictions, Trials, blocked_by_laye
 from netweight.methods.forget.settings import LocalizationConfig
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
+from netweight.metrics.copies import copies_of_prompt
 from netweight.nn.batching import Batches, Costs
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 

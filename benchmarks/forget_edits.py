@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 
 from netweight.core.environment import describe
@@ -40,6 +39,7 @@ from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.mitigation import neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
 

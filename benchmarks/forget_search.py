@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from netweight.report.report import Report
 
 from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
 from netweight.attacks.embedding_search.report import Wanted, add_section, search_findings, verdict
@@ -36,6 +35,7 @@ from netweight.methods.forget.localize import localize
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.report.report import Report
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 

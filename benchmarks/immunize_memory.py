@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 import torch
-from netweight.metrics.memory import TensorLedger
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from netweight.core.environment import describe
@@ -33,6 +32,7 @@ from netweight.data.examples import Pair, collate
 from netweight.methods.immunize.catalog import DEFENSES
 from netweight.methods.immunize.settings import Settings
 from netweight.methods.immunize.train import immunize
+from netweight.metrics.memory import TensorLedger
 
 EVERY = Settings().measure_every  # steps, of which one measures gradient norms
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from netweight.metrics.timing import Case, interleave
 from safetensors.torch import load_file
 
 from netweight import codec
 from netweight.codec import lossy
 from netweight.core.environment import describe
+from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
 
 SEED = 0

@@ -16,9 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from netweight.report.finding import Finding
-
 from netweight.core.environment import describe
+from netweight.report.finding import Finding
 from netweight.toys.faces_pipeline import FACES_BANK
 
 HERE = Path(__file__).parent

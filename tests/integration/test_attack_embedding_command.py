@@ -13,12 +13,12 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 pytest.importorskip("PIL", reason="Pillow is in the federated extra")
 
 import small_pipelines
-from netweight.metrics.images import write_png
 
 from netweight.cli import netweight
 from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, RandomTokens
+from netweight.metrics.images import write_png
 
 PROMPTS = ["a red square", "the large blue circle"]
 

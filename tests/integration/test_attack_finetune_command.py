@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from netweight.report.report import read_report
 from tiny_llama import KEPT, NUMBERS, PAIRS, save, tiny_llama, write
 
 from netweight.attacks.finetuning.folder import part_by_prompt, subject_from_files
@@ -22,6 +21,7 @@ from netweight.cli import netweight
 from netweight.core.engines import in_process
 from netweight.data.examples import Example, collate
 from netweight.errors import UsageError
+from netweight.report.report import read_report
 
 FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from netweight.metrics.timing import Samples
 from netweight_experiments.benchmarks import codec as measure
 from netweight_experiments.benchmarks import codec_data as peers
 from netweight_experiments.benchmarks.codec import (
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
+from netweight.metrics.timing import Samples
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from folders_under_test import transformers_folder
-from netweight.report.finding import Finding
-from netweight.report.report import Report
 from spaces_under_test import random_adapters
 
 from netweight import compress_folder, decompress_folder, verify
@@ -16,6 +14,8 @@ from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight.methods.space.space import WeightSpace
 from netweight.plugins.model_card import CARD, add_evidence, update_card
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter, write_adapter
 

@@ -10,11 +10,10 @@ from click.testing import CliRunner
 pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
-from netweight.metrics.images import write_png
-from netweight.report.report import read_report
-
 from netweight.cli import netweight
 from netweight.methods.federate.engine import CHECKPOINT
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "federate.yaml"
 SMALL = '{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, workers: 1, model: "tiny_networks:halves"}'

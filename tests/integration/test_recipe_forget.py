@@ -11,10 +11,9 @@ pytest.importorskip("transformers", reason="transformers is in the diffusion ext
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
+from netweight.cli import netweight
 from netweight.metrics.images import write_png
 from netweight.report.report import read_report
-
-from netweight.cli import netweight
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 

@@ -12,13 +12,13 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from netweight.metrics.images import write_png
-from netweight.report.report import read_report
 from tiny_llama import immunization_files
 
 from netweight import decompress_folder, verify
 from netweight.cli import netweight
 from netweight.hf.load_language_model import load_causal_lm
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

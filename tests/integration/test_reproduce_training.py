@@ -11,11 +11,11 @@ from netweight.cli import netweight
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
-from netweight.metrics import memory as memory_ledger
 from netweight_experiments.toys import decoder as shapes
 
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
+from netweight.metrics import memory as memory_ledger
 from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
 

@@ -2,6 +2,7 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from netweight.report import Finding
 
 numbers = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(width=64))

@@ -3,6 +3,7 @@
 import time
 
 import torch
+
 from netweight.metrics.memory import PrivateMemory, private_bytes
 
 

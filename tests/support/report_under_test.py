@@ -3,6 +3,7 @@
 import math
 
 import numpy
+
 from netweight.report import Finding
 from netweight.report import plots as figures
 from netweight.report.finding import Column, Table

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Finding
-
 from netweight.errors import UsageError
 from netweight.registry import Method, register
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 CALLS: list[str] = []
 ALL_MOMENTS = ["repeat", "length", "start"] * 2

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.metrics.copies import CenteredPixels, similarity, similarity_to_memorized
 
 from netweight.errors import UsageError
+from netweight.metrics.copies import CenteredPixels, similarity, similarity_to_memorized
 from netweight.toys.shapes import COLORS, GROUNDS, SHAPES, SIZES, ShapesWorld, agreement, drawn, memorized, read
 
 WORLD = ShapesWorld()

@@ -6,12 +6,12 @@ import torch
 pytest.importorskip("transformers", reason="CLIP is read with transformers")
 
 import transformers
-from netweight.metrics.images import distance_findings
 from small_clip import small_clip
 
 from netweight import compress_folder
 from netweight.errors import UsageError
 from netweight.hf.clip import Clip
+from netweight.metrics.images import distance_findings
 
 PROMPTS = ["a red circle", "a blue square on gray ground"]
 

@@ -8,6 +8,8 @@ import scipy.linalg
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from netweight.errors import UnsafeInput, UsageError
 from netweight.metrics.copies import (
     CenteredPixels,
     Memorized,
@@ -21,8 +23,6 @@ from netweight.metrics.copies import (
     sscd,
 )
 from netweight.metrics.images import distance_findings, frechet_distance, kernel_distance
-
-from netweight.errors import UnsafeInput, UsageError
 
 
 def images(n, seed=0, side=6):

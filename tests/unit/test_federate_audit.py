@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from netweight.report.audit import audits_of, run_audits
-from netweight.report.report import Report
 from torch import nn
 
 from netweight.errors import UsageError
@@ -38,6 +36,8 @@ from netweight.methods.federate.report import (
     own_threat,
 )
 from netweight.methods.federate.task import LocalModel
+from netweight.report.audit import audits_of, run_audits
+from netweight.report.report import Report
 
 ONE_STEP = ThreatModel(first_round=True)
 
@@ -139,10 +139,10 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
     assert set(audits_of("federate")) == {"accuracy", "gradient-inversion"}
     config = AuditConfig(threats=(ONE_STEP,), images=5, summed_over=6)
     found = run_audits("federate", run, config, seed=3)
-    assert {finding.name for finding in found["accuracy"]} >= {"clients left out of rounds"}
-    names = [finding.name for finding in found["gradient-inversion"]]
+    assert {finding.name for finding in found["accuracy"].findings} >= {"clients left out of rounds"}
+    names = [finding.name for finding in found["gradient-inversion"].findings]
     assert any("this run" in name for name in names)
-    targets = [finding for finding in found["gradient-inversion"] if finding.target is not None]
+    targets = [finding for finding in found["gradient-inversion"].findings if finding.target is not None]
     assert targets
     assert all("this run" in finding.name for finding in targets)
     exposures = audit(run, config, seed=3)

@@ -3,11 +3,11 @@ import xml.etree.ElementTree as ET
 
 import numpy
 import pytest
-from netweight.report import plots as figures
 from report_under_test import all_figures
 
 from netweight.errors import UsageError
 from netweight.methods.compress.inspect import bit_statistics, bits_figure, plot_bits
+from netweight.report import plots as figures
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 

@@ -4,10 +4,10 @@ import math
 import numpy
 import pytest
 import torch
-from netweight.report import Finding
-from netweight.report.finding import encode_json
 
 from netweight.errors import UsageError
+from netweight.report import Finding
+from netweight.report.finding import encode_json
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.metrics.images import psnr
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import first_layer, layer_input, layer_inputs
@@ -28,6 +27,7 @@ from netweight.attacks.gradient_inversion.matching import (
 from netweight.attacks.gradient_inversion.optimize import descend, starting_points
 from netweight.attacks.gradient_inversion.registry import run_attack
 from netweight.errors import NameNotFound, UsageError
+from netweight.metrics.images import psnr
 
 
 def network(*, activation=nn.Sigmoid, classes=4, seed=0, dtype=torch.float64, wide=1.0):

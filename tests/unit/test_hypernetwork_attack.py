@@ -11,7 +11,6 @@ from hypernetwork_under_test import (
     strokes,
     train_client,
 )
-from netweight.metrics.images import psnr
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import (
@@ -24,6 +23,7 @@ from netweight.attacks.gradient_inversion.peeling import Block, read_chain
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.methods.federate.task import small_cnn
+from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
 

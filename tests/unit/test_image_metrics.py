@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.metrics.images import image_findings, lpips, match_images, psnr, ssim, write_png
 from safetensors.torch import save_file
 from torch import nn
 
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
+from netweight.metrics.images import image_findings, lpips, match_images, psnr, ssim, write_png
 
 
 def pictures(n, c=1, h=16, w=13, seed=0, noise=0.1):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from hypernetwork_under_test import LR, WEIGHT_DECAY, named, strokes, train_client
-from netweight.metrics.images import psnr
 from torch import nn
 
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
 from netweight.methods.federate.task import small_cnn
+from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
 

@@ -7,13 +7,13 @@ import xml.etree.ElementTree as ET
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.report.plots import heat_maps, histogram
-from netweight.report.report import Report
 
 from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import add_section, counts_figure, overlap, overlap_figure
+from netweight.report.plots import heat_maps, histogram
+from netweight.report.report import Report
 from netweight.reproduce.nemo_shared import clusters
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

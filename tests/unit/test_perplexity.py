@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from netweight.errors import UsageError
 from netweight.metrics.perplexity import (
     IGNORED,
     Losses,
@@ -14,8 +16,6 @@ from netweight.metrics.perplexity import (
     encoder_decoder_losses,
     perplexity,
 )
-
-from netweight.errors import UsageError
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 

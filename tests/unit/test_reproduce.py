@@ -2,11 +2,11 @@ import json
 import math
 
 import pytest
+
+from netweight.errors import MissingExtra, NameNotFound, NetweightError, OutputExists, Unsupported, UsageError
 from netweight.report import Finding
 from netweight.report.finding import Column as ReportColumn
 from netweight.report.finding import Figure, Table
-
-from netweight.errors import MissingExtra, NameNotFound, NetweightError, OutputExists, Unsupported, UsageError
 from netweight.reproduce import Column, Measured, Row, catalog, registry, run_table, table
 from netweight.reproduce.published import Published, published_ids
 from netweight.reproduce.run import compare

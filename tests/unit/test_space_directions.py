@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_spaces import known_scores
-from netweight.metrics.prediction import area_under_roc, explained_variance
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import r2_score, roc_auc_score
 
@@ -26,6 +25,7 @@ from netweight.methods.space.directions import (
     read_labels,
     ridge,
 )
+from netweight.metrics.prediction import area_under_roc, explained_variance
 
 few = settings(max_examples=15, deadline=None)
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.metrics.images import png_bytes
 from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
 from netweight.methods.space import page as view_page
 from netweight.methods.space.page import Neighbors, Plane, Traversal, render_view, scale_of, traces, write_view
+from netweight.metrics.images import png_bytes
 
 
 def read(png):

@@ -3,10 +3,10 @@ import math
 
 import numpy
 import pytest
-from netweight.metrics import intervals as statistics
-from netweight.metrics.intervals import bootstrap, geometric_mean, paired_ratio, proportion, t_interval
 
 from netweight.errors import MissingExtra, UsageError
+from netweight.metrics import intervals as statistics
+from netweight.metrics.intervals import bootstrap, geometric_mean, paired_ratio, proportion, t_interval
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is in the evidence extra")
 

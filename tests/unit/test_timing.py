@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from netweight.metrics.timing import Case, interleave
 
 

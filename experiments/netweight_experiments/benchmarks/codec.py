@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
-from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
-from netweight.metrics.timing import Case, Samples, interleave, kept_heap
-from netweight.report.finding import Finding
-from netweight.report.report import write_text
 
 from netweight import codec
 from netweight.core.environment import describe, installed_version, usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave, kept_heap
+from netweight.report.finding import Finding
+from netweight.report.report import write_text
 from netweight_experiments.benchmarks import codec as ours
 from netweight_experiments.benchmarks.codec_data import (
     GAUSSIAN,

@@ -14,9 +14,6 @@ from statistics import median
 from typing import Any, final
 
 import torch
-from netweight.metrics.intervals import paired_ratio
-from netweight.metrics.timing import Case, Samples, interleave
-from netweight.report.finding import Better, Finding
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -27,7 +24,10 @@ from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import METHODS, LocalTraining, named_method
 from netweight.methods.federate.task import FedTask
+from netweight.metrics.intervals import paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave
 from netweight.nn import Hypernetwork, ParameterLayout
+from netweight.report.finding import Better, Finding
 
 
 def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:

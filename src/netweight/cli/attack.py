@@ -88,7 +88,7 @@ def gradient_inversion(
     labels = found.labels.cpu()[order]
     labels = labels if labels.ndim == 1 else labels.argmax(1)
     output.line(f"{found.attack}: {len(images)} images, labels {', '.join(map(str, labels.tolist()))}", bold=True)
-    output.table((), [_row(finding) for finding in findings], indent=2)
+    output.findings(findings, met="allowed", missed="NOT ALLOWED")
     output.line(f"Images and report: {page}")
     output.result({
         "attack": found.attack,
@@ -165,11 +165,3 @@ def _client(model: nn.Module, settings: InversionSettings) -> LocalUpdate:
         model, lr=settings.lr, steps=settings.local_steps, batch_size=settings.batch_size, momentum=settings.momentum,
         weight_decay=settings.weight_decay,
     )  # fmt: skip
-
-
-def _row(finding: Any) -> tuple[str, str, str]:
-    if finding.value is None:
-        return finding.name, "–", str(finding.detail.get("reason", ""))
-    ends = "" if finding.ci95 is None else f"{finding.ci95[0]:.4g} to {finding.ci95[1]:.4g}"
-    verdict = {True: "allowed", False: "NOT ALLOWED", None: ""}[finding.passed]
-    return finding.name, f"{finding.value:.4g} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()

@@ -12,7 +12,6 @@ import click
 
 from netweight.cli import FINDING_FAILED
 from netweight.cli.output import Output
-from netweight.report.text import finding_row
 
 if TYPE_CHECKING:
     from netweight.report.finding import Finding
@@ -41,7 +40,7 @@ def end_attack(
 ) -> None:
     """Write the report and tell what was found; exits with 1 if a finding failed."""
     page = report.write(out)
-    output.table((), [finding_row(finding) for finding in findings], indent=2)
+    output.findings(findings)
     for words in verdicts:
         output.line(words, bold=True)
     output.line(f"Report: {page}")

@@ -102,7 +102,7 @@ def _audit(
         about = audit_key(key, name, seed)
         if about not in ledger.records:
             subject, config = step.chosen.what.examine(name, path, source, step.chosen.config, progress)
-            found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name]
+            found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name].findings
             ledger.append({"digest": about, "audit": name, "findings": [finding.to_json() for finding in found]})
         findings[name] = [Finding.from_json(finding) for finding in ledger.records[about]["findings"]]
     return findings

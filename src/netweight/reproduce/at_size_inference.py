@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
 from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
-from netweight.report.finding import Finding, Table
+from netweight.report.finding import Column, Finding, Table
 from netweight.reproduce.at_size import PAPER, SEED, TRIAL, Run, chosen_device, in_turns, random_model
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any
 
 from netweight.errors import UsageError
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.federated_run import FederatedRun, run_all
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["COLUMNS", "METHODS", "runs_of_table1", "table1"]

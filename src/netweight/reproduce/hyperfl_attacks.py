@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any, final
 
 from netweight.errors import UsageError
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.inversion_run import AttackRun, attack_all
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["DATA", "IG", "ROG", "TAILORED", "Line", "attacked", "measured", "runs_of", "table3", "table5"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.federated_run import FederatedRun, plan_of
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.report.finding import Table
+from netweight.report.finding import Column, Table
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes
 from netweight.reproduce.nemo_painting import kinds_of
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.published import Published, published
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.methods.forget.localize import Localization

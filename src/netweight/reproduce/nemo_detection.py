@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import scores_of, statistics_of, threshold_of
 from netweight.reproduce.nemo_painting import kinds_of, paint, painting
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.nemo_ways import NONE
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.methods.forget.detect import Score

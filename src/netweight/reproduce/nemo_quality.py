@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, union
 from netweight.reproduce.nemo_painting import Painting, Results, paint, painting
@@ -22,7 +23,7 @@ from netweight.reproduce.nemo_rows import (
     spared_values,
 )
 from netweight.reproduce.nemo_ways import NONE, Way, off, random_off
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.report.finding import Figure

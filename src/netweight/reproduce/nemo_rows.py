@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.report.finding import Table
+from netweight.report.finding import Column, Table
 from netweight.reproduce.nemo_ground import Ground
 from netweight.reproduce.nemo_painting import Painting, Results, kinds_of, paint, painting
 from netweight.reproduce.nemo_ways import Way
-from netweight.reproduce.registry import Column, Row
+from netweight.reproduce.registry import Row
 
 if TYPE_CHECKING:
     from netweight.metrics.copies import PromptCopies

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_counts import by_kind
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, threshold_of
 from netweight.reproduce.nemo_rows import KINDS, Line, Painted, copies, middle, painted_lines, percent
 from netweight.reproduce.nemo_ways import off
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     from netweight.methods.forget.localize import Localization

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.neuzip_training import digests_of_texts, pretrained
 from netweight.reproduce.pretraining import Pretraining
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.sql_finetuning import ADAPTERS, BASE, BY_ADAMW, FineTuning
 from netweight.reproduce.training_ways import (
     COMPRESSED,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from netweight_experiments.toys.decoder import MINIATURE, SHAPES
 
 from netweight.errors import NetweightError, UsageError
-from netweight.report.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.pretraining import Pretraining
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.training_ways import (
     COMPRESSED,
     LOMO,

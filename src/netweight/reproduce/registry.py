@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.report.finding import Figure, Finding, Number, Table
+from netweight.report.finding import Column, Figure, Finding, Number, Table
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
@@ -64,21 +64,6 @@ _EXTRAS = {
     "evidence": "matplotlib",
     "bench": "zipnn",
 }
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a published or measured table.
-
-    Attributes:
-        name: Heading; a measured column is laid beside the published one of the same name.
-        unit: Unit of its values, in plain text.
-        better: Which direction is better, or None.
-    """
-
-    name: str
-    unit: str = ""
-    better: Literal["higher", "lower"] | None = None
 
 
 @dataclass(frozen=True)

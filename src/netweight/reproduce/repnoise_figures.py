@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.report.finding import Figure, Finding
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column, Figure, Finding
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Line
 from netweight.reproduce.repnoise_ground import Ground, ground_of, share_of
 from netweight.reproduce.repnoise_models import Defended, defended_model, folder_of

@@ -9,8 +9,8 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.metrics.intervals import bootstrap
-from netweight.report.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.resumed import run_each
 from netweight.reproduce.space_edits import direction_of, measured, painted
 from netweight.reproduce.space_fits import SPACE, Fit, Met, met

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.report.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_edits import painted
 from netweight.reproduce.space_ground import Ground, space_table
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from netweight.metrics.intervals import Interval, bootstrap
-from netweight.report.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_fits import MANY, ONE, SPACE, Fit, Met, met
 from netweight.reproduce.space_ground import Ground, space_table
 

@@ -8,8 +8,8 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from netweight.metrics.intervals import bootstrap
-from netweight.report.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_edits import STRENGTHS, Edited, Way, direction_of, edited, painted
 from netweight.reproduce.space_ground import Ground, space_table
 

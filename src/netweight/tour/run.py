@@ -133,7 +133,7 @@ def run_tour(
         report = _report(stops, command)
         page = report.write(out)
         kept.clear(names, models=not keep)
-    findings = tuple(part.finding() for section in report.document().sections for part in section.findings)
+    findings = report.findings
     return Tour(page, stops, findings, time.monotonic() - started, taken_over)
 
 
@@ -201,5 +201,5 @@ def _report(stops: Mapping[str, Stop], command: str) -> Report:
     for stop in stops.values():
         report.chapter(stop.chapter)
         for section in stop.sections:
-            report.include(section)
+            report.add(section)
     return report

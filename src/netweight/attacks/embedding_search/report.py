@@ -281,7 +281,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     """Draw the share of images brought back against steps, one line per subject."""
     what = "Planted" if trained else "Never-trained"
     all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
-    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    # The curve of one search says nothing of others.
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None and times.n > 1}
     if not curves:
         return None
     longest = max(curve.last for curve in curves.values())
