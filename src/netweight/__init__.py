@@ -32,6 +32,7 @@ _HOMES = {
     "decompress_": "netweight.methods.compress.runtime.model:decompress_",
     "decompress_folder": "netweight.methods.compress.folder:decompress_folder",
     "dense_state_dict": "netweight.methods.compress.runtime.model:dense_state_dict",
+    "federate": "netweight.methods.federate",
     "immunize": "netweight.methods.immunize.train:immunize",
     "load_checkpoint": "netweight.methods.compress.runtime.checkpoint:load_checkpoint",
     "memory_footprint": "netweight.methods.compress.runtime.model:memory_footprint",
@@ -57,8 +58,9 @@ def __getattr__(name: str) -> Any:
 
         value: Any = netweight_version()
     elif name in _HOMES:
-        module, attribute = _HOMES[name].split(":")
-        value = getattr(importlib.import_module(module), attribute)
+        module, _, attribute = _HOMES[name].partition(":")
+        value = importlib.import_module(module)
+        value = getattr(value, attribute) if attribute else value
     else:
         raise AttributeError(f"module 'netweight' has no attribute {name!r}")
     globals()[name] = value

@@ -25,8 +25,8 @@ from netweight.methods.federate.task import ClientData, FedTask, LocalModel
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
-from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.audit import of_treatment, register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
 
@@ -490,15 +490,44 @@ def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure |
 
 
 @register_audit("federate", "accuracy")
-def accuracy(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Report accuracy before and after local training in the last round."""
-    return accuracy_findings(subject, seed=seed)
+    return Section(
+        "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
+        tables=[client_table(run)], question="How well does the personalized model do?",
+        intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
+        "model when its local training ends. Each client counts once.",
+    )  # fmt: skip
 
 
 @register_audit("federate", "gradient-inversion")
-def gradient_inversion(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+def gradient_inversion(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Attack the run's updates under its own schedule and other threat models."""
-    return exposure_findings(audit(subject, config, seed=seed, progress=progress), seed=seed)
+    return exposure_section(audit(run, config, seed=seed, progress=progress), seed=seed)
+
+
+def exposure_section(exposures: Sequence[Exposure], *, seed: int) -> Section:
+    """Return what an audit found."""
+    figure, own = exposure_figure(exposures), next(one for one in exposures if one.is_own)
+    return Section(
+        "What the server could have seen", exposure_findings(exposures, seed=seed), figures=[figure] if figure else [],
+        tables=[exposure_table(exposures)], question="What could the server have seen?",
+        conclusion=f"Under this run's schedule {own.verdict}.",
+        intro="One client's update is attacked as an honest but curious server would: it knows the model, the settings "
+        "and what it sent, and no label. Findings about the schedule of this run have targets; shorter schedules are "
+        "reported to show what protects and what does not.",
+    )  # fmt: skip
+
+
+def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
+    """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
+    ran = ("accuracy", "gradient-inversion") if exposures else ("accuracy",)
+    sections = [of_treatment(accuracy(run, AuditConfig(), seed=seed), "federate", ran)]
+    if exposures:
+        sections.append(exposure_section(exposures, seed=seed))
+    for section in sections:
+        report.add(section)
+    return [finding for section in sections for finding in section.findings]
 
 
 def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
@@ -542,27 +571,3 @@ def client_table(run: Run) -> Table:
         for client in sorted(last.after)
     ]
     return Table(f"Accuracy of each client in round {last.round}", columns, rows)
-
-
-def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
-    """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
-    accuracies, seen = accuracy_findings(run, seed=seed), exposure_findings(exposures, seed=seed)
-    report.section(
-        "Accuracy", accuracies, figures=[training_figure(run.rounds, run.method.name)], tables=[client_table(run)],
-        intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
-        "model when its local training ends. Each client counts once.",
-        question="How well does the personalized model do?", treatment="federate",
-        audits=("accuracy", "gradient-inversion") if exposures else ("accuracy",),
-    )  # fmt: skip
-    if exposures:
-        figure = exposure_figure(exposures)
-        report.section(
-            "What the server could have seen", seen, figures=[figure] if figure else [],
-            tables=[exposure_table(exposures)],
-            intro="One client's update is attacked as an honest but curious server would: it knows the model, the "
-            "settings and what it sent, and no label. Findings about the schedule of this run have targets; shorter "
-            "schedules are reported to show what protects and what does not.",
-            question="What could the server have seen?",
-            conclusion=f"Under this run's schedule {next(one for one in exposures if one.is_own).verdict}.",
-        )  # fmt: skip
-    return accuracies + seen
