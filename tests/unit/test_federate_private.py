@@ -12,7 +12,7 @@ from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
 from netweight.methods.federate.dp import by_vmap
-from netweight.methods.federate.local import padded, poisson_batches, train_clients, train_privately
+from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights
 from netweight.methods.federate.task import LocalModel
 
@@ -91,7 +91,7 @@ def test_a_step_without_examples_is_noise_alone() -> None:
     phase = Phase(trains="both", epochs=1, lr=1.0, privacy=Privacy(noise_multiplier=1.0))
     start = Weights(task.initial_body(), task.initial_head())
     empty = next(seed for seed in range(2000) if not any(len(index) for index in poisson_batches(4, 1, 1, seed)))
-    (found,), (loss,) = train_privately(LocalModel(task), [start], [0], phase, training, seeds_by_client=[empty])
+    (found,), (loss,) = train_phase(LocalModel(task), [Learner(0, start, empty)], phase, training)
     assert loss == 0
     assert float(moved(task, found).std()) == pytest.approx(0.04 * 4**0.5, rel=0.3)  # four steps of noise
 
@@ -139,12 +139,7 @@ def test_batch_normalization_is_refused_before_the_first_step() -> None:
         train_one(task, dp_fedavg(1.0, training=TRAINING))
 
 
-def test_a_private_phase_is_never_trained_without_privacy() -> None:
-    task = make_task()
-    start = Weights(task.initial_body(), task.initial_head())
-    phase = Phase(trains="both", epochs=1, lr=0.1, privacy=Privacy(noise_multiplier=1.0))
-    with pytest.raises(UsageError, match="without privacy"):
-        train_clients(LocalModel(task), [start], [0], phase, TRAINING, seeds_by_client=[0])
+def test_a_step_of_the_head_goes_with_private_training_of_the_body() -> None:
     with pytest.raises(UsageError, match="privately"):
         Phase(trains="body", epochs=1, lr=0.1, head_lr=0.1)
 

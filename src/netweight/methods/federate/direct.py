@@ -12,7 +12,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.methods.federate.local import train_clients, train_privately
+from netweight.methods.federate.local import Learner, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights, from_named, named_weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling
 from netweight.methods.federate.task import FedTask, LocalModel
@@ -60,8 +60,8 @@ class DirectMethod:
         losses: list[float] = []
         for order, phase in enumerate(self.phases):
             draws = [seeds.derive(seed, "client", number, "round", round, "phase", order) for number in numbers]
-            train = train_clients if phase.privacy is None else train_privately
-            weights, losses = train(model, weights, numbers, phase, self.training, seeds_by_client=draws)
+            learners = [Learner(*one) for one in zip(numbers, weights, draws, strict=True)]
+            weights, losses = train_phase(model, learners, phase, self.training)
         return [self._trained(task, *found, round) for found in zip(numbers, weights, losses, strict=True)]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:

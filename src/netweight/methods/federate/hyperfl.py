@@ -7,7 +7,7 @@ biases and embeddings are small and dense. Local SGD adds one rank to a head per
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -17,11 +17,13 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.local import (
     Descent,
+    Learner,
     Stream,
+    learners_of,
     rule_for,
     side_by_side,
     steps_per_epoch,
-    train_clients,
+    train_phase,
 )
 from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, prefixed, without
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
@@ -117,30 +119,20 @@ class HyperFL:
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train each client's head, then all clients' hypernetworks and embeddings side by side."""
-        numbers = [client.number for client in clients]
-        draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
-        weights = [self.weights(task, client.received, client.private) for client in clients]
-        weights = self._train_heads(model, numbers, weights, draws)
+        learners = self._with_trained_heads(model, learners_of(self, task, clients, round=round, seed=seed))
         generated = train_generated(
-            model,
-            numbers,
-            weights,
-            [client.private["embedding"] for client in clients],
-            clients[0].received,
-            self.training,
+            model, learners, [client.private["embedding"] for client in clients], clients[0].received, self.training,
             head="generated" if not self.private_head else "trained" if self.joint_head else "kept",
-            seeds_by_client=draws,
-        )
-        return [self._trained(task, number, found, round) for number, found in zip(numbers, generated, strict=True)]
+        )  # fmt: skip
+        return [self._trained(task, c.number, found, round) for c, found in zip(clients, generated, strict=True)]
 
-    def _train_heads(
-        self, model: LocalModel, numbers: Sequence[int], weights: list[Weights], draws: Sequence[int]
-    ) -> list[Weights]:
+    def _with_trained_heads(self, model: LocalModel, learners: list[Learner]) -> list[Learner]:
         if not self.private_head or not self.training.head_epochs:
-            return weights
+            return learners
         phase = Phase(trains="head", epochs=self.training.head_epochs, lr=self.training.head_lr)
-        own = [seeds.derive(draw, "head") for draw in draws]
-        return train_clients(model, weights, numbers, phase, self.training, seeds_by_client=own)[0]
+        own = [replace(learner, seed=seeds.derive(learner.seed, "head")) for learner in learners]
+        trained = train_phase(model, own, phase, self.training)[0]
+        return [replace(learner, weights=weights) for learner, weights in zip(learners, trained, strict=True)]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the weighted average of the hypernetworks."""
@@ -170,27 +162,17 @@ class Generated:
 
 
 def train_generated(
-    model: LocalModel,
-    numbers: Sequence[int],
-    weights: Sequence[Weights],
-    embeddings: Sequence[Tensor],
-    received: Tensors,
-    training: LocalTraining,
-    *,
-    head: Literal["kept", "trained", "generated"],
-    seeds_by_client: Sequence[int],
-) -> list[Generated]:
+    model: LocalModel, clients: Sequence[Learner], embeddings: Sequence[Tensor], received: Tensors,
+    training: LocalTraining, *, head: Literal["kept", "trained", "generated"],
+) -> list[Generated]:  # fmt: skip
     """Train hypernetwork and embedding of each client by SGD through the body that they generate."""
     # Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
-    group = _Group(model, numbers, weights, embeddings, received, training, generates_head=head == "generated")
-    streams = [
-        iter(Stream(model, number, training.epochs, training.batch_size, seed))
-        for number, seed in zip(numbers, seeds_by_client, strict=True)
-    ]
+    group = _Group(model, clients, embeddings, received, training, generates_head=head == "generated")
+    streams = [iter(Stream(model, client, training.epochs, training.batch_size)) for client in clients]
     gradients = rule_for(model.device)
     trains: Trains = "body" if head == "kept" else "both"
     model.train(trains)
-    total, count = torch.zeros(len(numbers)), torch.zeros(len(numbers))
+    total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
     for rows, batches in side_by_side(streams):
         made, codes, inputs = group.generate(rows)
         bodies, heads = group.halves(made, rows)
@@ -214,28 +196,20 @@ class _Group:
     """Clients that train side by side from one hypernetwork."""
 
     def __init__(
-        self,
-        model: LocalModel,
-        numbers: Sequence[int],
-        weights: Sequence[Weights],
-        embeddings: Sequence[Tensor],
-        received: Tensors,
-        training: LocalTraining,
-        *,
-        generates_head: bool,
-    ) -> None:
-        k, device = len(numbers), model.device
-        steps = max(
-            training.epochs * steps_per_epoch(model.task.client(number).n, training.batch_size) for number in numbers
-        )
+        self, model: LocalModel, clients: Sequence[Learner], embeddings: Sequence[Tensor], received: Tensors,
+        training: LocalTraining, *, generates_head: bool,
+    ) -> None:  # fmt: skip
+        k, device = len(clients), model.device
+        sizes = [model.task.client(client.number).n for client in clients]
+        steps = max(training.epochs * steps_per_epoch(n, training.batch_size) for n in sizes)
         self._clip, self._generates_head, self._body = training.clip, generates_head, model.task.body_layout.size
         trunk = {name: value.to(device) for name, value in received.items() if name not in (_WEIGHT, _BIAS)}
         self._layout = ParameterLayout.of(trunk)
         self._heads = _heads(received[_WEIGHT].to(device), received[_BIAS].to(device), k, steps, training, model.memory)
         self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
         self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
-        self.classifiers = Descent(torch.stack([w.head for w in weights]).to(device), training.lr, training)
-        self.statistics = [{name: value.to(device, copy=True) for name, value in w.statistics.items()} for w in weights]
+        self.classifiers = Descent(torch.stack([c.weights.head for c in clients]).to(device), training.lr, training)
+        self.statistics = [client.weights.statistics_on(device) for client in clients]
 
     def generate(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return what is generated `(k, P)`, codes `(k, H)` with their graph, and what the graph begins with."""

@@ -12,96 +12,80 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from netweight.core import seeds
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import Unsupported
 from netweight.methods.federate.dp import Batch, clipped_sum
-from netweight.methods.federate.method import Weights
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Trains
-from netweight.methods.federate.task import LocalModel, Statistics
+from netweight.methods.federate.method import Client, Method, Weights
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
+from netweight.methods.federate.task import FedTask, LocalModel, Statistics
+
+_Trained = tuple[list[Weights], list[float]]  # each client's weights and mean loss
 
 
-def train_clients(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    phase: Phase,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase without differential privacy; `train_privately` is for the others."""
-    if phase.privacy is not None:
-        raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
-    if phase.trains == "head":
-        found = [
-            _train_head(model, w, number, phase, training, seed)
-            for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
-        ]
-        return [w for w, _ in found], [loss for _, loss in found]
-    streams = [
-        _batches(model, number, phase.epochs, training.batch_size, seed)
-        for number, seed in zip(numbers, seeds_by_client, strict=True)
-    ]
-    return _train_streams(model, weights, streams, phase.trains, phase.lr, training)
+@final
+@dataclass(frozen=True)
+class Learner:
+    """A client before a stretch of local training."""
+
+    number: int  # its number in the task
+    weights: Weights
+    seed: int  # of its draws
 
 
-def train_steps(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    steps: int,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
+def learners_of(method: Method, task: FedTask, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
+    """Return the clients of a round with the models that they begin with."""
+    return [
+        Learner(
+            client.number, method.weights(task, client.received, client.private),
+            seeds.derive(seed, "client", client.number, "round", round),
+        )
+        for client in clients
+    ]  # fmt: skip
+
+
+def train_phase(model: LocalModel, clients: Sequence[Learner], phase: Phase, training: LocalTraining) -> _Trained:
+    """Train clients by one phase; return their weights and mean losses, in the order given."""
+    if phase.privacy is None and phase.trains != "head":
+        streams = [_batches(model, client, phase.epochs, training.batch_size) for client in clients]
+        return _train_streams(model, clients, streams, phase.trains, phase.lr, training)
+    train = _train_head if phase.privacy is None else _train_privately
+    found = [train(model, client, phase, training) for client in clients]
+    return [weights for weights, _ in found], [loss for _, loss in found]
+
+
+def train_steps(model: LocalModel, clients: Sequence[Learner], steps: int, training: LocalTraining) -> _Trained:
     """Train both halves of clients by a number of steps, whatever their numbers of examples."""
     streams = []
-    for number, seed in zip(numbers, seeds_by_client, strict=True):
-        epochs = -(-steps // steps_per_epoch(model.task.client(number).n, training.batch_size))
-        streams.append(itertools.islice(_batches(model, number, epochs, training.batch_size, seed), steps))
-    return _train_streams(model, weights, streams, "both", training.lr, training)
+    for client in clients:
+        epochs = -(-steps // steps_per_epoch(model.task.client(client.number).n, training.batch_size))
+        streams.append(itertools.islice(_batches(model, client, epochs, training.batch_size), steps))
+    return _train_streams(model, clients, streams, "both", training.lr, training)
 
 
-def _batches(model: LocalModel, number: int, epochs: int, batch_size: int, seed: int) -> Iterator[Batch]:
+def _batches(model: LocalModel, client: Learner, epochs: int, batch_size: int) -> Iterator[Batch]:
     """Yield a client's batches; its examples are placed when the first is asked for."""
-    yield from Stream(model, number, epochs, batch_size, seed)
+    yield from Stream(model, client, epochs, batch_size)
 
 
 def _train_streams(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    streams: Sequence[Iterator[Batch]],
-    trains: Literal["body", "both"],
-    lr: float,
-    training: LocalTraining,
-) -> tuple[list[Weights], list[float]]:
+    model: LocalModel, clients: Sequence[Learner], streams: Sequence[Iterator[Batch]], trains: Literal["body", "both"],
+    lr: float, training: LocalTraining,
+) -> _Trained:  # fmt: skip
     """Train clients by one stream of batches each."""
-    if model.device.type != "cpu":
-        return _train_group(model, weights, streams, trains, lr, training)
-    pairs = [  # one client at a time stays in the processor's cache
-        _train_group(model, [w], [stream], trains, lr, training) for w, stream in zip(weights, streams, strict=True)
-    ]
-    return [w for group, _ in pairs for w in group], [loss for _, losses in pairs for loss in losses]
-
-
-def _train_group(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    streams: Sequence[Iterator[Batch]],
-    trains: Literal["body", "both"],
-    lr: float,
-    training: LocalTraining,
-) -> tuple[list[Weights], list[float]]:
-    """Train clients step by step side by side."""
-    statistics = [{name: value.to(model.device, copy=True) for name, value in w.statistics.items()} for w in weights]
-    bodies = Descent(torch.stack([w.body for w in weights]).to(model.device), lr, training)
-    heads = Descent(torch.stack([w.head for w in weights]).to(model.device), lr, training)
+    if model.device.type == "cpu" and len(clients) > 1:  # one client at a time stays in the processor's cache
+        singles = [
+            _train_streams(model, [client], [stream], trains, lr, training)
+            for client, stream in zip(clients, streams, strict=True)
+        ]
+        return [found[0] for found, _ in singles], [losses[0] for _, losses in singles]
+    statistics = [client.weights.statistics_on(model.device) for client in clients]
+    bodies = Descent(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
+    heads = Descent(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
     model.train(trains)
     gradients = rule_for(model.device)
-    total, count = torch.zeros(len(weights)), torch.zeros(len(weights))
+    total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
     for rows, batches in side_by_side(streams):
-        found = gradients(
-            model, bodies.vectors[rows], heads.vectors[rows], batches, trains, [statistics[row] for row in rows]
-        )
+        own = [statistics[row] for row in rows]
+        found = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
         if found.body is not None:
             bodies.step(found.body, rows)
         if found.head is not None:
@@ -115,25 +99,21 @@ def _train_group(
 def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
     """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
     rows = list(range(len(streams)))
-    while True:
-        step = [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]
-        if not step:
-            return
+    while step := [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]:
         rows = [row for row, _ in step]
         yield rows, [batch for _, batch in step]
 
 
-def _train_head(
-    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
-) -> tuple[Weights, float]:
+def _train_head(model: LocalModel, client: Learner, phase: Phase, training: LocalTraining) -> tuple[Weights, float]:
     """Train one client's head on the features of its body as it stands, which is in evaluation mode."""
     # Features are computed once unless inputs are augmented.
     model.train("head")
-    stream = Stream(model, number, phase.epochs, training.batch_size, seed)
+    weights, (inputs, targets) = client.weights, model.task.client(client.number).train
+    stream = Stream(model, client, phase.epochs, training.batch_size)
     head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
     losses = []
-    known = None if model.task.augment else _features(model, weights, model.task.client(number).train[0])
-    targets = model.task.client(number).train[1].to(model.device)
+    known = None if model.task.augment else _features(model, weights, inputs)
+    targets = targets.to(model.device)
     for index in stream.indices:
         if known is None:
             inputs, wanted = stream.batch(index)
@@ -149,65 +129,44 @@ def _train_head(
 
 @torch.no_grad()
 def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
-    parts = torch.split(model.place(inputs), 256)
-    body = weights.body.to(model.device)
-    statistics = {name: value.to(model.device) for name, value in weights.statistics.items()}
-    return torch.cat([model.features(body, part, statistics) for part in parts])
+    body, statistics = weights.body.to(model.device), weights.statistics_on(model.device)
+    return torch.cat([model.features(body, part, statistics) for part in torch.split(model.place(inputs), 256)])
 
 
-def train_privately(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    phase: Phase,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase with `phase.privacy` set."""
-    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
-    trained = [
-        _train_one(model, w, number, phase, training, seed)
-        for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
-    ]
-    return [w for w, _ in trained], [loss for _, loss in trained]
-
-
-def _train_one(
-    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
+def _train_privately(
+    model: LocalModel, client: Learner, phase: Phase, training: LocalTraining
 ) -> tuple[Weights, float]:
+    """Train one client by DP-SGD."""
+    # Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
+    # The noise comes from the federation's seed, so that a run can be repeated; who knows the seed can take the noise
+    # off again. Where that matters, each client must draw a seed of its own and keep it.
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
     assert phase.privacy is not None
-    stream = Stream(model, number, phase.epochs, training.batch_size, seed, phase.privacy.sampling)
-    expected = min(training.batch_size, model.task.client(number).n)
+    stream = Stream(model, client, phase.epochs, training.batch_size, phase.privacy.sampling)
     model.train("both" if phase.head_lr is not None else phase.trains)
-    client = _Client(model, weights, phase, phase.privacy, training, expected)
+    private = _PrivateSteps(model, client, phase, phase.privacy, training)
     losses = []
     for step, index in enumerate(stream.indices):
-        noise = seeds.torch_generator(seed, "noise", step, device=str(model.device))
+        noise = seeds.torch_generator(client.seed, "noise", step, device=str(model.device))
         if not len(index):
-            client.step_without_examples(noise)
+            private.step_without_examples(noise)
             continue
         index, mask = padded(index)
-        losses.append(client.step(*stream.batch(index), mask.to(model.device), noise))
+        losses.append(private.step(*stream.batch(index), mask.to(model.device), noise))
     loss = float(torch.stack(losses).mean()) if losses else 0.0
-    return Weights(client.body.vectors[0], client.head.vectors[0], weights.statistics), loss
+    return Weights(private.body.vectors[0], private.head.vectors[0], client.weights.statistics), loss
 
 
 @final
-class _Client:
-    """One client while it trains: its two halves, each with its optimizer."""
+class _PrivateSteps:
+    """One client's two halves while it trains, each with its optimizer."""
 
     def __init__(
-        self,
-        model: LocalModel,
-        weights: Weights,
-        phase: Phase,
-        privacy: Privacy,
-        training: LocalTraining,
-        expected: int,
+        self, model: LocalModel, client: Learner, phase: Phase, privacy: Privacy, training: LocalTraining
     ) -> None:
-        self._model, self._phase, self._privacy, self._expected = model, phase, privacy, expected
-        self._statistics = weights.statistics
+        self._model, self._phase, self._privacy = model, phase, privacy
+        self._expected = min(training.batch_size, model.task.client(client.number).n)
+        weights, self._statistics = client.weights, client.weights.statistics
         self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
         self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
 
@@ -216,15 +175,9 @@ class _Client:
         if self._phase.head_lr is not None:
             self._plain_head_step(inputs[mask], targets[mask])
         found = clipped_sum(
-            self._model,
-            self.body.vectors[0],
-            self.head.vectors[0],
-            (inputs, targets),
-            mask,
-            self._phase.trains,
-            self._privacy.clip,
-            self._statistics,
-        )
+            self._model, self.body.vectors[0], self.head.vectors[0], (inputs, targets), mask, self._phase.trains,
+            self._privacy.clip, self._statistics,
+        )  # fmt: skip
         self._descend(found.body, found.head, noise)
         return found.loss
 
@@ -280,20 +233,14 @@ class Stream:
     """One client's batches of one phase, in order, augmented where the task says so."""
 
     def __init__(
-        self,
-        model: LocalModel,
-        client: int,
-        epochs: int,
-        batch_size: int,
-        seed: int,
-        sampling: Literal["shuffled", "poisson"] = "shuffled",
+        self, model: LocalModel, client: Learner, epochs: int, batch_size: int, sampling: Sampling = "shuffled"
     ) -> None:
-        inputs, self._targets = model.task.client(client).train
+        inputs, self._targets = model.task.client(client.number).train
         self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
         self._augment = model.task.augment
-        self._generator = seeds.torch_generator(seed, "augment")
+        self._generator = seeds.torch_generator(client.seed, "augment")
         draw = poisson_batches if sampling == "poisson" else shuffled_batches
-        self.indices = draw(len(inputs), batch_size, epochs, seed)
+        self.indices = draw(len(inputs), batch_size, epochs, client.seed)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
-from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.task import FedTask, LocalModel, Statistics
 from netweight.methods.federate.updates import Tensors, Update
 
 # Prefix of running statistics of normalization layers, which stay with their client in every method.
@@ -33,7 +34,11 @@ class Weights:
     body: Tensor  # the body's trained parameters, shape `(task.body_layout.size,)`
     head: Tensor  # the head's, shape `(task.head_layout.size,)`
     # The body's running statistics by name, where it has normalization layers that keep some.
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
+
+    def statistics_on(self, device: torch.device) -> dict[str, Tensor]:
+        """Return a copy of the running statistics on a device, to train with."""
+        return {name: value.to(device, copy=True) for name, value in self.statistics.items()}
 
 
 def named_weights(task: FedTask, weights: Weights) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.local import train_steps
+from netweight.methods.federate.local import learners_of, train_steps
 from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import FedTask, LocalModel
@@ -97,11 +97,9 @@ class PFedHN:
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
         """Train each client's whole model by a number of steps."""
-        numbers = [client.number for client in clients]
-        weights = [self.weights(task, client.received, client.private) for client in clients]
-        draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
-        found, losses = train_steps(model, weights, numbers, self.steps, self.training, seeds_by_client=draws)
-        return [self._trained(task, *one, round) for one in zip(numbers, found, losses, strict=True)]
+        learners = learners_of(self, task, clients, round=round, seed=seed)
+        found, losses = train_steps(model, learners, self.steps, self.training)
+        return [self._trained(task, c.number, *one, round) for c, *one in zip(clients, found, losses, strict=True)]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the state after one step with the gradients of all clients."""
