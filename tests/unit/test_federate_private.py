@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
-from netweight.methods.federate.dp import by_vmap
+from netweight.methods.federate.dp import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights
 from netweight.methods.federate.task import LocalModel
@@ -57,7 +57,7 @@ def test_a_step_moves_by_at_most_clip_over_batch_for_each_example() -> None:
     model = LocalModel(task)
     model.train("both")
     batch, mask = task.client(0).train, torch.ones(20, dtype=torch.bool)
-    wanted = by_vmap(model, task.initial_body(), task.initial_head(), batch, mask, "both", 0.01)
+    wanted = by_vmap(PrivateStep(model, task.initial_body(), task.initial_head(), batch, mask, "both", 0.01))
     assert wanted.body is not None
     assert wanted.head is not None
     assert moved(task, found.weights).norm() <= 0.01
@@ -117,7 +117,7 @@ def test_ppsgd_takes_the_bodys_gradient_at_the_new_head() -> None:
     head = (head - 0.5 * torch.autograd.grad(model.loss(body, head, inputs, targets), head)[0]).detach()
     torch.testing.assert_close(found.weights.head, head)
     model.train("body")
-    wanted = by_vmap(model, body, head, (inputs, targets), torch.ones(20, dtype=torch.bool), "body", 0.02)
+    wanted = by_vmap(PrivateStep(model, body, head, (inputs, targets), torch.ones(20, dtype=torch.bool), "body", 0.02))
     assert wanted.body is not None
     torch.testing.assert_close(found.weights.body, body - wanted.body / 20)
 

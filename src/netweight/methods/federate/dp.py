@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -25,15 +25,36 @@ from torch.func import grad_and_value, vmap
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.federate.settings import Trains
 from netweight.methods.federate.task import LocalModel, Statistics
-from netweight.nn import ParameterLayout
 
 # Inputs, shape `(n, …)`, and targets, shape `(n, …)`, of one client's step; n may be 0.
 Batch = tuple[Tensor, Tensor]
 _LOG = logging.getLogger(__name__)
-
-
 # Largest number of single examples' gradient values to hold: a quarter of a gigabyte.
 _VALUES_AT_ONCE = 2**26
+
+
+@final
+@dataclass(frozen=True)
+class PrivateStep:
+    """A client's step, whose examples' gradients are clipped over all that is trained together."""
+
+    model: LocalModel
+    body: Tensor  # shape `(P,)`
+    head: Tensor  # shape `(Q,)`
+    batch: Batch
+    mask: Tensor  # which examples count, shape `(n,)`; the others fill the batch up
+    trains: Trains
+    clip: float  # largest norm of an example's gradient
+    statistics: Statistics | None = None
+
+    def halves(self, body: Any, head: Any) -> tuple[Any, Any]:
+        """Return what is said of each half, None for one that is not trained."""
+        return (None if self.trains == "head" else body), (None if self.trains == "body" else head)
+
+    def factors(self, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return norms, given their squares, and what each example's gradient is multiplied by: 0 for padding."""
+        norms = squared.sqrt()
+        return norms, torch.where(self.mask, self.clip / norms.clamp(min=self.clip), 0)
 
 
 @final
@@ -47,27 +68,16 @@ class Clipped:
     norms: Tensor  # norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked
 
 
-def clipped_sum(
-    model: LocalModel,
-    body: Tensor,
-    head: Tensor,
-    batch: Batch,
-    mask: Tensor,
-    trains: Trains,
-    clip: float,
-    statistics: Statistics | None = None,
-) -> Clipped:
-    """Clip each example's gradient over all that is trained together, and add them up."""
+def clipped_sum(step: PrivateStep) -> Clipped:
+    """Clip each example's gradient and add them up."""
     # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
-    refuse_mixing_layers(model)
-    trained = (body.numel() if trains != "head" else 0) + (head.numel() if trains != "body" else 0)
-    at_once = max(1, _VALUES_AT_ONCE // trained)
-    whole = (*batch, mask)
-    parts = [
-        _sum_of_part(model, body, head, (x, y), m, trains, clip, statistics)
-        for x, y, m in zip(*(torch.split(one, at_once) for one in whole), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else _joined(parts, [int(m.sum()) for m in torch.split(mask, at_once)])
+    refuse_mixing_layers(step.model)
+    at_once = max(
+        1, _VALUES_AT_ONCE // sum(half.numel() for half in step.halves(step.body, step.head) if half is not None)
+    )
+    split = zip(*(torch.split(one, at_once) for one in (*step.batch, step.mask)), strict=True)
+    parts = [_sum_of_part(replace(step, batch=(x, y), mask=mask)) for x, y, mask in split]
+    return parts[0] if len(parts) == 1 else _joined(parts, [int(m.sum()) for m in torch.split(step.mask, at_once)])
 
 
 def _joined(parts: Sequence[Clipped], counts: Sequence[int]) -> Clipped:
@@ -101,28 +111,18 @@ def refuse_mixing_layers(model: LocalModel) -> None:
 _FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
 
 
-def _sum_of_part(
-    model: LocalModel,
-    body: Tensor,
-    head: Tensor,
-    batch: Batch,
-    mask: Tensor,
-    trains: Trains,
-    clip: float,
-    statistics: Statistics | None,
-) -> Clipped:
-    if not bool(mask.any()):
-        nothing = body.new_zeros(())
-        sums = (body.new_zeros(len(body)) if trains != "head" else None, head.new_zeros(len(head)))
-        return Clipped(sums[0], sums[1] if trains != "body" else None, nothing, body.new_zeros(len(mask)))
-    known = _FITS.setdefault(model, {})
-    if not known.get(trains, True):
-        return by_vmap(model, body, head, batch, mask, trains, clip, statistics)
-    found = by_layers(model, body, head, batch, mask, trains, clip, statistics)
-    if found is None or trains not in known:
-        plain = by_vmap(model, body, head, batch, mask, trains, clip, statistics)
-        known[trains] = found is not None and _agree(found, plain, mask, clip)
-        if not known[trains]:
+def _sum_of_part(step: PrivateStep) -> Clipped:
+    if not bool(step.mask.any()):
+        body, head = step.halves(torch.zeros_like(step.body), torch.zeros_like(step.head))
+        return Clipped(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
+    known = _FITS.setdefault(step.model, {})
+    if not known.get(step.trains, True):
+        return by_vmap(step)
+    found = by_layers(step)
+    if found is None or step.trains not in known:
+        plain = by_vmap(step)
+        known[step.trains] = found is not None and _agree(found, plain, step.mask, step.clip)
+        if not known[step.trains]:
             _LOG.info("Gradients of single examples are computed by vmap for this model, which is slower.")
             return plain
     assert found is not None
@@ -137,90 +137,49 @@ def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
     return bool(alike.float().mean() >= 0.75) and bool(torch.cat(apart).norm() <= 0.05 * others.clamp(max=clip).sum())
 
 
-def _factors(squared: Tensor, mask: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return norms, and what each example's gradient is multiplied by: 0 for padding."""
-    norms = squared.sqrt()
-    return norms, torch.where(mask, clip / norms.clamp(min=clip), 0)
-
-
-def by_vmap(
-    model: LocalModel,
-    body: Tensor,
-    head: Tensor,
-    batch: Batch,
-    mask: Tensor,
-    trains: Trains,
-    clip: float,
-    statistics: Statistics | None = None,
-) -> Clipped:
+def by_vmap(step: PrivateStep) -> Clipped:
     """Do what `clipped_sum` does with every example's gradient as a row of a matrix; for any model."""
 
     def loss(body: Tensor, head: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return model.loss(body, head, x[None], y[None], statistics)
+        return step.model.loss(body, head, x[None], y[None], step.statistics)
 
-    which = {"body": (0,), "head": (1,), "both": (0, 1)}[trains]
+    which = {"body": (0,), "head": (1,), "both": (0, 1)}[step.trains]
     rule = vmap(grad_and_value(loss, argnums=which), in_dims=(None, None, 0, 0), randomness="different")
-    rows, losses = rule(body.detach(), head.detach(), *batch)
-    squared = torch.stack([part.square().sum(1) for part in rows]).sum(0)
-    norms, factors = _factors(squared, mask, clip)
+    rows, losses = rule(step.body.detach(), step.head.detach(), *step.batch)
+    norms, factors = step.factors(torch.stack([part.square().sum(1) for part in rows]).sum(0))
     sums = [factors @ part for part in rows]
-    return Clipped(
-        sums[0] if trains != "head" else None, sums[-1] if trains != "body" else None, losses[mask].mean(), norms
-    )
+    return Clipped(*step.halves(sums[0], sums[-1]), losses[step.mask].mean(), norms)
 
 
-def by_layers(
-    model: LocalModel,
-    body: Tensor,
-    head: Tensor,
-    batch: Batch,
-    mask: Tensor,
-    trains: Trains,
-    clip: float,
-    statistics: Statistics | None = None,
-) -> Clipped | None:
+def by_layers(step: PrivateStep) -> Clipped | None:
     """Do what `clipped_sum` does from one backward pass; None if some trained parameter is not of a known layer."""
-    halves: list[tuple[str, nn.Module, ParameterLayout]] = []
-    if trains != "head":
-        halves.append(("body.", model.body, model.task.body_layout))
-    if trains != "body":
-        halves.append(("head.", model.head, model.task.head_layout))
+    model, task = step.model, step.model.task
+    halves = [
+        half
+        for half in step.halves(("body.", model.body, task.body_layout), ("head.", model.head, task.head_layout))
+        if half is not None
+    ]
     layers: dict[str, nn.Module] = {}
     for prefix, module, layout in halves:
-        owners = _owners(module, layout)
-        if owners is None:
+        owners = {name.rpartition(".")[0]: module.get_submodule(name.rpartition(".")[0]) for name in layout.names}
+        if not all(is_known(layer) for layer in owners.values()):
             return None
         layers |= {prefix + name: layer for name, layer in owners.items()}
-    found = _backward(model, body.detach(), head.detach(), batch, mask, layers, statistics)
+    found = _backward(step, layers)
     if found is None:
         return None
     gradients, loss = found
     parts = [[gradients[prefix + name] for name in layout.names] for prefix, _, layout in halves]
-    squared = torch.stack([one.squared_norms() for half in parts for one in half]).sum(0)
-    norms, factors = _factors(squared, mask, clip)
+    norms, factors = step.factors(torch.stack([one.squared_norms() for half in parts for one in half]).sum(0))
     sums = [torch.cat([one.weighted_sum(factors) for one in half]) for half in parts]
-    return Clipped(sums[0] if trains != "head" else None, sums[-1] if trains != "body" else None, loss, norms)
+    return Clipped(*step.halves(sums[0], sums[-1]), loss, norms)
 
 
-def _owners(module: nn.Module, layout: ParameterLayout) -> dict[str, nn.Module] | None:
-    """Return the layers that own a half's trained parameters, or None if some are of another kind."""
-    owners = {name.rpartition(".")[0]: module.get_submodule(name.rpartition(".")[0]) for name in layout.names}
-    return owners if all(is_known(layer) for layer in owners.values()) else None
-
-
-def _backward(
-    model: LocalModel,
-    body: Tensor,
-    head: Tensor,
-    batch: Batch,
-    mask: Tensor,
-    layers: Mapping[str, nn.Module],
-    statistics: Statistics | None,
-) -> tuple[dict[str, PerSample], Tensor] | None:
+def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[str, PerSample], Tensor] | None:
     """Return gradients by full parameter name and the mean loss; None if a layer was not called exactly once."""
-    inputs, targets = batch
+    model, mask, (inputs, targets) = step.model, step.mask, step.batch
     with torch.enable_grad(), _captured(layers) as calls:
-        outputs = model.classify(head, model.features(body, inputs, statistics))
+        outputs = model.classify(step.head.detach(), model.features(step.body.detach(), inputs, step.statistics))
         loss = model.task.loss(outputs[mask], targets[mask])
     if any(len(made) != 1 or made[0].inputs.shape[0] != len(inputs) for made in calls.values()):
         return None

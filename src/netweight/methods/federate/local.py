@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 
 from netweight.core import seeds
 from netweight.errors import Unsupported
-from netweight.methods.federate.dp import Batch, clipped_sum
+from netweight.methods.federate.dp import Batch, PrivateStep, clipped_sum
 from netweight.methods.federate.method import Client, Method, Weights
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
 from netweight.methods.federate.task import FedTask, LocalModel, Statistics
@@ -174,10 +174,10 @@ class _PrivateSteps:
         """Take one step with the examples of the mask; return their mean loss."""
         if self._phase.head_lr is not None:
             self._plain_head_step(inputs[mask], targets[mask])
-        found = clipped_sum(
+        found = clipped_sum(PrivateStep(
             self._model, self.body.vectors[0], self.head.vectors[0], (inputs, targets), mask, self._phase.trains,
             self._privacy.clip, self._statistics,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._descend(found.body, found.head, noise)
         return found.loss
 
