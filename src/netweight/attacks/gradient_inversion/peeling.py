@@ -111,7 +111,7 @@ def _with(block: Block, *, pool: int | None = None, slope: float | None = None) 
     """The block with pooling or an activation, which may come in either order: leaky ReLU is monotone."""
     if (pool is not None and block.pool != 1) or (slope is not None and block.slope != 1):
         raise Unsupported(f"Two poolings or two activations follow {block.name!r}.", cure=_CURE)
-    return replace(block, **{key: value for key, value in (("pool", pool), ("slope", slope)) if value is not None})
+    return replace(block, pool=block.pool if pool is None else pool, slope=block.slope if slope is None else slope)
 
 
 @final

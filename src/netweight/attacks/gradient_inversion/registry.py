@@ -39,8 +39,8 @@ def run_attack(
     search: dict[str, Any] = {"restarts": restarts, **{key: value for key, value in given.items() if value is not None}}
     about: dict[str, Any] = {"shape": shape, "seed": seed, "progress": progress}
     if name == "dlg":
-        given_labels = {"classes": classes, "labels": labels}
-        return dlg(local_update, params, observed, **given_labels, config=DLGConfig(**search), **about)
+        about |= {"classes": classes, "labels": labels, "config": DLGConfig(**search)}
+        return dlg(local_update, params, observed, **about)
     if labels is None:
         labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
     if name == "first-layer":

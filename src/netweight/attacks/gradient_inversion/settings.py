@@ -21,44 +21,44 @@ class InversionSettings(Settings):
     model: Annotated[str, Cli(metavar="MODULE:NAME")] = Field(description="A module, or a function that makes one.")
     update: _File = Field(description="What the client sent, as .safetensors.")
     params: _File | None = Field(
-        None, description="What the client started from; by default the weights the model is made with."
+        default=None, description="What the client started from; by default the weights the model is made with."
     )
     shape: Annotated[tuple[int, ...], Cli(comma=True, metavar="N,C,H,W")] = Field(
         description="Shape of the client's batch."
     )
     labels: Annotated[tuple[int, ...] | None, Cli(comma=True, metavar="L,L,...")] = Field(
-        None, description="The labels, if they are known; else they are recovered."
+        default=None, description="The labels, if they are known; else they are recovered."
     )
-    classes: int | None = Field(None, ge=2, description="Number of classes, for dlg without labels.")
+    classes: int | None = Field(default=None, ge=2, description="Number of classes, for dlg without labels.")
     attack: Literal["ig", "dlg", "rog", "first-layer"] = Field(
-        "ig",
+        default="ig",
         description="ig: cosine and total variation; dlg: squared distance, labels too; rog: a coarse latent; "
         "first-layer: without a search.",
     )
-    layer: str | None = Field(None, description="Name of the first layer, for first-layer.")
+    layer: str | None = Field(default=None, description="Name of the first layer, for first-layer.")
     sent: Literal["gradient", "difference"] = Field(
-        "gradient", description="A gradient of one batch, or the parameters after local SGD minus those before."
+        default="gradient", description="A gradient of one batch, or the parameters after local SGD minus those before."
     )
-    lr: float | None = Field(None, gt=0, description="The client's learning rate, for a difference.")
-    local_steps: int = Field(1, ge=1, description="The client's local steps.")
-    batch_size: int | None = Field(None, ge=1, description="Images per local step; all by default.")
-    momentum: float = Field(0.0, description="The client's momentum.")
-    weight_decay: float = Field(0.0, description="The client's weight decay.")
+    lr: float | None = Field(default=None, gt=0, description="The client's learning rate, for a difference.")
+    local_steps: int = Field(default=1, ge=1, description="The client's local steps.")
+    batch_size: int | None = Field(default=None, ge=1, description="Images per local step; all by default.")
+    momentum: float = Field(default=0.0, description="The client's momentum.")
+    weight_decay: float = Field(default=0.0, description="The client's weight decay.")
     mean: Annotated[tuple[float, ...], Cli(comma=True, metavar="M,...")] = Field(
-        (0.0,), description="Mean the client subtracts, per channel."
+        default=(0.0,), description="Mean the client subtracts, per channel."
     )
     std: Annotated[tuple[float, ...], Cli(comma=True, metavar="S,...")] = Field(
-        (1.0,), description="Deviation it divides by, per channel."
+        default=(1.0,), description="Deviation it divides by, per channel."
     )
-    steps: int | None = Field(None, ge=1, description="Steps of the search; each attack has its own default.")
-    restarts: int = Field(1, ge=1, description="Starting points.")
-    total_variation: float | None = Field(None, ge=0, description="Weight of the smoothness that ig asks for.")
+    steps: int | None = Field(default=None, ge=1, description="Steps of the search; each attack has its own default.")
+    restarts: int = Field(default=1, ge=1, description="Starting points.")
+    total_variation: float | None = Field(default=None, ge=0, description="Weight of the smoothness that ig asks for.")
     reference: _File | None = Field(
-        None, description="The true images, within 0 and 1, to measure against (.safetensors)."
+        default=None, description="The true images, within 0 and 1, to measure against (.safetensors)."
     )
-    lpips_backbone: _File | None = Field(None, description="Weights of AlexNet or VGG-16, for LPIPS.")
-    lpips_heads: _File | None = Field(None, description="Heads of LPIPS 0.1.")
-    max_psnr: float | None = Field(None, description="Exit with 1 if the mean PSNR is above this many dB.")
+    lpips_backbone: _File | None = Field(default=None, description="Weights of AlexNet or VGG-16, for LPIPS.")
+    lpips_heads: _File | None = Field(default=None, description="Heads of LPIPS 0.1.")
+    max_psnr: float | None = Field(default=None, description="Exit with 1 if the mean PSNR is above this many dB.")
 
     def check(self) -> None:
         """Refuse before any work what would fail, or pass unseen, after it."""

@@ -7,6 +7,7 @@ aggregation is not here: it is how updates travel (docs/flower.md), and leaves e
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -296,8 +297,8 @@ def signs_of(
 
 def relative_change(received: Tensors, previous: Tensors, own_change: float) -> float:
     """Return how far a state moved, as a multiple of a client's own change in the round between."""
-    moved = sum(float((value - previous[name]).double().square().sum()) for name, value in received.items())
-    return moved**0.5 / max(own_change, 1e-12)
+    moved = [float((value - previous[name]).double().square().sum()) for name, value in received.items()]
+    return math.sqrt(sum(moved)) / max(own_change, 1e-12)
 
 
 def _without_prefix(state: Tensors) -> dict[str, Tensor]:

@@ -31,38 +31,40 @@ REFERENCE_SPLIT = 2022
 class _Clients(Settings):
     """Who learns, and how data is split among them."""
 
-    method: str = Field("hyperfl", description="How clients train: see docs/federate.md.")
-    clients: int = Field(20, ge=1, description="Number of clients.")
+    method: str = Field(default="hyperfl", description="How clients train: see docs/federate.md.")
+    clients: int = Field(default=20, ge=1, description="Number of clients.")
     partition: Literal["dominant-groups", "dirichlet", "by-writer"] = Field(
-        "dominant-groups", description="How data is split among clients."
+        default="dominant-groups", description="How data is split among clients."
     )
-    alpha: float = Field(0.5, gt=0, description="Concentration of the Dirichlet partition.")
+    alpha: float = Field(default=0.5, gt=0, description="Concentration of the Dirichlet partition.")
     model: str | None = Field(
-        None, description='Your own network, "module:factory": (channels, size, classes) to (body, head).'
+        default=None, description='Your own network, "module:factory": (channels, size, classes) to (body, head).'
     )
 
 
 class _Asked(Federation, _Clients):
     """All that decides a federation but its data."""
 
-    rounds: int = Field(20, ge=1, description="Number of rounds.")
-    epochs: int = Field(5, ge=1, description="Local epochs per round.")
-    batch_size: int = Field(50, ge=1, description="Examples per local step.")
-    lr: float | None = Field(None, gt=0, description="Learning rate of what is shared, in place of the method's own.")
-    epsilon: float = Field(4.0, gt=0, description="Budget of differentially private methods, all rounds.")
-    delta: float = Field(1e-5, gt=0, lt=1, description="Its delta.")
-    noise: float = Field(0.0, ge=0, description="Noise of clients on their updates, as a multiple of --clip.")
-    clip: float = Field(1.0, gt=0, description="Largest norm of an update's change where there is noise.")
-    minimum_steps: int = Field(1, ge=1, description="Clients refuse to train fewer local steps.")
-    refuse: bool = Field(False, description="Clients refuse abnormal hypernetworks.")
+    rounds: int = Field(default=20, ge=1, description="Number of rounds.")
+    epochs: int = Field(default=5, ge=1, description="Local epochs per round.")
+    batch_size: int = Field(default=50, ge=1, description="Examples per local step.")
+    lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of what is shared, in place of the method's own."
+    )
+    epsilon: float = Field(default=4.0, gt=0, description="Budget of differentially private methods, all rounds.")
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Its delta.")
+    noise: float = Field(default=0.0, ge=0, description="Noise of clients on their updates, as a multiple of --clip.")
+    clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
+    minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
+    refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
 
 
 class FolderFederation(_Asked):
     """What a command and a recipe say of a federation, whose data they are given."""
 
-    workers: int | None = Field(None, ge=1, description="Threads; one per core by default.")
-    device: str = Field("cpu", description="Where to train: cpu or cuda.")
-    images: int = Field(5, ge=1, description="Attacked updates per threat model of the audit.")
+    workers: int | None = Field(default=None, ge=1, description="Threads; one per core by default.")
+    device: str = Field(default="cpu", description="Where to train: cpu or cuda.")
+    images: int = Field(default=5, ge=1, description="Attacked updates per threat model of the audit.")
 
     def plan(self, data: str) -> FederationPlan:
         """Return what decides the federation."""
@@ -73,7 +75,7 @@ class FolderFederation(_Asked):
 class FederationPlan(_Asked):
     """All that decides a federation; a run's folder keeps it."""
 
-    data: str = Field("digits", description="A data set by name, or a folder of images.")
+    data: str = Field(default="digits", description="A data set by name, or a folder of images.")
 
     def images(self) -> Images:
         """Return the data set."""

@@ -99,7 +99,10 @@ class PFedHN:
         """Train each client's whole model by a number of steps."""
         learners = learners_of(self, task, clients, round=round, seed=seed)
         found, losses = train_steps(model, learners, self.steps, self.training)
-        return [self._trained(task, c.number, *one, round) for c, *one in zip(clients, found, losses, strict=True)]
+        return [
+            self._trained(task, learner.number, weights, loss, round)
+            for learner, weights, loss in zip(learners, found, losses, strict=True)
+        ]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the state after one step with the gradients of all clients."""

@@ -274,8 +274,8 @@ def exposure(
     def unit(images: Tensor) -> Tensor:
         return ((images - low) / (high - low)).clamp(0, 1)
 
-    cosines: list[tuple[float, float, float]] = []
-    qualities: list[tuple[float, float, float, float]] = []
+    cosines: list[tuple[float, ...]] = []
+    qualities: list[tuple[float, ...]] = []
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
     try:
@@ -302,9 +302,9 @@ def exposure(
         if work is not None:
             work.update(1)
     first, movement, anyway = zip(*cosines, strict=True)
-    quality, likeness, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
-    originals, found = zip(*pairs, strict=True) if pairs else ((), ())
-    return Exposure(threat, is_own, first, movement, anyway, quality, likeness, random, average, originals, found, why)
+    psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
+    originals, made = zip(*pairs, strict=True) if pairs else ((), ())
+    return Exposure(threat, is_own, first, movement, anyway, psnrs, ssims, random, average, originals, made, why)
 
 
 def _observations(

@@ -31,9 +31,9 @@ class Privacy(Settings):
     """
 
     noise_multiplier: float = Field(ge=0, description="Standard deviation of the noise as a multiple of `clip`.")
-    clip: float = Field(0.04, gt=0, description="Largest norm of one example's gradient.")
+    clip: float = Field(default=0.04, gt=0, description="Largest norm of one example's gradient.")
     sampling: Sampling = Field(
-        "poisson",
+        default="poisson",
         description="`poisson` draws each example on its own, as accountants assume; `shuffled` takes the examples in "
         "turn, as the reference does, and then no ε that an accountant states is valid.",
     )
@@ -46,9 +46,11 @@ class Phase(Settings):
     trains: Trains = Field(description="Which half learns; a body that does not is in evaluation mode.")
     epochs: int = Field(ge=1, description="Passes over the client's training examples.")
     lr: float = Field(gt=0, description="Learning rate of SGD.")
-    privacy: Privacy | None = Field(None, description="Makes the gradients differentially private.")
+    privacy: Privacy | None = Field(default=None, description="Makes the gradients differentially private.")
     head_lr: float | None = Field(
-        None, gt=0, description="Learning rate of a plain step of the head before every private step of the body."
+        default=None,
+        gt=0,
+        description="Learning rate of a plain step of the head before every private step of the body.",
     )
 
     def check(self) -> None:
@@ -64,29 +66,35 @@ class LocalTraining(Settings):
     Source: HyperFL (arXiv 2412.07187): 5 epochs at 0.02 after 1 of the head at 0.1, batches of 50.
     """
 
-    epochs: int = Field(5, ge=1, description="Passes over the examples that train what is shared.")
-    lr: float = Field(0.02, gt=0, description="Learning rate of these.")
-    head_epochs: int = Field(1, ge=0, description="Passes before them that train a private head alone.")
-    head_lr: float = Field(0.1, gt=0, description="Learning rate of these.")
-    batch_size: int = Field(50, ge=1, description="Examples per step.")
-    momentum: float = Field(0.5, ge=0, lt=1, description="Momentum of SGD, which begins anew in every phase.")
-    weight_decay: float = Field(5e-4, ge=0, description="Weight decay of SGD.")
-    clip: float = Field(50.0, gt=0, description="Largest norm of a hypernetwork's gradient, and of its embedding's.")
+    epochs: int = Field(default=5, ge=1, description="Passes over the examples that train what is shared.")
+    lr: float = Field(default=0.02, gt=0, description="Learning rate of these.")
+    head_epochs: int = Field(default=1, ge=0, description="Passes before them that train a private head alone.")
+    head_lr: float = Field(default=0.1, gt=0, description="Learning rate of these.")
+    batch_size: int = Field(default=50, ge=1, description="Examples per step.")
+    momentum: float = Field(default=0.5, ge=0, lt=1, description="Momentum of SGD, which begins anew in every phase.")
+    weight_decay: float = Field(default=5e-4, ge=0, description="Weight decay of SGD.")
+    clip: float = Field(
+        default=50.0, gt=0, description="Largest norm of a hypernetwork's gradient, and of its embedding's."
+    )
 
 
 class Federation(Settings):
     """The rounds of a federation."""
 
-    rounds: int = Field(200, ge=1, description="Number of rounds.")
-    fraction: float = Field(1.0, gt=0, le=1, description="Share of clients asked in each round, at least one client.")
-    seed: int = Field(520, description="Seed of everything but the split of the data.")
-    evaluate_every: int = Field(1, ge=1, description="Rounds between measurements of accuracy.")
-    drop_out: float = Field(0.0, ge=0, lt=1, description="Share of clients lost from each round, to rehearse it.")
-    min_clients: int = Field(1, ge=1, description="A round with fewer sound updates is tried again.")
-    retries: Annotated[int, Cli(own=False)] = Field(
-        3, ge=0, description="How often a round is tried again; then the federation stops with its state saved."
+    rounds: int = Field(default=200, ge=1, description="Number of rounds.")
+    fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Share of clients asked in each round, at least one client."
     )
-    until_plateau: bool = Field(False, description="End earlier, once accuracy has stopped rising.")
+    seed: int = Field(default=520, description="Seed of everything but the split of the data.")
+    evaluate_every: int = Field(default=1, ge=1, description="Rounds between measurements of accuracy.")
+    drop_out: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of clients lost from each round, to rehearse it."
+    )
+    min_clients: int = Field(default=1, ge=1, description="A round with fewer sound updates is tried again.")
+    retries: Annotated[int, Cli(own=False)] = Field(
+        default=3, ge=0, description="How often a round is tried again; then the federation stops with its state saved."
+    )
+    until_plateau: bool = Field(default=False, description="End earlier, once accuracy has stopped rising.")
 
     def evaluates(self, round: int) -> bool:
         """Whether accuracy is measured in a round, counted from 1."""
