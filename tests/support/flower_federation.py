@@ -3,15 +3,8 @@
 import torch
 from torch import nn
 
-from netweight.methods.federate import (
-    ClientData,
-    FedTask,
-    HyperFL,
-    LocalTraining,
-    fedavg,
-    fedavg_private_head,
-    local_only,
-)
+from netweight.methods.federate import ClientData, FedTask, HyperFL, LocalTraining, fedavg
+from netweight.methods.federate.direct import fedavg_private_head, local_only
 from netweight.methods.federate.pfedhn import PFedHN
 from netweight.methods.federate.settings import named_method
 

@@ -16,22 +16,18 @@ from hypothesis import strategies as st
 
 from netweight.errors import FederationStopped, PrivateTensor, UsageError
 from netweight.methods.federate import (
-    Client,
     ClientData,
-    DirectMethod,
-    Federation,
     FedTask,
+    Federation,
     HyperFL,
     LocalTraining,
-    Phase,
-    Round,
-    Run,
-    Trained,
     fedavg,
-    fedavg_private_head,
-    local_only,
     train,
 )
+from netweight.methods.federate.direct import DirectMethod, fedavg_private_head, local_only
+from netweight.methods.federate.engine import Round, Run
+from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.settings import Phase
 from netweight.methods.federate.engine import at_plateau
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.settings import METHODS as METHODS_BY_NAME

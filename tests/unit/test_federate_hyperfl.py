@@ -12,7 +12,9 @@ from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate import Client, FedTask, HyperFL, LocalTraining, LowRank, Trained, aggregate
+from netweight.methods.federate import FedTask, HyperFL, LocalTraining, aggregate
+from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.updates import LowRank
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.task import LocalModel
 

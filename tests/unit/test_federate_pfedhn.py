@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Run, Update, train
+from netweight.methods.federate import ClientData, FedTask, Federation, LocalTraining, train
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.updates import Update
 from netweight.methods.federate.pfedhn import (
     PFedHN,
     ServerDescent,

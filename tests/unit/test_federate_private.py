@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
+from netweight.methods.federate import ClientData, FedTask, Federation, LocalTraining, train
+from netweight.methods.federate.settings import Phase, Privacy
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
 from netweight.methods.federate.dp import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase

@@ -94,7 +94,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
 
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
-    from netweight.methods.federate import LocalTraining
+    from netweight.methods.federate.settings import LocalTraining
     from netweight.report.report import write_text
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())

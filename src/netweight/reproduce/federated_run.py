@@ -19,7 +19,9 @@ from netweight.reproduce.resumed import LEDGER, Named, run_each
 
 if TYPE_CHECKING:
     from netweight.data.images import Images
-    from netweight.methods.federate import Federation, FedTask, Method
+    from netweight.methods.federate.method import Method
+    from netweight.methods.federate.settings import Federation
+    from netweight.methods.federate.task import FedTask
     from netweight.methods.federate.folder import FederationPlan
 
 __all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
@@ -99,7 +101,7 @@ def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str
         folder: Where checkpoints lie while it is under way.
         parts_of: Makes the federation.
     """
-    from netweight.methods.federate import train
+    from netweight.methods.federate.engine import train
 
     task, method, settings = parts_of(run)
     done = train(task, method, settings, folder=folder / run.name, save_every=5, progress=Progress("auto"))

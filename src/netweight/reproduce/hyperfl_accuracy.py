@@ -254,7 +254,7 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
     """Return norms of the change of client 0's generated body between adjacent rounds, kept once computed."""
     import json
 
-    from netweight.methods.federate import train
+    from netweight.methods.federate.engine import train
     from netweight.reproduce.federated_run import plan_of
 
     kept = out / "movements.json"

@@ -15,7 +15,8 @@ from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
 if TYPE_CHECKING:
-    from netweight.methods.federate import LocalTraining, Method
+    from netweight.methods.federate.method import Method
+    from netweight.methods.federate.settings import LocalTraining
 
 __all__ = ["WAYS", "AdapterRun", "runs_of_table2", "table2"]
 
@@ -112,7 +113,8 @@ def _parts_of(run: AdapterRun) -> Parts:
 
     from netweight.core import seeds
     from netweight.data.images import crop_and_flip
-    from netweight.methods.federate import Federation, FedTask, LocalTraining
+    from netweight.methods.federate.settings import Federation, LocalTraining
+    from netweight.methods.federate.task import FedTask
     from netweight.methods.federate.folder import REFERENCE_SPLIT
     from netweight.methods.federate.partition import federated_images
     from netweight.toys.networks import adapted_resnet20
@@ -137,7 +139,8 @@ def _parts_of(run: AdapterRun) -> Parts:
 
 
 def _method(way: str, training: LocalTraining) -> Method:
-    from netweight.methods.federate import DirectMethod, Phase
+    from netweight.methods.federate.direct import DirectMethod
+    from netweight.methods.federate.settings import Phase
     from netweight.methods.federate.settings import named_method
 
     if not way.endswith("-fixed"):

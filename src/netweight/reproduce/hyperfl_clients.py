@@ -29,7 +29,7 @@ def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
     import torch
 
     from netweight.core.progress import Progress
-    from netweight.methods.federate import train
+    from netweight.methods.federate.engine import train
 
     run = FederatedRun("digits", "hyperfl", rounds=rounds or 10)
     if scale == "paper":

@@ -38,7 +38,7 @@ def table4(scale: Scale, out: Path) -> Measured:
 
     from netweight.core.environment import usable_cores
     from netweight.core.progress import Progress
-    from netweight.methods.federate import LocalTraining
+    from netweight.methods.federate.settings import LocalTraining
 
     clients, images, training = (20, 600, LocalTraining()) if scale == "paper" else (2, 50, LocalTraining(epochs=1))
     workers = (1, 2) if usable_cores() > 1 and scale == "paper" else (1,)

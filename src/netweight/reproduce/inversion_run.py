@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from netweight.attacks.gradient_inversion.client import Reconstruction
     from netweight.data.images import Images
-    from netweight.methods.federate import Run
+    from netweight.methods.federate.engine import Run
     from netweight.methods.federate.report import Observation
 
 __all__ = ["CLIENTS", "AttackRun", "attack_all"]
@@ -116,7 +116,8 @@ def _victim(run: AttackRun, images: Images) -> Run:
     import torch
 
     from netweight.core import seeds
-    from netweight.methods.federate import ClientData, FedTask, Run
+    from netweight.methods.federate.engine import Run
+    from netweight.methods.federate.task import ClientData, FedTask
     from netweight.methods.federate.settings import METHODS, named_method
     from netweight.methods.federate.task import small_cnn
 
