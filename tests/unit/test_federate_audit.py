@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from netweight.errors import UsageError
-from netweight.methods.federate import ClientData, FedTask, Federation, HyperFL, LocalTraining, train
+from netweight.methods.federate import ClientData, Federation, FedTask, HyperFL, LocalTraining, train
+from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.direct import fedavg_private_head, local_only
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.method import Client
-from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,

@@ -17,21 +17,19 @@ from hypothesis import strategies as st
 from netweight.errors import FederationStopped, PrivateTensor, UsageError
 from netweight.methods.federate import (
     ClientData,
-    FedTask,
     Federation,
+    FedTask,
     HyperFL,
     LocalTraining,
     fedavg,
     train,
 )
 from netweight.methods.federate.direct import DirectMethod, fedavg_private_head, local_only
-from netweight.methods.federate.engine import Round, Run
-from netweight.methods.federate.method import Client, Trained
-from netweight.methods.federate.settings import Phase
-from netweight.methods.federate.engine import at_plateau
+from netweight.methods.federate.engine import Round, Run, at_plateau
 from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.method import Client, Trained
 from netweight.methods.federate.settings import METHODS as METHODS_BY_NAME
-from netweight.methods.federate.settings import named_method
+from netweight.methods.federate.settings import Phase, named_method
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate import ClientData, FedTask, Federation, LocalTraining, train
+from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
 from netweight.methods.federate.engine import Run
-from netweight.methods.federate.updates import Update
 from netweight.methods.federate.pfedhn import (
     PFedHN,
     ServerDescent,
@@ -23,7 +22,7 @@ from netweight.methods.federate.pfedhn import (
 )
 from netweight.methods.federate.report import ThreatModel, observe, read_update
 from netweight.methods.federate.settings import METHODS, named_method
-from netweight.methods.federate.updates import check_allow_list
+from netweight.methods.federate.updates import Update, check_allow_list
 from netweight.nn import Hypernetwork, ParameterLayout
 
 DIGITS = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate import ClientData, FedTask, Federation, LocalTraining, train
-from netweight.methods.federate.settings import Phase, Privacy
+from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
 from netweight.methods.federate.dp import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.settings import Phase, Privacy
 from netweight.methods.federate.task import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)

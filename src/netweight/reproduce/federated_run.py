@@ -19,10 +19,10 @@ from netweight.reproduce.resumed import LEDGER, Named, run_each
 
 if TYPE_CHECKING:
     from netweight.data.images import Images
+    from netweight.methods.federate.folder import FederationPlan
     from netweight.methods.federate.method import Method
     from netweight.methods.federate.settings import Federation
     from netweight.methods.federate.task import FedTask
-    from netweight.methods.federate.folder import FederationPlan
 
 __all__ = ["FederatedRun", "Parts", "images_of", "plan_of", "run_all"]
 

@@ -113,10 +113,10 @@ def _parts_of(run: AdapterRun) -> Parts:
 
     from netweight.core import seeds
     from netweight.data.images import crop_and_flip
-    from netweight.methods.federate.settings import Federation, LocalTraining
-    from netweight.methods.federate.task import FedTask
     from netweight.methods.federate.folder import REFERENCE_SPLIT
     from netweight.methods.federate.partition import federated_images
+    from netweight.methods.federate.settings import Federation, LocalTraining
+    from netweight.methods.federate.task import FedTask
     from netweight.toys.networks import adapted_resnet20
 
     images = images_of(run.data)
@@ -140,8 +140,7 @@ def _parts_of(run: AdapterRun) -> Parts:
 
 def _method(way: str, training: LocalTraining) -> Method:
     from netweight.methods.federate.direct import DirectMethod
-    from netweight.methods.federate.settings import Phase
-    from netweight.methods.federate.settings import named_method
+    from netweight.methods.federate.settings import Phase, named_method
 
     if not way.endswith("-fixed"):
         return named_method(way, training=training)

@@ -17,8 +17,8 @@ from netweight.attacks.gradient_inversion.analytic import heads_gradient, read_t
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
-from netweight.methods.federate.engine import Run, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
+from netweight.methods.federate.engine import Run, train
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.report import (

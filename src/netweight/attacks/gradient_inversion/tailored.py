@@ -58,8 +58,26 @@ def invert_generated(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Reconstruct the image behind one recovered gradient."""
-    # Source: exact features as in Phong et al. 2017; the rest is this library's own.
+    """Reconstruct the image behind one recovered gradient.
+
+    Args:
+        recovered: What `recover_gradient` read from a client that took one step on one image.
+        body: The feature extractor: convolutions, max pooling and (leaky) ReLU in a chain up to a linear layer.
+        shape: Shape of the image, `(1, c, h, w)`.
+        bounds: Least and greatest value of a pixel.
+        config: How blocks are undone.
+        seed: Seed of the first guesses.
+        progress: Where progress is shown.
+
+    Returns:
+        The image of the best restart; labels are not searched.
+
+    Raises:
+        Unsupported: The body is no such chain.
+        UsageError: Shapes do not fit.
+
+    Source: exact features as in Phong et al. 2017; the rest is this library's own.
+    """
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
         raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")

@@ -43,21 +43,31 @@ _WEIGHT, _BIAS = f"{HYPERNETWORK}heads.weight", f"{HYPERNETWORK}heads.bias"
 class HyperFL:
     """HyperFL: clients share a hypernetwork that generates their bodies, and keep embedding and head.
 
+    Attributes:
+        training: Local training: `head_epochs` of the head, then `epochs` of hypernetwork and embedding jointly.
+        embedding: Length of an embedding.
+        hidden: Widths of the hypernetwork's hidden layers.
+        start_from: "hypernetwork" draws the heads as torch draws linear layers, as the paper does; "body" begins with
+            the body's own weights as the heads' biases and heads' weights of zero, so that clients start from one
+            well-scaled body and the hypernetwork learns how they differ.
+        joint_head: Train the head together with the body, too, after its own epochs.
+        private_head: Keep the head with the client; False generates it like the body, so that clients share what their
+            few examples teach them of rare classes. The embedding is then all that is private.
+        name: As the command line calls it.
+
+    Raises:
+        UsageError: There is no such start.
+
     Source: HyperFL (arXiv 2412.07187), section 4.2 and algorithm 1.
     """
 
     training: LocalTraining = LocalTraining()
-    embedding: int = 64  # length of an embedding
-    hidden: tuple[int, ...] = (128,)  # widths of the hypernetwork's hidden layers
-    # "hypernetwork" draws the heads as torch draws linear layers, as the paper does; "body" begins with the body's own
-    # weights as the heads' biases and heads' weights of zero, so that clients start from one well-scaled body and the
-    # hypernetwork learns how they differ.
+    embedding: int = 64
+    hidden: tuple[int, ...] = (128,)
     start_from: Literal["hypernetwork", "body"] = "hypernetwork"
-    joint_head: bool = False  # train the head together with the body, too, after its own epochs
-    # Keep the head with the client; False generates it like the body, so that clients share what their few examples
-    # teach them of rare classes. The embedding is then all that is private.
+    joint_head: bool = False
     private_head: bool = True
-    name: str = "hyperfl"  # as the command line calls it
+    name: str = "hyperfl"
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -70,7 +80,7 @@ class HyperFL:
         return (f"{HYPERNETWORK}**",)
 
     def hypernetwork(self, task: FedTask) -> Hypernetwork:
-        """Return a hypernetwork for what is generated of the task's model, with weights that are to be replaced."""
+        """Return a hypernetwork for what is generated of the model of `task`, with weights to be replaced."""
         return Hypernetwork(len(self._initial(task)), embedding=self.embedding, hidden=self.hidden)
 
     def _initial(self, task: FedTask) -> Tensor:

@@ -94,25 +94,25 @@ class Method(Protocol):
         ...
 
     def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
-        """Return the server's tensors before round 1, by name; `seed` is the federation's."""
+        """Return the server's tensors before round 1 of `task`, by name; `seed` is the federation's."""
         ...
 
     def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return what a client keeps to itself, before its first round: tensors by name."""
+        """Return what `client` keeps to itself before its first round of `task`: tensors by name; `seed` as above."""
         ...
 
     def message(self, state: Tensors, client: int) -> Tensors:
-        """Return what the server, given its tensors, sends to one client."""
+        """Return what the server with the tensors `state` sends to `client`, by name."""
         ...
 
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
-        """Return the model that a client has from what it received and what it keeps: the one "before" training."""
+        """Return a client's model of `task` before training, from what it `received` and its `private` tensors by name."""
         ...
 
     def train(
         self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[Trained]:
-        """Train clients locally, in one thread, in any order; return them in the order given.
+        """Return clients after local training, in the order given; they are trained in one thread, in any order.
 
         Args:
             task: The task.
@@ -124,5 +124,5 @@ class Method(Protocol):
         ...
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the server's next tensors, given validated updates in the order of clients' numbers."""
+        """Return the server's tensors after `state`, given validated `updates` in the order of clients' numbers."""
         ...

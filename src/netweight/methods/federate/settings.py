@@ -97,7 +97,7 @@ class Federation(Settings):
     until_plateau: bool = Field(default=False, description="End earlier, once accuracy has stopped rising.")
 
     def evaluates(self, round: int) -> bool:
-        """Whether accuracy is measured in a round, counted from 1."""
+        """Whether accuracy is measured in the round of number `round`, counted from 1."""
         return round % self.evaluate_every == 0 or round == self.rounds
 
 
