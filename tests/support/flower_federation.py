@@ -5,8 +5,8 @@ from torch import nn
 
 from netweight.methods.federate import ClientData, FedTask, HyperFL, LocalTraining, fedavg
 from netweight.methods.federate.direct import fedavg_private_head, local_only
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.pfedhn import PFedHN
-from netweight.methods.federate.settings import named_method
 
 CLIENTS = 3
 TRAINING = LocalTraining(epochs=1, batch_size=8)

@@ -26,10 +26,10 @@ from netweight.methods.federate import (
 )
 from netweight.methods.federate.direct import DirectMethod, fedavg_private_head, local_only
 from netweight.methods.federate.engine import Round, Run, at_plateau
-from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
+from netweight.methods.federate.folder import FederationPlan, named_method
 from netweight.methods.federate.method import Client, Trained
-from netweight.methods.federate.settings import METHODS as METHODS_BY_NAME
-from netweight.methods.federate.settings import Phase, named_method
+from netweight.methods.federate.settings import Phase
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {

@@ -12,6 +12,7 @@ from torch import nn
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
 from netweight.methods.federate.engine import Run
+from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.pfedhn import (
     PFedHN,
     ServerDescent,
@@ -21,7 +22,6 @@ from netweight.methods.federate.pfedhn import (
     pfedhn_pc,
 )
 from netweight.methods.federate.report import ThreatModel, observe, read_update
-from netweight.methods.federate.settings import METHODS, named_method
 from netweight.methods.federate.updates import Update, check_allow_list
 from netweight.nn import Hypernetwork, ParameterLayout
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from netweight.data.images import load
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Method
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.partition import federated_images
-from netweight.methods.federate.settings import named_method
 
 Config = Mapping[str, str | int | float | bool]
 

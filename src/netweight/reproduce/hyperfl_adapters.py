@@ -140,7 +140,8 @@ def _parts_of(run: AdapterRun) -> Parts:
 
 def _method(way: str, training: LocalTraining) -> Method:
     from netweight.methods.federate.direct import DirectMethod
-    from netweight.methods.federate.settings import Phase, named_method
+    from netweight.methods.federate.folder import named_method
+    from netweight.methods.federate.settings import Phase
 
     if not way.endswith("-fixed"):
         return named_method(way, training=training)

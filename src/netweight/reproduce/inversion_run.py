@@ -117,7 +117,7 @@ def _victim(run: AttackRun, images: Images) -> Run:
 
     from netweight.core import seeds
     from netweight.methods.federate.engine import Run
-    from netweight.methods.federate.settings import METHODS, named_method
+    from netweight.methods.federate.folder import METHODS, named_method
     from netweight.methods.federate.task import ClientData, FedTask, small_cnn
 
     generator = seeds.torch_generator(SEED, "attacked images")

@@ -1,9 +1,11 @@
-"""A federation as commands and recipes ask for it: data and method by name, one class of settings for both."""
+"""A federation as commands and recipes ask for it: methods and data by name, one class of settings for both."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, final
@@ -12,7 +14,7 @@ from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.settings import Federation, LocalTraining, entry_of, named_method
+from netweight.methods.federate.settings import Federation, LocalTraining
 from netweight.settings import Settings
 
 if TYPE_CHECKING:
@@ -153,6 +155,76 @@ class FederationPlan(_Asked):
                 f"{folder} holds no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
             )
         return cls.of(json.loads(path.read_text()))
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A method of the catalog."""
+
+    home: str  # module and name of what makes the method
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # its arguments
+    # Its local training; None where that is of another kind than HyperFL's.
+    training: LocalTraining | None = LocalTraining()
+    private: bool = False  # whether local training is differentially private: it then takes a noise multiplier
+
+
+# A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
+# times at the start, while weight decay pulls no harder. A quarter of the paper's rate with forty times its decay keeps
+# the training loss above 0, and so local training worth its while, to the last round.
+_GENTLE = LocalTraining(lr=0.005, weight_decay=0.02)
+_FROM_BODY = {"start_from": "body"}
+
+METHODS: Mapping[str, Entry] = {
+    "hyperfl": Entry("hyperfl:HyperFL"),
+    "hyperfl-body": Entry("hyperfl:HyperFL", {**_FROM_BODY, "joint_head": True, "name": "hyperfl-body"}),
+    "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
+    "fedavg": Entry("direct:fedavg"),
+    "fedavg-private-head": Entry("direct:fedavg_private_head"),
+    "local": Entry("direct:local_only"),
+    "pfedhn": Entry("pfedhn:pfedhn", training=None),
+    "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
+    "dp-fedavg": Entry("direct:dp_fedavg", private=True),
+    "centaur": Entry("direct:centaur", private=True),
+    "ppsgd": Entry("direct:ppsgd", private=True),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """Look a method up."""
+    if name not in METHODS:
+        near = ", ".join(nearest_names(name, METHODS))
+        raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")
+    return METHODS[name]
+
+
+def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
+    """Make a method by the name that commands and tables use.
+
+    Args:
+        name: A key of `METHODS`.
+        training: Local training; the method's own by default.
+        noise_multiplier: Noise of a differentially private method, which `dp.noise_multiplier_for_all` computes from
+            a budget; for no other.
+
+    Raises:
+        NameNotFound: There is no such method.
+        UsageError: Noise is missing, or given to a method that adds none.
+    """
+    entry = entry_of(name)
+    if entry.private and noise_multiplier is None:
+        raise UsageError(
+            f"{name} is differentially private and needs noise.",
+            cure="Give a noise multiplier; netweight.methods.federate.dp.noise_multiplier_for_all turns an ε into one.",
+        )
+    if not entry.private and noise_multiplier is not None:
+        raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
+    module, _, maker = entry.home.partition(":")
+    training = training or entry.training
+    given = {"training": training, "noise_multiplier": noise_multiplier}
+    make = getattr(importlib.import_module(f"netweight.methods.federate.{module}"), maker)
+    method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
+    return method
 
 
 def _factory(name: str) -> Any:

@@ -106,7 +106,7 @@ class Method(Protocol):
         ...
 
     def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
-        """Return a client's model of `task` before training, from what it `received` and its `private` tensors by name."""
+        """Return a client's model before training on `task`: from what it `received` and keeps `private`, by name."""
         ...
 
     def train(

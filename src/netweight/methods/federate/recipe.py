@@ -10,8 +10,7 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
-from netweight.methods.federate.folder import FederationPlan, FolderFederation
-from netweight.methods.federate.settings import entry_of
+from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
 from netweight.registry import Method
 from netweight.report.report import Report
 
