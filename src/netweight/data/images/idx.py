@@ -1,4 +1,4 @@
-"""The idx format in which MNIST and its successors are published: `…-ubyte`, mostly compressed by gzip."""
+"""MNIST and Fashion-MNIST, and the idx format in which they and EMNIST are published: `…-ubyte`, mostly gzipped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def mnist() -> Images:
     return idx_or_hub("mnist", "mnist", "ylecun/mnist", tuple("0123456789"))
 
 
-_CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 
 
 def fashion_mnist() -> Images:

@@ -1,4 +1,4 @@
-"""A client's private tensors between rounds: in Flower's state and on the client's own disk, and out of and into it.
+"""The app of a client, and its private tensors between rounds: in Flower's state and on the client's own disk.
 
 A node's state is memory only and a run's own, so that the file is what survives. It holds the tensors after the last
 round that the server took and after the newest one: which of them counts, the server says with its next order.

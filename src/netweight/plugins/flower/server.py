@@ -104,28 +104,16 @@ class _Rounds:
     """A federation on a server."""
 
     def __init__(
-        self,
-        task: FedTask,
-        method: Method,
-        settings: Federation,
-        job: Job,
-        known: str,
-        *,
-        timeout: float,
-        patience: float,
-        secure: bool,
-    ) -> None:
-        self.settings, self.job, self.patience, self.secure = settings, job, patience, secure
-        self._digest = known
-        self.arrays = to_record(method.start(task, seed=settings.seed))
-        rounds = []
-        saved = Checkpoint.load(job, self._digest)
+        self, task: FedTask, method: Method, settings: Federation, job: Job, known: str, *, timeout: float,
+        patience: float, secure: bool,
+    ) -> None:  # fmt: skip
+        self.settings, self.job, self.known, self.patience, self.secure = settings, job, known, patience, secure
+        self.arrays, rounds = to_record(method.start(task, seed=settings.seed)), []
+        saved = Checkpoint.load(job, known)
         if saved is not None:
             self.arrays, rounds = to_record(saved.state), list(saved.rounds)
             _LOG.info("Going on after round %d of %s.", len(rounds), job.folder / CHECKPOINT)
-        self.strategy = MethodStrategy(
-            method, settings, task.clients, federation=self._digest, rounds=rounds, timeout=timeout
-        )
+        self.strategy = MethodStrategy(method, settings, task.clients, federation=known, rounds=rounds, timeout=timeout)
 
     def run(self, grid: Grid, context: Context) -> None:
         """Run all rounds that are left."""
@@ -138,7 +126,7 @@ class _Rounds:
     def save(self) -> None:
         """Save state and history."""
         rounds = self.strategy.rounds
-        Checkpoint(from_record(self.arrays), {}, rounds).save(self.job, self._digest)
+        Checkpoint(from_record(self.arrays), {}, rounds).save(self.job, self.known)
         about = {"method": self.strategy.method.name, "rounds": [done.to_json() for done in rounds]}
         with whole_file(self.job.folder / HISTORY, overwrite=True) as file:
             file.write(json.dumps(about, indent=1).encode())
