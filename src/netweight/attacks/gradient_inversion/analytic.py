@@ -8,7 +8,6 @@ row which a single image activated (behind ReLU, many rows are silent for most i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -143,7 +142,7 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
     Source: follows from HyperFL (arXiv 2412.07187) equation 4, `θ = h(v; φ)`, with linear heads; not in the paper.
     """
     old, slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    new = _named(after)
+    new = hypernetwork_tensors(after)
     heads = slope[_HEADS[0]], slope[_HEADS[1]]
     trunk = slope[_TRUNK[0]], slope[_TRUNK[1]]
     if not heads[1].any():
@@ -151,8 +150,8 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
     energies, average = _energies(*heads), _input_of(*heads)
     embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
     still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
-    end = average if still else _code(new, embedding)
-    start = average if still or single else _code(old, embedding)
+    end = average if still else hidden_code(new, embedding)
+    start = average if still or single else hidden_code(old, embedding)
     gradient = _output_gradient(heads[0], heads[1], average)
     return RecoveredGradient(
         gradient=gradient,
@@ -171,7 +170,7 @@ def state_gradient(
     """Return the state before, without prefix, and the gradient of one step by it; both float64."""
     if not lr > 0:
         raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
-    old, new = _named(before), _named(after)
+    old, new = hypernetwork_tensors(before), hypernetwork_tensors(after)
     slope = {}
     for name, tensor in old.items():
         if name not in new or new[name].shape != tensor.shape:
@@ -188,8 +187,8 @@ def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: 
     return slope["heads.weight"], slope["heads.bias"]
 
 
-def _code(state: dict[str, Tensor], embedding: Tensor) -> Tensor:
-    """The hidden code that a trunk makes of an embedding."""
+def hidden_code(state: Tensors, embedding: Tensor) -> Tensor:
+    """Return the hidden code that a trunk makes of an embedding, given tensors without prefix."""
     code, layer = embedding, 0
     while f"trunk.{layer}.weight" in state:
         code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
@@ -201,8 +200,8 @@ def _generated(state: dict[str, Tensor], code: Tensor) -> Tensor:
     return state["heads.weight"] @ code + state["heads.bias"]
 
 
-def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The hypernetwork's tensors without their prefix, as float64: differences of float32 lose digits otherwise."""
+def hypernetwork_tensors(state: Tensors, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return a hypernetwork's tensors without their prefix; float64, as differences of float32 lose digits."""
     prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
     if len(prefixes) != 1:
         near = ", ".join(nearest_names("heads.weight", state)) or "none"
@@ -214,7 +213,7 @@ def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             near = ", ".join(nearest_names(prefix + wanted, state)) or "none"
             raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure=f"Nearest: {near}.")
     chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
-    return {name: found[name].detach().double() for name in chosen}
+    return {name: found[name].detach().to(dtype) for name in chosen}
 
 
 def _input_of(weight: Tensor, bias: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from netweight.attacks.gradient_inversion.analytic import hidden_code, hypernetwork_tensors
 from netweight.core import seeds
-from netweight.errors import NameNotFound, UsageError
+from netweight.errors import UsageError
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.method import Client, Method, Trained, Weights, prefixed, without
@@ -278,14 +279,14 @@ def signs_of(
     change: float | None = None,
 ) -> Signs:
     """Measure a received hypernetwork; arguments as for `refuse_abnormal`."""
-    state, layout = _without_prefix(received), ParameterLayout.of(body)
+    state, layout = hypernetwork_tensors(received, embedding.dtype), ParameterLayout.of(body)
     weight, bias = state["heads.weight"], state["heads.bias"]
     if len(bias) != layout.size or state["trunk.0.weight"].shape[1] != len(embedding):
         raise UsageError(
             f"The heads generate {len(bias)} values from {state['trunk.0.weight'].shape[1]} numbers; "
             f"the body has {layout.size} parameters and the embedding {len(embedding)} numbers."
         )
-    generated = layout.split(weight @ _code(state, embedding) + bias)
+    generated = layout.split(weight @ hidden_code(state, embedding) + bias)
     matrices = [part.flatten(1) for part in generated.values() if part.ndim > 1]
     return Signs(
         peaked=max(_kurtosis(matrix) for matrix in matrices),
@@ -299,26 +300,6 @@ def relative_change(received: Tensors, previous: Tensors, own_change: float) -> 
     """Return how far a state moved, as a multiple of a client's own change in the round between."""
     moved = [float((value - previous[name]).double().square().sum()) for name, value in received.items()]
     return math.sqrt(sum(moved)) / max(own_change, 1e-12)
-
-
-def _without_prefix(state: Tensors) -> dict[str, Tensor]:
-    prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
-    if len(prefixes) != 1:
-        raise NameNotFound(f"The state has {len(prefixes)} tensors 'heads.weight', not one.")
-    prefix = prefixes.pop()
-    found = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    for wanted in ("heads.bias", "trunk.0.weight", "trunk.0.bias"):
-        if wanted not in found:
-            raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure="Give the hypernetwork's state.")
-    return found
-
-
-def _code(state: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
-    code, layer = embedding, 0
-    while f"trunk.{layer}.weight" in state:
-        code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
-        layer += 1
-    return code
 
 
 def _kurtosis(values: Tensor) -> float:
