@@ -280,7 +280,7 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
         "quick": quick,
         "clients": clients,
         "images": images,
-        "training": asdict(training),
+        "training": training.to_json(),
         "seed": seed,
         "environment": describe(),
         "rounds": [{**asdict(one), **asdict(taken)} for one, taken in times.items()],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from netweight.core import seeds
-from netweight.methods.federate.folder import small_cnn
-from netweight.methods.federate.task import ClientData, FedTask
+from netweight.methods.federate.task import ClientData, FedTask, small_cnn
 
 
 def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> FedTask:

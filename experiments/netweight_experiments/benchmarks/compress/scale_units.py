@@ -70,7 +70,8 @@ def bank(work, sizes):
 def average(work, sizes):
     import torch
 
-    from netweight.methods.federate import Update, aggregate
+    from netweight.methods.federate import updates as aggregate
+    from netweight.methods.federate.updates import Update
 
     rows = []
     for count in sizes:

@@ -68,7 +68,7 @@ def run(arm, rounds, work):
     method = plan.make_method(task)
     if arm.startswith("secure sums"):
         method = Summed(method)
-    done = train(task, method, plan.settings(), folder=work / arm, save_every=5, progress=Progress("auto"))
+    done = train(task, method, plan, folder=work / arm, save_every=5, progress=Progress("auto"))
     curve = {r.round: [round(100 * r.mean_before, 2), round(100 * r.mean_after, 2)] for r in done.rounds if r.after}
     return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
 
@@ -79,7 +79,7 @@ def main():
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--work", type=Path, default=Path("runs/protections"))
     given = parser.parse_args()
-    found = {"what": __doc__.splitlines()[0], "date": today(), "seed": FederationPlan.seed, "environment": describe()}
+    found = {"what": __doc__.splitlines()[0], "date": today(), "seed": FederationPlan().seed, "environment": describe()}
     found["arms"] = json.loads(given.output.read_text())["arms"] if given.output.exists() else {}
     for arm in given.arms:
         found["arms"][arm] = run(arm, given.rounds, given.work)

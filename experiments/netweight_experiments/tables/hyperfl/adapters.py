@@ -12,10 +12,11 @@ import torch
 
 from netweight.core import seeds
 from netweight.data.images import crop_and_flip
-from netweight.methods.federate import DirectMethod, Federation, FedTask, LocalTraining, Method, Phase
-from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.folder import REFERENCE_SPLIT
+from netweight.methods.federate import Federation, FedTask, LocalTraining, Method
+from netweight.methods.federate.direct import DirectMethod
+from netweight.methods.federate.folder import REFERENCE_SPLIT, named_method
 from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.settings import Phase
 from netweight.report.finding import Finding
 from netweight.toys.networks import adapted_resnet20
 from netweight_experiments.tables.grid import chosen, finished_of, grid
@@ -106,7 +107,7 @@ def _parts_of(run: AdapterRun) -> Parts:
 def _method(way: str, training: LocalTraining) -> Method:
     if not way.endswith("-fixed"):
         return named_method(way, training=training)
-    head = Phase("head", training.epochs, training.lr)
+    head = Phase(trains="head", epochs=training.epochs, lr=training.lr)
     return DirectMethod(way, () if way.startswith("local") else ("head",), (head,), training)
 
 

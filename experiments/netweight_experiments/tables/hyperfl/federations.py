@@ -85,7 +85,7 @@ def plan_of(run: FederatedRun) -> FederationPlan:
 def _parts_of(run: FederatedRun) -> Parts:
     plan = plan_of(run)
     task = plan.task()
-    return task, plan.make_method(task), plan.settings()
+    return task, plan.make_method(task), plan
 
 
 def run_one(run: R, *, folder: Path, parts_of: Callable[[R], Parts]) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _movements(run: FederatedRun, out: Path) -> list[float]:
     method = plan.make_method(task)
     bodies = []
     for round in range(1, run.rounds + 1):
-        settings = dataclasses.replace(plan.settings(), rounds=round, evaluate_every=run.rounds)
+        settings = plan.replace(rounds=round, evaluate_every=run.rounds)
         bodies.append(train(task, method, settings, folder=out / "movements").weights(0).body)
     moved = [float((after - before).norm()) for before, after in itertools.pairwise(bodies)]
     kept.write_text(json.dumps(moved))
@@ -322,7 +322,7 @@ def figure8(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
         run = FederatedRun("emnist-letters", "hyperfl", rounds=rounds or 50)
     plan = plan_of(run)
     task = plan.task()
-    done = train(task, plan.make_method(task), plan.settings(), folder=out / run.name, progress=Progress("auto"))
+    done = train(task, plan.make_method(task), plan, folder=out / run.name, progress=Progress("auto"))
     embeddings = torch.stack([done.private[number]["embedding"] for number in task.clients])
     classes = int(max(task.client(number).train[1].max() for number in task.clients)) + 1
     counts = torch.stack([task.client(n).train[1].bincount(minlength=classes) for n in task.clients])

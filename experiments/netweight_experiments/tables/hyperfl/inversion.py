@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from netweight.attacks.gradient_inversion.client import Reconstruction, gradient_of
-from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
-from netweight.attacks.gradient_inversion.rog import ROGConfig, rog
+from netweight.attacks.gradient_inversion.matching import MatchingConfig, ROGConfig, invert, rog
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.data.images import Images
-from netweight.methods.federate import ClientData, FedTask, Run
-from netweight.methods.federate.catalog import METHODS, named_method
-from netweight.methods.federate.direct import without
+from netweight.methods.federate import ClientData, FedTask
 from netweight.methods.federate.dp import noise_multiplier
-from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.hyperfl import HYPERNETWORK
+from netweight.methods.federate.method import without
 from netweight.methods.federate.partition import client_sizes
 from netweight.methods.federate.report import Observation, ThreatModel, observe, read_update
+from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr, ssim
 from netweight_experiments.tables.grid import LEDGER, as_text, finished, run_each
 from netweight_experiments.tables.hyperfl.federations import images_of
@@ -46,7 +46,7 @@ class AttackRun:
     """One attack on one image."""
 
     data: str  # a data set of `data.images.load`; test images are attacked
-    method: str  # a method of `methods.federate.catalog`
+    method: str  # a method of `methods.federate.named_method`
     attack: str  # "ig", "rog", "tailored" or "analytic"; the latter two are for HyperFL
     image: int  # number of the image; also the seed of the network and of the attack
     steps: int | None = None  # steps of the attack; None for as many as it takes by default
