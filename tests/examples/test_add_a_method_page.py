@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: o
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The page's package and a small model, in the current folder; nothing of it stays registered."""
+    from netweight import registry
     from netweight.evidence import audit
-    from netweight.recipes import treatments
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(audit, "_NAMED", dict(audit._NAMED))
     monkeypatch.setattr(audit, "_AUDITS", dict(audit._AUDITS))
-    monkeypatch.setattr(treatments, "_TREATMENTS", dict(treatments._TREATMENTS))
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     for name, code in re.findall(r'```python title="(.*?)"\n(.*?)```', PAGE.read_text(), re.S):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(code)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from netweight.recipes import read_recipe
-from netweight.recipes.attacks import known_attacks
-from netweight.recipes.treatments import known_treatments
+from netweight.registry import known_attacks, known_methods
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -19,7 +18,7 @@ def test_the_table_says_what_each_step_takes_makes_and_is_proved_by():
     rows = re.findall(r"^\| `([a-z-]+)` \| ([a-z, ]+) \| (\w+) \| (.*) \|$", PAGE.read_text(), re.M)
     said = {verb: (tuple(takes.split(", ")), makes, tuple(re.findall(r"`(.*?)`", audits)))
             for verb, takes, makes, audits in rows}  # fmt: skip
-    ours = {verb: each for verb, each in known_treatments().items() if verb != "repeat"}  # the tests' own
+    ours = {verb: each for verb, each in known_methods().items() if verb != "repeat"}  # the tests' own
     assert said == {verb: (each.takes, each.makes, each.promised) for verb, each in ours.items()}
     for attack in known_attacks():
         assert f"`{attack}`" in PAGE.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 from netweight.errors import UsageError
 from netweight.evidence.audit import register_audit, register_treatment
 from netweight.evidence.finding import Finding
-from netweight.recipes import Treatment, register
+from netweight.registry import Method, register
 
 CALLS: list[str] = []
 ALL_MOMENTS = ["repeat", "length", "start"] * 2
@@ -42,9 +42,7 @@ def examine(audit, result, source, settings, progress):
     return (result, source), settings
 
 
-register(
-    Treatment("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine, check=check, reads=reads)
-)
+register(Method("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine, check=check, reads=reads))
 register_treatment("repeat", audits=("length", "start"))
 
 

@@ -83,3 +83,8 @@ def _wrong(row: Row, folder: Path) -> list[str]:
 def _names(prompts: list[str]) -> list[str]:
     counted = [(prompt, prompts[:place].count(prompt)) for place, prompt in enumerate(prompts)]
     return [prompt if not before else f"{prompt} ({before + 1})" for prompt, before in counted]
+
+
+def image_files(*tables: Path) -> list[Path]:
+    """The images that tables name: another content of them is another step."""
+    return [table.parent / str(row.values["image"]) for table in tables for row in check_pairs(table).rows]

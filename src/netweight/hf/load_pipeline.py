@@ -311,3 +311,8 @@ _SAID: dict[str, Literal["velocity", "noise", "sample"]] = {
 def trained_prediction(model: PipelineModel) -> Literal["velocity", "noise", "sample"]:
     """Return noise, velocity or sample; `text_to_image` has refused all other kinds."""
     return _SAID[str(model.pipeline.scheduler.config.prediction_type)]
+
+
+def check_pipeline(folder: Path) -> None:
+    if not (folder / "model_index.json").is_file():
+        raise UsageError(f"{folder} is no pipeline: it holds no model_index.json.", cure="Name a folder of diffusers.")

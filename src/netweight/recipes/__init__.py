@@ -15,39 +15,9 @@ where one makes what the next one takes: models (compress, immunize, forget), ba
 space-sample, space-edit, space-export), images (federate). Called by `netweight run`.
 """
 
-from netweight.recipes.attacks import Attack, register_attack
-from netweight.recipes.compress import COMPRESS
-from netweight.recipes.federate import FEDERATE
-from netweight.recipes.forget import EMBEDDING, FORGET
-from netweight.recipes.immunize import FINETUNE, IMMUNIZE
-from netweight.recipes.planning import Known, Plan, Step
-from netweight.recipes.reading import Recipe, read_recipe
-from netweight.recipes.running import Done, run
+from netweight.recipes.plan import Known, Plan, Step
+from netweight.recipes.recipe import Recipe, read_recipe
+from netweight.recipes.run import Done, run
 from netweight.recipes.schema import recipe_schema
-from netweight.recipes.space import SPACE_EDIT, SPACE_EXPORT, SPACE_FIT, SPACE_SAMPLE
-from netweight.recipes.treatments import Treatment, register
 
-__all__ = [
-    "COMPRESS",
-    "EMBEDDING",
-    "FEDERATE",
-    "FINETUNE",
-    "FORGET",
-    "IMMUNIZE",
-    "SPACE_EDIT",
-    "SPACE_EXPORT",
-    "SPACE_FIT",
-    "SPACE_SAMPLE",
-    "Attack",
-    "Done",
-    "Known",
-    "Plan",
-    "Recipe",
-    "Step",
-    "Treatment",
-    "read_recipe",
-    "recipe_schema",
-    "register",
-    "register_attack",
-    "run",
-]
+__all__ = ["Done", "Known", "Plan", "Recipe", "Step", "read_recipe", "recipe_schema", "run"]

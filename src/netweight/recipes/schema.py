@@ -12,10 +12,9 @@ from typing import Any
 
 import pydantic
 
-from netweight.recipes.attacks import known_attacks
 from netweight.recipes.entries import Entry
-from netweight.recipes.reading import outline
-from netweight.recipes.treatments import known_treatments
+from netweight.recipes.recipe import outline
+from netweight.registry import known_attacks, known_methods
 from netweight.settings import Settings
 
 _FIELD = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
@@ -26,7 +25,7 @@ def recipe_schema() -> dict[str, Any]:
     # What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
     schema = outline()
     definitions: dict[str, Any] = {}
-    for key, known in (("treatments", known_treatments()), ("attacks", known_attacks())):
+    for key, known in (("treatments", known_methods()), ("attacks", known_attacks())):
         entries = [_entry(each, definitions) for each in known.values()]
         schema["properties"][key] |= {"items": {"anyOf": [each for pair in entries for each in pair]}}
     return {

@@ -26,7 +26,7 @@ from netweight.evidence.image_sets import frechet_distance, kernel_distance
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.settings import DetectionConfig
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.recipes.entries import configured
-from netweight.recipes.reading import read_mapping, refusal
+from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.space_ground import Fitting, Ground, Stranger, Wanted
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import netweight.recipes.compress  # noqa: F401  # declares the treatment and its audit
+import netweight.methods.compress.verify  # noqa: F401  # declares the treatment and its audit
 from netweight.core import digest
 from netweight.core.progress import Progress
 from netweight.evidence.document import ChapterDocument

@@ -27,7 +27,7 @@ from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSub
 from netweight.methods.space.settings import Representation
 from netweight.methods.space.space import RECORD as SPACE_RECORD
 from netweight.methods.space.space import WeightSpace
-from netweight.recipes.treatments import Treatment, register
+from netweight.registry import Method
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 
@@ -247,20 +247,18 @@ def _check_space(source: Path | None, point: str = "mean") -> None:
     _points_in(source, point)
 
 
-SPACE_FIT = Treatment(
+SPACE_FIT = Method(
     FIT, SpaceFit, home=_HOME, apply=_fit, examine=_examine_space, check=_check_fit, takes=("bank",), makes="space"
 )
-SPACE_SAMPLE = Treatment(
+SPACE_SAMPLE = Method(
     SAMPLE, Drawing, home=_HOME, apply=_sample, examine=_examine_sample, check=_check_sample, takes=("space",),
     makes="points",
 )  # fmt: skip
-SPACE_EDIT = Treatment(
+SPACE_EDIT = Method(
     EDIT, SpaceEdit, home=_HOME, apply=_edit, examine=_examine_edit, check=_check_edit, takes=("space", "points"),
     makes="points",
 )  # fmt: skip
-SPACE_EXPORT = Treatment(
+SPACE_EXPORT = Method(
     EXPORT, SpaceExport, home=_HOME, apply=_export, examine=_examine_export, check=_check_export,
     takes=("space", "points"), makes="adapters",
 )  # fmt: skip
-for each in (SPACE_FIT, SPACE_SAMPLE, SPACE_EDIT, SPACE_EXPORT):
-    register(each)

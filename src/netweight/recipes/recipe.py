@@ -12,9 +12,8 @@ import yaml
 
 from netweight.core.names import nearest_names
 from netweight.errors import NetweightError, UsageError
-from netweight.recipes.attacks import Attack, known_attacks
 from netweight.recipes.entries import Chosen, E, choose, explain, unknown_keys
-from netweight.recipes.treatments import Treatment, known_treatments
+from netweight.registry import Attack, Method, known_attacks, known_methods
 
 
 @final
@@ -24,7 +23,7 @@ class Recipe:
 
     subject: Path  # the model that is treated, a folder or a file
     # Treatments with their settings, in order; at least one, unless there are attacks.
-    treatments: tuple[Chosen[Treatment[Any]], ...]
+    treatments: tuple[Chosen[Method[Any]], ...]
     # Attacks on what the last treatment made, or on the subject, with their settings.
     attacks: tuple[Chosen[Attack[Any]], ...]
     audits: Literal["all"] | tuple[str, ...]  # names of the audits to run, or "all"
@@ -90,7 +89,7 @@ def read_recipe(path: str | Path, *, subject: str | None = None, output: str | N
     problems = unknown_keys(content, list(_Fields.model_fields), "")
     if "treatments" not in content and "attacks" not in content:
         problems.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
-    treatments = _chosen(content, "treatments", known_treatments(), problems)
+    treatments = _chosen(content, "treatments", known_methods(), problems)
     attacks = _chosen(content, "attacks", known_attacks(), problems)
     try:
         fields = _Fields.model_validate(content)
@@ -145,7 +144,7 @@ def _path_problems(recipe: Recipe) -> list[str]:
 def _chain_problems(recipe: Recipe) -> list[str]:
     """Treatments and attacks that cannot follow what is made before them."""
     problems, made = [], None
-    entries: list[tuple[str, Treatment[Any] | Attack[Any]]] = [
+    entries: list[tuple[str, Method[Any] | Attack[Any]]] = [
         *((f"treatments.{place}", chosen.what) for place, chosen in enumerate(recipe.treatments)),
         *((f"attacks.{place}", chosen.what) for place, chosen in enumerate(recipe.attacks)),
     ]
@@ -153,7 +152,7 @@ def _chain_problems(recipe: Recipe) -> list[str]:
         if made is not None and made not in what.takes:
             wanted = " or ".join(what.takes)
             problems.append(f"{where}.{what.verb}: needs a {wanted}, and the treatment before it makes a {made}.")
-        if isinstance(what, Treatment):
+        if isinstance(what, Method):
             made = what.makes
     return problems
 

@@ -1,4 +1,4 @@
-"""`compress` in recipes: what is done, and what the method's audit looks at. Registered with `netweight.recipes`."""
+"""`compress` in recipes: what is done, and what the method's audit looks at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from netweight.core.progress import Progress
 from netweight.methods.compress.settings import CompressConfig
 from netweight.methods.compress.shard import make_plan
 from netweight.methods.compress.verify import TREATMENT, Compressed
-from netweight.recipes.treatments import Treatment, register
+from netweight.registry import Method
 
 
 def _compress(source: Path, destination: Path, settings: CompressConfig, progress: Progress) -> None:
@@ -39,8 +39,7 @@ def _check(source: Path | None, settings: CompressConfig) -> None:
         make_plan(source, settings)
 
 
-COMPRESS = Treatment(
+COMPRESS = Method(
     TREATMENT, CompressConfig, home=Compressed.__module__, apply=_compress, examine=_examine, check=_check,
     takes=("model", "adapters"),
 )  # fmt: skip
-register(COMPRESS)

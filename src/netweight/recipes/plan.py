@@ -10,10 +10,9 @@ from typing import Any, final
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import read_ledger
-from netweight.recipes.attacks import Attack
 from netweight.recipes.entries import Chosen
-from netweight.recipes.reading import Recipe
-from netweight.recipes.treatments import Treatment
+from netweight.recipes.recipe import Recipe
+from netweight.registry import Attack, Method
 
 # The file in a recipe's output that remembers what was done.
 LEDGER = "ledger.jsonl"
@@ -25,7 +24,7 @@ class Step:
     """One treatment of a plan, with its audits."""
 
     number: int  # place in the recipe, from 1
-    chosen: Chosen[Treatment[Any]]  # the treatment and its settings
+    chosen: Chosen[Method[Any]]  # the treatment and its settings
     audits: tuple[str, ...]  # names of the audits that will run
     left_out: tuple[str, ...]  # names of the treatment's audits that will not run; shown in red
     by_attack: tuple[str, ...] = ()  # names of those that an attack of the recipe holds

@@ -13,8 +13,8 @@ from netweight.errors import CorruptBlob
 from netweight.evidence.audit import run_audits
 from netweight.evidence.finding import Finding
 from netweight.evidence.report import Report
-from netweight.recipes.attacks import Target
-from netweight.recipes.planning import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
+from netweight.recipes.plan import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
+from netweight.registry import Target
 
 
 @final

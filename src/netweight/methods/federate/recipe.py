@@ -16,7 +16,7 @@ from netweight.evidence.report import Report
 from netweight.methods.federate.catalog import METHODS
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import Partition
-from netweight.recipes.treatments import Treatment, register
+from netweight.registry import Method
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Run
@@ -112,8 +112,7 @@ def _check(source: Path | None, settings: Any) -> None:
         )
 
 
-FEDERATE = Treatment(
+FEDERATE = Method(
     "federate", FolderFederation, home="netweight.methods.federate.report", apply=_federate, examine=_examine,
     illustrate=_illustrate, check=_check, takes=("images",), makes="federation", named=NAMES,
 )  # fmt: skip
-register(FEDERATE)

@@ -1,0 +1,65 @@
+"""`netweight forget` in recipes: memorization neurons switched off in a pipeline, and images before and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from netweight.core.progress import Progress
+from netweight.data.memorized_pairs import check_pairs, image_files
+from netweight.errors import UsageError
+from netweight.evidence.report import Report, read_report
+from netweight.hf.load_pipeline import check_pipeline
+from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
+from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
+from netweight.registry import Method
+
+_SEED = 0
+
+
+def _forget(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:
+    forget_folder(source, destination, settings, progress=progress)
+
+
+def _examine(
+    audit: str, destination: Path, source: Path, settings: FolderForgetting, progress: Progress
+) -> tuple[Any, Any]:
+    """Gather what an audit looks at; painted images and their section of the report stay beside the folder."""
+    from netweight.methods.forget.folder import localized, scored, shown
+
+    beside = _beside(destination)
+    if audit == DETECTION:
+        return scored(source, settings, folder=beside, progress=progress), None
+    if audit == NEURONS:
+        found = localized(destination)
+        if found is None:
+            raise UsageError(f"{destination} holds no record of what was localized.", cure="Make it again.")
+        return found, None
+    return shown(source, destination, settings, folder=beside, seed=_SEED, progress=progress)
+
+
+def _illustrate(destination: Path, number: int, report: Report) -> None:
+    """Show the images that the audit painted; its findings stand in the step's section."""
+    folder = _beside(destination)
+    if (folder / "report.json").is_file():
+        for section in read_report(folder).sections:
+            titled = {"title": f"{number}. {section.title}", "findings": (), "treatment": None, "missing_audits": ()}
+            report.include(section.model_copy(update=titled))
+
+
+def _beside(destination: Path) -> Path:
+    return destination.with_name(f"{destination.name}-images")
+
+
+def _check(source: Path | None, settings: FolderForgetting) -> None:
+    if source is not None:
+        check_pipeline(source)
+    prompts = [str(row.values["prompt"]) for row in check_pairs(settings.targets).rows]
+    ordinary_prompts(settings.ordinary, settings.column, prompts)
+
+
+FORGET = Method(
+    TREATMENT, FolderForgetting, home="netweight.methods.forget.report", apply=_forget, examine=_examine,
+    by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
+    reads=lambda settings: image_files(settings.targets),
+)  # fmt: skip

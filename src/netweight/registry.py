@@ -1,0 +1,144 @@
+"""What netweight can do with models, by name: methods with their audits, and attacks; found by entry point.
+
+A package adds a method by an entry point of the group `netweight.methods` that names a `Method`, and an attack by one
+of `netweight.attacks` that names an `Attack`. It then has a command, a verb in recipes and their schema, sections in
+reports, and entries in model cards. netweight's own methods are found the same way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar, final
+
+from netweight.core.progress import Progress
+from netweight.errors import UsageError
+from netweight.evidence.audit import audits_of, missing_audits
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Report
+
+S = TypeVar("S")
+
+
+@final
+@dataclass(frozen=True)
+class Method(Generic[S]):
+    """A treatment of files: what a command or a recipe applies.
+
+    Attributes:
+        verb: Its key in recipes, its command's name, and its name in the register of audits.
+        config: The class of its settings.
+        home: The module that declares and registers its audits when imported.
+        apply: Takes `(source, destination, settings, progress)` and makes `destination`, which does not exist, whole
+            or not at all; it never changes `source`.
+        examine: Takes `(audit, destination, source, settings, progress)` and returns the subject and the config that
+            the audit of that name takes. It may work, such as generate images: what an earlier run's audits found is
+            remembered, and it is not called for them.
+        by_attack: Those of its audits that an attack of the recipe holds: audit's name → the attack's verb.
+        illustrate: Takes `(destination, number, report)` and adds sections with figures; `number` is the step's.
+        check: Takes `(source, settings)` and raises what work could only find out later; `source` is None where an
+            earlier step makes it.
+        reads: Takes the settings and returns files that they lead to without naming them, such as the images of a
+            table: another content makes another step.
+        takes: What it can be applied to: the kinds that methods before it make.
+        makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
+        named: Subjects that it knows by name and that are no files here.
+    """
+
+    verb: str
+    config: type[S]
+    home: str
+    apply: Callable[[Path, Path, S, Progress], object]
+    examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]]
+    by_attack: Mapping[str, str] = field(default_factory=dict)
+    illustrate: Callable[[Path, int, Report], object] | None = None
+    check: Callable[[Path | None, S], object] | None = None
+    reads: Callable[[S], Iterable[Path]] | None = None
+    takes: tuple[str, ...] = ("model",)
+    makes: str = "model"
+    named: Container[str] = ()
+
+    @property
+    def audits(self) -> tuple[str, ...]:
+        """The names of its audits that are written."""
+        importlib.import_module(self.home)
+        return tuple(audits_of(self.verb))
+
+    @property
+    def promised(self) -> tuple[str, ...]:
+        """The names of all audits that prove it, those included that no recipe can run."""
+        importlib.import_module(self.home)
+        return missing_audits(self.verb, ())
+
+
+@final
+@dataclass(frozen=True)
+class Target:
+    """What an attack of a recipe is about."""
+
+    model: Path  # the model that the recipe's last method made, or its subject where it has none
+    before: Path | None  # the recipe's subject, if a method came between
+    output: Path  # the recipe's folder: ledgers go there
+    seed: int  # the recipe's
+    title: str  # heading of the attack's section
+
+
+@final
+@dataclass(frozen=True)
+class Attack(Generic[S]):
+    """An attack on files.
+
+    Attributes:
+        verb: Its key in recipes.
+        config: The class of its settings.
+        run: Takes `(target, settings, report, progress)`, adds a section to the report and returns its findings; what
+            an earlier run did is not done again.
+        check: Takes `(model, settings)` and raises what work could only find out later; `model` is None where a
+            method makes it.
+        reads: As of `Method`.
+        takes: The kinds of results that it can be run on.
+    """
+
+    verb: str
+    config: type[S]
+    run: Callable[[Target, S, Report, Progress], list[Finding]]
+    check: Callable[[Path | None, S], object] | None = None
+    reads: Callable[[S], Iterable[Path]] | None = None
+    takes: tuple[str, ...] = ("model",)
+
+
+_METHODS: dict[str, Method[Any]] = {}
+_ATTACKS: dict[str, Attack[Any]] = {}
+
+
+def register(entry: Method[Any] | Attack[Any]) -> None:
+    """Add a method or an attack in this process; packages use entry points.
+
+    Raises:
+        UsageError: Another one has its verb.
+    """
+    known: dict[str, Any] = _METHODS if isinstance(entry, Method) else _ATTACKS
+    if entry.verb in known:
+        kind = "method" if isinstance(entry, Method) else "attack"
+        raise UsageError(f"The {kind} {entry.verb!r} is registered already.", cure="Choose another verb.")
+    known[entry.verb] = entry
+
+
+def known_methods() -> Mapping[str, Method[Any]]:
+    """Return all methods by verb; importing them takes seconds."""
+    return _loaded("netweight.methods", _METHODS)
+
+
+def known_attacks() -> Mapping[str, Attack[Any]]:
+    """Return all attacks by verb; importing them takes seconds."""
+    return _loaded("netweight.attacks", _ATTACKS)
+
+
+def _loaded(group: str, known: dict[str, Any]) -> Mapping[str, Any]:
+    for point in entry_points(group=group):
+        if point.name not in known:
+            register(point.load())
+    return known
