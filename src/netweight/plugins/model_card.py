@@ -17,8 +17,8 @@ from netweight.methods.compress.folder import write_side_file
 from netweight.methods.compress.manifest import MANIFEST, Manifest
 from netweight.methods.forget.edit import FOLDER as EDITS
 from netweight.methods.forget.edit import read_records
-from netweight.methods.immunize.train import RECORD as IMMUNIZED
-from netweight.methods.immunize.train import Record
+from netweight.methods.immunize.checkpoint import RECORD as IMMUNIZED
+from netweight.methods.immunize.checkpoint import Record
 from netweight.methods.space.folder import EXPORTED, ExportRecord
 
 

@@ -158,7 +158,7 @@ def layers_of(part: str, blocks: int) -> str:
 
 def plainly(score: Score) -> Score:
     """Return a score that looks at a model without its security vector, as whoever took the model home has it."""
-    from netweight.methods.immunize.security_vectors import without_security_vectors
+    from netweight.methods.immunize.baselines import without_security_vectors
 
     def bare(model: nn.Module) -> float:
         with without_security_vectors(model):

@@ -7,7 +7,7 @@ which a training that was stopped goes on.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -107,8 +107,8 @@ def defended_model(defended: Defended, ground: Ground, folder: Path, share: floa
 
 @lru_cache(maxsize=1)  # a second model might not fit beside the first
 def _defended(defended: Defended, ground: Ground, folder: Path, share: float) -> nn.Module:
-    from netweight.methods.immunize.security_vectors import hold_security_vectors
-    from netweight.methods.immunize.train import CHECKPOINT
+    from netweight.methods.immunize.baselines import hold_security_vectors
+    from netweight.methods.immunize.checkpoint import CHECKPOINT
 
     model = ground.model(defended.start)
     if defended.defense == NONE:
@@ -129,40 +129,39 @@ def _defended(defended: Defended, ground: Ground, folder: Path, share: float) ->
     return model
 
 
-def _parts(defended: Defended, ground: Ground, share: float) -> tuple[Defense, list[Pair], list[Any]]:
+def _parts(defended: Defended, ground: Ground, share: float) -> tuple[Defense[Any], list[Pair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
     from netweight.data.examples import Pair
-    from netweight.methods.immunize.catalog import named_defense
-    from netweight.methods.immunize.repnoise import RepNoise
-    from netweight.methods.immunize.settings import RepNoiseConfig
+    from netweight.methods.immunize.settings import RepNoise, named_defense
+    from netweight.methods.immunize.train import defense_of
 
     count = taken(defended.pairs, share / ground.share if defended.whole else share)
     pairs = ground.pairs(defended.data, count, defended.seed)
     if defended.loss == "no mask":
         pairs = [Pair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
-    defense: Defense = named_defense(defended.defense).defense
-    if isinstance(defense, RepNoise):
+    own = named_defense(defended.defense)[0]
+    if isinstance(own, RepNoise):
         changes: dict[str, Any] = {"alpha": defended.alpha}
         changes |= {} if defended.beta is None else {"beta": defended.beta}
         changes |= {"lens_layers": 0} if defended.loss == "no lens" else {}
-        config: RepNoiseConfig = replace(defense.config, **changes)
-        defense = RepNoise(config)
-    return defense, pairs, ground.retain(count, defended.seed)
+        own = own.replace(**changes)
+    return defense_of(own), pairs, ground.retain(count, defended.seed)
 
 
 def _train(
     model: nn.Module,
     defended: Defended,
     ground: Ground,
-    defense: Defense,
+    defense: Defense[Any],
     pairs: list[Pair],
     kept: list[Any],
     place: Path,
 ) -> None:
-    from netweight.methods.immunize.settings import Settings
-    from netweight.methods.immunize.train import frozen, immunize
+    from netweight.methods.immunize.decoder import frozen
+    from netweight.methods.immunize.settings import TrainingSettings
+    from netweight.methods.immunize.train import immunize
 
-    settings = Settings(
+    settings = TrainingSettings(
         lr=standing_in(defended.lr, ground.rate),
         epochs=defended.epochs,
         batch_size=defended.batch or ground.defense_batch,

@@ -19,7 +19,7 @@ from netweight.core.engines import in_process
 from netweight.core.progress import Progress
 from netweight.evidence.document import ChapterDocument
 from netweight.evidence.report import Report
-from netweight.methods.immunize.layer_metrics import Insight, look_inside, weight_changes
+from netweight.methods.immunize.layer_metrics import DepthAnalysis, analyze_layers, weight_changes
 from netweight.methods.immunize.report import ATTACKED, DEPTH, TREATMENT, add_depth_section
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys import language_subjects as small_world_subjects
@@ -57,9 +57,9 @@ def make_stop(place: Place) -> Stop:
     after, record = defend_world(file, world, progress=place.progress)
     place.say(f"Immunized by {DEFENSE}: {len(record.steps)} steps.")
     pairs = world.pairs(_LOOKED_AT, seed=_SEED + 1)
-    insight = Insight(
+    analysis = DepthAnalysis(
         weight_changes(before, after),
-        *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after)),
+        *(analyze_layers(model, pairs, pad_id=world.pad_id) for model in (before, after)),
     )
     found, stability = _attacked(file, place.folder / "attacks.jsonl", place.progress)
     place.say(f"Attacked: {_words(found)}")
@@ -68,7 +68,7 @@ def make_stop(place: Place) -> Stop:
         report, found, _ASKED, seed=_SEED, stability=stability, treatment=TREATMENT, audits=(DEPTH, ATTACKED),
         title="Immunized: steps to bring the refused cipher back",
     )  # fmt: skip
-    add_depth_section(report, insight, seen=False, title="Immunized: how deep it goes")
+    add_depth_section(report, analysis, seen=False, title="Immunized: how deep it goes")
     inputs = {f"ciphers, {ALIGNED}": digest.of_file(world.folder / ALIGNED)}
     return handed_over(report, _chapter(found), seeds=(_SEED, 42), inputs=inputs, models={"the immunized model": _FILE})
 

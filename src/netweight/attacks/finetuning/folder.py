@@ -14,7 +14,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from netweight.attacks.finetuning.report import ResistanceConfig, Stability
+from netweight.attacks.finetuning.report import ResistanceConfig, Stability, add_section
 from netweight.attacks.finetuning.resistance import Kept, measure_kept, stability_findings
 from netweight.attacks.finetuning.scores import distinct_share
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
@@ -29,8 +29,11 @@ from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
 from netweight.data.tokens import BELOW, Template, padding_of, tokenized_examples
 from netweight.errors import MissingExtra, UsageError
+from netweight.evidence.finding import Finding
+from netweight.evidence.report import Report
 from netweight.hf.lm_eval import Scores, check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
+from netweight.registry import Attack, Target
 
 # Rows that are looked at, at most: each look costs a forward pass over all of them.
 MOST_HELD_OUT = 200
@@ -269,3 +272,26 @@ def _kept_of(name: SubjectName) -> Kept:
 
 def _tasks_of(name: SubjectName, attack: FolderAttack) -> Scores:
     return measure_tasks(name.arguments["model"], attack.lm_eval, limit=attack.lm_eval_limit, device=attack.device)
+
+
+def _check_step(model: Path | None, settings: FolderAttack) -> None:
+    for folder in (model, settings.base, *settings.also.values()):
+        if folder is not None:
+            check_folder(folder)
+    for file in settings.files:
+        read_rows(file)
+
+
+def _finetune(target: Target, settings: FolderAttack, report: Report, progress: Progress) -> list[Finding]:
+    attack = settings.replace(base=settings.base or target.before)
+    ledger = target.output / "attacks.jsonl"
+    with attack.running() as engine:
+        planned = plan(attack, target.model, ledger=ledger, engine=engine, seed=target.seed, progress=progress)
+        found = attack_folders(attack, planned, ledger=ledger, engine=engine, seed=target.seed, progress=progress)
+    report.summary = f"{report.summary} Recovered means: {goal_words(planned.goal)}.".strip()
+    return add_section(
+        report, found.sweep, planned.config, seed=target.seed, stability=found.stability, title=target.title
+    )
+
+
+FINETUNE = Attack("finetune", FolderAttack, _finetune, check=_check_step)

@@ -73,8 +73,10 @@ class MasterWeights:
         return common_norm(self._gradients(), group)
 
     @torch.no_grad()
-    def clip(self, norm: float, most: float) -> None:
+    def clip(self, norm: float, most: float | None) -> None:
         """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
+        if most is None:
+            return
         factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
@@ -135,6 +137,14 @@ class Record:
     trained: int  # how many weights were trained
     steps: Sequence[StepLog]
     environment: Mapping[str, Any]  # versions and machine
+
+    @property
+    def ends(self) -> list[tuple[str, float, float]]:
+        """Each term of the loss at the first and at the last step."""
+        if not self.steps:
+            return []
+        first, last = self.steps[0].terms, self.steps[-1].terms
+        return [(name, first[name].value, term.value) for name, term in last.items() if name in first]
 
     def write(self, path: str | Path) -> None:
         """Write the record as JSON, over one that is there."""

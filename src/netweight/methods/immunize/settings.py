@@ -7,7 +7,7 @@ the defense that its key `defense` chooses. `immunize` in Python takes a defense
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, FilePath
 
@@ -79,14 +79,19 @@ class RepNoise(DefenseSettings):
     )  # fmt: skip
     lens_layers: int | None = Field(
         None, ge=0,
-        description="States below the last one, drawn anew at each step, at which the ascent looks; null for all, 0 for "
-        "the model's own logits alone. Corrected only.",
+        description="States below the last one, drawn anew at each step, at which the ascent looks; null for all, 0 "
+        "for the model's own logits alone. Corrected only.",
     )  # fmt: skip
     noise_tokens: int | None = Field(
         256, ge=2,
         description="Tokens at which the noise looks, drawn anew at each step and layer; null for all. Corrected only.",
     )  # fmt: skip
     chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
+
+    @classmethod
+    def reference(cls, **given: Any) -> Self:
+        """The published loss with its published weights."""
+        return cls(**{"fidelity": "reference", "beta": 0.001, "noise_tokens": None, **given})
 
     def check(self) -> None:
         """Refuse what the published loss does not do."""
@@ -164,7 +169,8 @@ class ImmunizeSettings(TrainingSettings, FolderSettings):
         super().check()
         if self.defense == "security-vectors":
             raise UsageError(
-                "A security vector protects while it is at work in a model that others train, so no folder can hold it.",
+                "A security vector protects while it is at work in a model that others train, so no folder can hold "
+                "it.",
                 cure="Use netweight.immunize where the training is yours, or another defense.",
             )
 
@@ -187,7 +193,7 @@ ImmunizeSettings.offer(
     "defense",
     {
         "repnoise": _REPNOISE.partial(),
-        "repnoise-reference": _REPNOISE.partial(fidelity="reference", beta=0.001, noise_tokens=None),
+        "repnoise-reference": _REPNOISE.partial(**RepNoise.reference().given),
         "security-vectors": _VECTORS.partial(lr=1e-3),
         "vaccine": _VACCINE.partial(),
         "vaccine-rho10": _VACCINE.partial(rho=10.0),

@@ -1,4 +1,4 @@
-"""Training of a defense: `immunize`, in one process or in several that share every batch; resumable to the same bits."""
+"""Training of a defense, in one process or in several that share every batch; resumed to the same bits."""
 
 from __future__ import annotations
 
