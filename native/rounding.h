@@ -1,4 +1,4 @@
-// The arithmetic of lossy coding: weights to words and back. src/netweight/codec/rounding.py is the readable account of it;
+// The arithmetic of lossy coding: weights to words and back. src/netweight/codec/numpy_codec.py is the readable account of it;
 // both give the same bits. Products and quotients here are exact or rounded once, so that fusing them would change nothing.
 #pragma once
 

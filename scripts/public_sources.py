@@ -15,7 +15,7 @@ SOURCES = {
     "attacks.gradient_inversion.matching.invert": "Geiping et al.",
     "attacks.gradient_inversion.rog.rog": "Yue et al.",
     "attacks.gradient_inversion.tailored.tailored": "2412.07187",
-    "codec.rounding.Precision": "2410.20650",
+    "codec.lossy.Precision": "2410.20650",
     "generate.hypernetwork.Hypernetwork": "2412.07187",
     "methods.compress.bits.bit_statistics": "NeuZip",
     "methods.compress.memory.layerwise.LayerwiseOptimizer": "2306.09782",

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,22 +164,28 @@ def test_files_that_are_gone_in_between_leave_no_trace(tmp_path):
 def test_a_journal_cut_short_is_read_as_far_as_it_goes(tmp_path):
     source = transformers_folder(tmp_path / "m", shards=2)
     interrupted(source, tmp_path / "net")
-    journal = part_of(tmp_path / "net") / "journal.jsonl"
+    journal = part_of(tmp_path / "net") / "files.jsonl"
+    assert journal.stat().st_size
     with open(journal, "a") as file:
         file.write('{"key": {"pa')
     assert compress_folder(source, tmp_path / "net").resumed == 1
 
 
-def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_run_that_fails_keeps_what_it_finished(tmp_path, monkeypatch):
     source = transformers_folder(tmp_path / "m", shards=2)
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_module.shutil, "copyfileobj", full)
-    with pytest.raises(OutputFailed, match="disk is full"):
-        compress_folder(source, tmp_path / "net")
-    assert os.listdir(tmp_path) == ["m"]
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.shutil, "copyfileobj", full)
+        with pytest.raises(OutputFailed, match="disk is full"):
+            compress_folder(source, tmp_path / "net")
+    assert sorted(os.listdir(tmp_path)) == [part_of(tmp_path / "net").name, "m"]
+    assert compress_folder(source, tmp_path / "net").resumed == 2
+    compress_folder(source, tmp_path / "expected")
+    assert content(tmp_path / "net") == content(tmp_path / "expected")
+    assert sorted(os.listdir(tmp_path)) == ["expected", "m", "net"]
 
 
 def test_two_runs_do_not_mix(tmp_path):
@@ -228,12 +235,16 @@ def test_a_size_limit_is_a_named_error(tmp_path, verb, limit):
     if verb == "decompress":
         compress_folder(source, tmp_path / "packed")
         source = tmp_path / "packed"
-    before = sorted(os.listdir(tmp_path))
+    before = os.listdir(tmp_path)
     program = [sys.executable, "-c", LIMITED, verb, str(source), str(tmp_path / "out"), str(limit)]
     answer = subprocess.run(program, capture_output=True, text=True, check=True)
     assert answer.stdout.startswith("OutputFailed"), answer.stdout + answer.stderr
     assert "ulimit" in answer.stdout
-    assert sorted(os.listdir(tmp_path)) == before
+    work = part_of(tmp_path / "out")
+    finished = (work / "files.jsonl").read_text().splitlines() if work.exists() else []
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, work.name] if finished else before)
+    again = (compress_folder if verb == "compress" else decompress_folder)(source, tmp_path / "out")
+    assert again.resumed == len(finished)
 
 
 @pytest.fixture
@@ -253,7 +264,8 @@ def test_a_full_disk_is_a_named_error(tmp_path, small_disk):
     source = transformers_folder(tmp_path / "m", shards=3)
     with pytest.raises(OutputFailed, match="disk is full"):
         compress_folder(source, small_disk / "net")
-    assert os.listdir(small_disk) == []
+    assert set(os.listdir(small_disk)) <= {part_of(small_disk / "net").name}  # finished shards, if there are any
+    shutil.rmtree(part_of(small_disk / "net"), ignore_errors=True)
     large = simple_weights(tmp_path / "large.safetensors", shape=(200, 100))
     with pytest.raises(OutputFailed, match="disk is full"):
         compress_folder(large, small_disk / "x.safetensors")
@@ -261,7 +273,7 @@ def test_a_full_disk_is_a_named_error(tmp_path, small_disk):
     compress_folder(source, tmp_path / "net")
     with pytest.raises(OutputFailed, match="disk is full"):
         decompress_folder(tmp_path / "net", small_disk / "back")
-    assert os.listdir(small_disk) == []
+    assert set(os.listdir(small_disk)) <= {part_of(small_disk / "back").name}
 
 
 @pytest.fixture
@@ -322,7 +334,8 @@ def test_missing_permissions_name_the_file_that_lacks_them():
         assert said[0].startswith(f"UsageError {unreadable / 'tokenizer.json'} could not be read")
         assert said[1].startswith(f"OutputFailed {place / 'locked' / 'net'} could not be written (Permission denied)")
         assert said[2].startswith(f"OutputFailed {place / 'locked' / 'x.safetensors'} could not be written")
-        assert os.listdir(place / "open") == os.listdir(place / "locked") == []
+        assert os.listdir(place / "locked") == []
+        assert os.listdir(place / "open") == [".net.netweight-part"]  # the weights were finished before
         (place / "locked").chmod(0o755)
 
 
@@ -330,6 +343,7 @@ def test_what_another_kind_of_run_left_is_named(tmp_path):
     source = transformers_folder(tmp_path / "m")
     part_of(tmp_path / "net").mkdir()
     (part_of(tmp_path / "net") / "tree").mkdir()
+    (part_of(tmp_path / "net") / "files.jsonl").write_text('{"digest": "a finished shard"}\n')
     with pytest.raises(OutputFailed, match=r"Remove .*\.net\.netweight-part"):
         compress_folder(source / "model.safetensors", tmp_path / "net")
     part_of(tmp_path / "x").write_bytes(b"")

@@ -28,6 +28,7 @@ from flower_under_test import (
 )
 
 from netweight.errors import FederationStopped, UsageError
+from netweight.job import Job
 from netweight.methods.federate import Federation, train
 from netweight.methods.federate.defenses import Hardened, UpdateNoise
 from netweight.methods.federate.engine import CHECKPOINT, Checkpoint
@@ -378,5 +379,8 @@ def test_checkpoints_of_a_server_hold_nothing_private(tmp_path):
     serve(new_grid(method, tmp_path / "nodes"), method, tmp_path)
     with open_store(tmp_path / CHECKPOINT) as store:
         assert all(name == "about" or name.startswith("state|hypernetwork.") for name in store.names())
-    with pytest.raises(UsageError, match="other settings"):
-        Checkpoint.load(tmp_path / CHECKPOINT, "another")
+    with (
+        Job.open(tmp_path, state=CHECKPOINT, reading=True) as job,
+        pytest.raises(UsageError, match="other settings"),
+    ):
+        Checkpoint.load(job, "another")

@@ -7,11 +7,11 @@ import numpy as np
 import xxhash
 
 from netweight import codec
-from netweight.codec import fallback, reference
-from netweight.codec.element_types import ELEMENT_TYPES
-from netweight.codec.reference import Split
+from netweight.codec.dtypes import BY_CODE, BY_NAME
+from netweight.codec.header import varint
+from netweight.codec.numpy_rans import write_rans, write_wide
+from netweight.codec.numpy_tables import Split, histogram, table, wide_table
 
-BY_NAME = {element.name: element for element in ELEMENT_TYPES}
 LEVELS = ("fast", "default", "max")
 
 
@@ -22,13 +22,13 @@ def assemble(dtype, shape, chunks, data, *, level=1, chunk_log2=18):
     """A blob of given chunks; `data` is what they stand for."""
     fields = (b"NWT", 1, BY_NAME[dtype].code, level, chunk_log2, len(shape), xxhash.xxh3_128_digest(data))
     index = b"".join(struct.pack("<I", len(chunk)) for chunk in chunks)
-    shape = b"".join(map(reference.varint, shape))
+    shape = b"".join(map(varint, shape))
     return with_check(struct.pack("<3sBBBBB16s", *fields) + bytes(4) + shape + index + b"".join(chunks))
 
 
 def index_of(blob):
     """Where the index starts and ends as a decoder reads the header; None if it would not get that far."""
-    element = next((e for e in ELEMENT_TYPES if len(blob) >= 28 and e.code == blob[4]), None)
+    element = BY_CODE.get(blob[4]) if len(blob) >= 28 else None
     if element is None or blob[6] > 40:
         return None
     at, elements = 28, 1
@@ -83,15 +83,15 @@ def skewed(count, width, rng):
 def rans_plane(elements, raw_bits, signed, streams):
     """A plane in the rans mode; None if this split needs too many patches."""
     split = Split(elements.dtype.itemsize, raw_bits, signed)
-    counts, _ = fallback._histogram(elements, split, 1)
-    return fallback._rans(fallback._table(counts, split, exhaustive=False), elements, streams)
+    counts, _ = histogram(elements, split, 1)
+    return write_rans(table(counts, split, exhaustive=False), elements, streams)
 
 
 def wide_plane(elements, raw_bits, signed):
     """A plane in the wide_rans mode; None if this split gives no such table or too many patches."""
     split = Split(elements.dtype.itemsize, raw_bits, signed)
-    table = fallback._wide_table(fallback._histogram(elements, split, 1)[0], split)
-    return table and fallback._wide_rans(table, elements)
+    choice = wide_table(histogram(elements, split, 1)[0], split)
+    return choice and write_wide(choice, elements)
 
 
 def handmade(rng) -> Iterator[tuple[str, bytes, bytes]]:

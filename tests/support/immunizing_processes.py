@@ -131,7 +131,8 @@ def the_first_process_keeps_a_checkpoint_for_all(rank, folder):
     with pytest.raises(KeyboardInterrupt):
         immunize(sharded(decoder("gpt2")), PAIRS, KEPT, folder=folder, **arguments)
     training._Training._step = step
-    assert [path.name for path in folder.iterdir()] == [CHECKPOINT]
+    held = {"job.lock"}  # the first process may still be about to let go of it
+    assert {path.name for path in folder.iterdir()} - held == {CHECKPOINT}
     early = (folder / CHECKPOINT).read_bytes()
 
     resumed = sharded(decoder("gpt2"))
@@ -140,8 +141,8 @@ def the_first_process_keeps_a_checkpoint_for_all(rank, folder):
     assert again == record
     for name, value in weights(whole).items():
         assert of_tensor(weights(resumed)[name]) == of_tensor(value)
-    assert {path.name for path in folder.iterdir()} == {CHECKPOINT, RECORD}
-    with pytest.raises(UsageError, match="another model, defense, data or settings"):
+    assert {path.name for path in folder.iterdir()} - held == {CHECKPOINT, RECORD}
+    with pytest.raises(UsageError, match="other settings: settings"):
         immunize(sharded(decoder("gpt2")), PAIRS, KEPT, folder=folder, settings=FEW)
     blocked = folder / "blocked"
     if rank == 0:

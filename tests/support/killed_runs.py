@@ -16,8 +16,8 @@ from pathlib import Path
 
 from folders_under_test import content
 
+from netweight.core import files as atomic
 from netweight.errors import OutputExists
-from netweight.methods.compress import folder as workplace
 from netweight.methods.compress.folder import compress_folder, decompress_folder
 
 STEPS = ("open", "pwrite", "replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "truncate", "fchmod")
@@ -64,7 +64,7 @@ def can_swap(place):
     for folder in folders:
         folder.mkdir()
     try:
-        return workplace.exchange(*folders)
+        return atomic.exchange(*folders)
     finally:
         for folder in folders:
             folder.rmdir()
@@ -75,7 +75,7 @@ def main(source, target, verb, expected, old=None):
     older = None if old is None else held(Path(old))
     swaps = "NO_EXCHANGE" not in os.environ and can_swap(target.parent)
     if not swaps:
-        workplace.exchange = lambda first, second: False
+        atomic.exchange = lambda first, second: False
 
     def run(source, target, **options):
         (compress_folder if verb == "compress" else decompress_folder)(source, target, threads=1, **options)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from netweight.codec import reference
+from netweight.codec.header import varint
 
 MANTISSA = {"BF16": 7, "F16": 10, "F32": 23}
 LARGEST = {"BF16": 255 * 2.0**120, "F16": 65504.0, "F32": float(np.finfo(np.float32).max)}
@@ -113,7 +113,7 @@ def with_sections(blob, sections, **changes):
     dimensions = blob[7]
     shape = changes.get("shape", numbers[:dimensions])
     numbers = [*shape, changes.get("block", numbers[dimensions]), *map(len, sections)]
-    head = blob[:7] + bytes((len(shape),)) + blob[8:36] + b"".join(map(reference.varint, numbers))
+    head = blob[:7] + bytes((len(shape),)) + blob[8:36] + b"".join(map(varint, numbers))
     return with_lossy_check(head + b"".join(sections))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from netweight.core.files import whole_folder
 from netweight.errors import CorruptBlob, OutputExists, UsageError
+from netweight.job import Job
 from netweight.methods.federate.engine import Checkpoint as FederationCheckpoint
 from netweight.methods.immunize.checkpoint import Checkpoint as TrainingCheckpoint
 from netweight.store import StoreWriter, open_store
@@ -64,23 +65,27 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
     step = {"step": 0, "rate": 0.1, "norm": 2.0, "terms": {"retain": {"value": 1.5, "weight": 1.0, "norm": None}}}
     about = {"identity": "x", "balance": {"noise": 0.25}, "steps": [step]}
     by_hand(tmp_path / "hand", about, {"weight|w": weight, "exp_avg|w": moment})
-    training = TrainingCheckpoint.load(tmp_path / "hand", "x")
-    assert torch.equal(training.weights["w"], weight)
-    assert torch.equal(training.moments["w", "exp_avg"], moment)
-    assert (training.balance, training.steps[0].terms["retain"].value) == ({"noise": 0.25}, 1.5)
-    training.save(tmp_path / "saved", "x")
+    with Job.open(tmp_path, key={"lr": 1}, state="hand") as job:
+        training = TrainingCheckpoint.load(job, "x")
+        assert torch.equal(training.weights["w"], weight)
+        assert torch.equal(training.moments["w", "exp_avg"], moment)
+        assert (training.balance, training.steps[0].terms["retain"].value) == ({"noise": 0.25}, 1.5)
+        with pytest.raises(UsageError, match="other settings or inputs"):
+            TrainingCheckpoint.load(job, "y")
+    with Job.open(tmp_path, state="saved") as job:
+        training.save(job, "x")
     assert (tmp_path / "saved").read_bytes() == (tmp_path / "hand").read_bytes()
-    with pytest.raises(UsageError, match="another model, defense, data or settings"):
-        TrainingCheckpoint.load(tmp_path / "hand", "y")
 
     by_hand(tmp_path / "other", {"settings": "x", "rounds": []}, {"state|w": weight, "private|3|w": moment})
-    federation = FederationCheckpoint.load(tmp_path / "other", "x")
-    assert torch.equal(federation.state["w"], weight)
-    assert torch.equal(federation.private[3]["w"], moment)
-    federation.save(tmp_path / "again", "x")
+    with Job.open(tmp_path, key={"lr": 1}, state="other") as job:
+        federation = FederationCheckpoint.load(job, "x")
+        assert torch.equal(federation.state["w"], weight)
+        assert torch.equal(federation.private[3]["w"], moment)
+        with pytest.raises(UsageError, match="other settings or inputs"):
+            FederationCheckpoint.load(job, "y")
+    with Job.open(tmp_path, state="again") as job:
+        federation.save(job, "x")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "other").read_bytes()
-    with pytest.raises(UsageError, match="other settings, data or model"):
-        FederationCheckpoint.load(tmp_path / "other", "y")
     with open_store(tmp_path / "again") as store:
         assert store.names() == ["about", "state|w", "private|3|w"]
 

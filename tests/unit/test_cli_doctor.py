@@ -109,4 +109,7 @@ def test_what_would_decode_on_a_gpu(diagnose, monkeypatch):
     monkeypatch.setattr(cuda, "unavailable_because", lambda: None)
     assert json.loads(diagnose("--json").stdout)["environment"]["gpu_decoding"] == "netweight's kernels"
     monkeypatch.setattr(cuda, "unavailable_because", lambda: "NVRTC is missing. Install it.")
-    assert "no kernels: NVRTC is missing. Install it. Weights on a CUDA device would be decoded by" in diagnose().stdout
+    assert (
+        "no kernels: NVRTC is missing. Install it. Weights on a CUDA device would be decoded on the CPU"
+        in diagnose().stdout
+    )

@@ -149,3 +149,12 @@ def test_a_tensor_that_has_no_room_is_named(monkeypatch):
     with pytest.raises(OutOfMemory, match=r"shape \(8, 1000\), 3.2e-05 GB") as caught:
         cuda.decode(blob, layout)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_the_layout_names_where_things_lie():
+    weight = torch.randn(40, 100, generator=torch.Generator().manual_seed(2)).bfloat16()
+    blob = codec.encode(weight, level="fast", chunk_log2=10)
+    layout, info = cuda.layout_of(torch.frombuffer(bytearray(blob), dtype=torch.uint8)), codec.info(blob)
+    assert (layout.dtype, layout.shape, layout.nbytes, layout.numbers) == (torch.bfloat16, (40, 100), 8000, 4000)
+    assert (layout.chunk_log2, layout.chunks, layout.size, layout.level) == (10, 4, len(blob), "fast")
+    assert (layout.index_at, layout.payload_at) == (info.chunk_offsets[0] - 16, info.chunk_offsets[0])

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from models_under_test import Picture, Tied, differing, pair, same, stack, step
 from pretended_device import CPU, Event, pretend
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import netweight
 from netweight import codec
-from netweight.codec import cuda, torch_lossy, torch_path
+from netweight.codec import cuda
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime import prefetch as ahead_of_time
-from netweight.methods.compress.runtime import side_stream
 from netweight.methods.compress.runtime.storage import Box, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
@@ -265,7 +264,7 @@ def test_layouts_go_to_other_devices_with_their_payloads():
     for weight, mantissa_bits in ((torch.randn(100, 64), 7), (torch.randn(100, 64), 3)):
         blob = codec.encode_lossy(weight, mantissa_bits=mantissa_bits)
         blob = torch.from_numpy(np.frombuffer(blob, np.uint8).copy())
-        layout = (cuda.layout_of if mantissa_bits == 7 else torch_lossy.layout_of)(blob)
+        layout = (cuda.layout_of if mantissa_bits == 7 else cuda.lossy_layout_of)(blob)
         there = device._layout_on(layout, elsewhere)
         parts = [there] if mantissa_bits == 7 else [there.words.layout, there.normalizers.layout]
         assert all(part.starts.device == elsewhere for part in parts)
@@ -373,24 +372,43 @@ def test_bytes_that_others_write_are_looked_at_again(counts):
 # ---- errors and fallbacks --------------------------------------------------------------------------------------------
 
 
-def test_without_kernels_torch_decodes_and_says_so_and_the_host_encodes(counts, monkeypatch):
-    dense, model = pair(stack, torch.bfloat16)
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """A process whose GPU has no kernels: the bytes of what is there are the CPU's to decode and to encode."""
     monkeypatch.setattr(cuda, "unavailable_because", lambda: "NVRTC is missing.")
+    device._kernels_run.cache_clear()
+    yield
+    device._kernels_run.cache_clear()
+
+
+def test_without_kernels_payloads_on_a_gpu_are_not_handled_which_is_said_once(no_kernels):
+    with FakeTensorMode():
+        payload = torch.empty(64, dtype=torch.uint8, device="cuda")
+    with pytest.warns(RuntimeWarning, match=r"decoded on the CPU and copied.*NVRTC is missing"):
+        assert not device.handles(payload)
+    assert not device.handles(payload)  # a second warning would be an error
+    assert device.encode(payload, "default", None) is None
+
+
+def test_without_kernels_the_cpu_decodes_and_encodes(counts, monkeypatch):
+    dense, model = pair(stack, torch.bfloat16)
+    monkeypatch.setattr(device, "handles", lambda payload: False)
     monkeypatch.setattr(device, "_decoders", {})
-    monkeypatch.setattr(ahead_of_time, "side_stream_of", side_stream.side_stream_of)
     x = ROWS.bfloat16()
-    torch_path._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"plain torch operations.*no kernels for devices of type 'cpu'"):
-        assert_steps_alike(dense, model, x)
-    with netweight.decode_ahead() as ahead:
+    assert_steps_alike(dense, model, x)
+    with netweight.decode_ahead():
         for m in (dense, model):
             with torch.no_grad():
                 m[0].weight.mul_(2)
         assert_steps_alike(dense, model, x)
-    assert ahead.hits == 0
     assert counts.chunks == []
+    assert device._decoders == {}
     assert blob_of(model[0].weight.payload)[8:24].any()  # the host's encoder gives a digest
     netweight.check_device()
+    damage(model)
+    for _ in range(2):  # each decoding is checked
+        with pytest.raises(CorruptBlob, match="unknown mode"):
+            model(x)
 
 
 def test_a_graph_cannot_be_captured_before_weights_were_looked_at(counts, monkeypatch):

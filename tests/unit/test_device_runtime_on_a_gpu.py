@@ -9,9 +9,10 @@ from torch import nn
 
 import netweight
 from netweight import CompressedTensor, codec
-from netweight.codec import cuda, torch_lossy, torch_path
+from netweight.codec import cuda
 from netweight.errors import CorruptBlob
 from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime.storage import Box
 
 reason = cuda.unavailable_because()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"CUDA kernels cannot run here: {reason}")
@@ -136,18 +137,58 @@ def test_rounded_weights(dtype):
     for mantissa_bits in range(7):
         blob = codec.encode_lossy(weight.to(dtype), mantissa_bits=mantissa_bits)
         there = torch.frombuffer(bytearray(blob), dtype=torch.uint8).cuda()
-        decoded, damaged = torch_lossy.decode(there, torch_lossy.layout_of(there), cuda.decode)
+        decoded, damaged = cuda.decode_lossy(there, cuda.lossy_layout_of(there))
         assert not damaged
         assert same(decoded.cpu(), codec.decode(blob))
 
 
-def test_plain_torch_operations_on_the_gpu():
+@pytest.fixture
+def no_kernels(monkeypatch):
+    monkeypatch.setattr(cuda, "unavailable_because", lambda: "NVRTC is missing.")
+    device._kernels_run.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"decoded on the CPU and copied.*NVRTC is missing"):
+        yield
+    device._kernels_run.cache_clear()
+
+
+@pytest.mark.parametrize(("make", "x"), [(Tied, IDS), (Picture, PICTURE), (stack, ROWS)])
+def test_without_kernels_bytes_go_to_the_cpu_and_weights_come_back(make, x, no_kernels):
+    dense, model = on_gpu(make)
+    x = x.cuda()
+    assert_steps_alike(dense, model, x)
+    with netweight.decode_ahead() as ahead:
+        for _ in range(2):
+            assert_steps_alike(dense, model, x)
+    assert ahead.hits == 0
+
+
+def test_without_kernels_every_kind_of_weight_comes_back(no_kernels):
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex64):
-        weight = (torch.randn(100, 300) * 20).to(dtype)
+        weight = (torch.randn(6, 100, 300) * 20).to(dtype).cuda()
         for level in ("fast", "default", "max"):
-            blob = torch.frombuffer(bytearray(codec.encode(weight, level=level, chunk_log2=12)), dtype=torch.uint8)
-            there = blob.cuda()
-            assert same(torch_path.decode(there, cuda.layout_of(there)).cpu(), weight)
+            tensor = CompressedTensor.of(weight, level=level, chunk_log2=12)
+            assert tensor.box.payload.is_cuda
+            assert same(tensor.dense().cpu(), weight.cpu())
+            assert same(tensor[4].dense().cpu(), weight[4].cpu())
+            assert bytes(tensor.box.blob) == codec.encode(weight, level=level, chunk_log2=12)
+    rounded = Box.of(weight.real.contiguous(), precision=codec.Precision(3))
+    assert same(rounded.dense().cpu(), codec.decode(rounded.blob))
+
+
+def test_without_kernels_training_and_damage(no_kernels):
+    dense, model = on_gpu(stack, torch.bfloat16)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False) for m in (dense, model)]
+    x = ROWS.bfloat16().cuda()
+    for _ in range(3):
+        assert_steps_alike(dense, model, x)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_alike(dense, model)
+    payload = model[1].weight.payload
+    payload[device.LENGTH + codec.info(model[1].weight.box.blob).chunk_offsets[0]] = 77
+    for _ in range(2):
+        with pytest.raises(CorruptBlob, match="unknown mode"):
+            model(x)
 
 
 def test_rows_of_a_weight():

@@ -18,6 +18,7 @@ from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from netweight.core.digest import of_tensor
 from netweight.data.examples import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
+from netweight.job import Job
 from netweight.methods.immunize import train as training
 from netweight.methods.immunize.baselines import (
     VaccineDefense,
@@ -130,7 +131,7 @@ def test_a_finished_training_is_taken_as_it_is(tmp_path):
     again = decoder()
     assert immunize(again, pairs, settings=SHORT, folder=tmp_path) == record == Record.read(tmp_path / RECORD)
     assert weights(again) == weights(model)
-    with pytest.raises(UsageError, match="another model, defense, data or settings"):
+    with pytest.raises(UsageError, match="holds a training with other settings: model is"):
         immunize(decoder(seed=1), pairs, settings=SHORT, folder=tmp_path)
 
 
@@ -184,22 +185,14 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
     model = decoder()
     with pytest.raises(TrainingStopped, match=r"Step 8 .* 'retain' is nan.* after step 6, from .*immunize"):
         immunize(model, pairs, defense=Bursting(SafetyTraining()), settings=settings, folder=tmp_path)
-    stored = Checkpoint.load(tmp_path / CHECKPOINT, _identity(tmp_path))
+    with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
+        stored = Checkpoint.load(job, job.load()[0]["identity"])
     assert all(torch.equal(value, stored.weights[name]) for name, value in model.named_parameters())
     assert len(stored.steps) == 6
 
     Bursting.calls = []
     with pytest.raises(TrainingStopped, match="before this step"):
         immunize(decoder(), pairs, defense=Bursting(SafetyTraining()), settings=settings)
-
-
-def _identity(folder):
-    import json
-
-    from netweight.store import open_store
-
-    with open_store(folder / CHECKPOINT) as store:
-        return json.loads(bytes(store.get("about").tolist()))["identity"]
 
 
 def test_a_gradient_that_is_not_finite_is_named():

@@ -54,7 +54,7 @@ def _gpu_decoding() -> str:
     reason = cuda.unavailable_because()
     if reason is None:
         return "netweight's kernels"
-    return f"no kernels: {reason} Weights on a CUDA device would be decoded by plain torch operations, slowly."
+    return f"no kernels: {reason} Weights on a CUDA device would be decoded on the CPU and copied, slowly."
 
 
 def _extras() -> dict[str, dict[str, Any]]:

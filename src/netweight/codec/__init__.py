@@ -8,6 +8,8 @@ encodes, by no more than `relative_bound` says. `info` reads a blob's header onl
 from netweight.codec.api import (
     LEVELS,
     BlobInfo,
+    DecodeQueue,
+    Decoding,
     active_path,
     available_paths,
     decode,
@@ -21,8 +23,7 @@ from netweight.codec.api import (
     is_lossy,
     trim_pool,
 )
-from netweight.codec.queue import DecodeQueue, Decoding
-from netweight.codec.rounding import ROUNDABLE, Precision, relative_bound
+from netweight.codec.lossy import ROUNDABLE, Precision, relative_bound
 
 __all__ = [
     "LEVELS",

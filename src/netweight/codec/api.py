@@ -1,31 +1,36 @@
-"""The codec's functions: argument checks, tensors to buffers and back, errors in the library's own words."""
+"""The codec's functions: argument checks, tensors to buffers and back, errors in the library's own words.
+
+The queue at the end decodes on a thread of the codec's own, for callers that know what they will need next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from netweight.codec import backend, lossy
-from netweight.codec.dtypes import dtype_name, torch_dtype
-from netweight.codec.rounding import Precision
-from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.codec import lossy
+from netweight.codec.backend import best, codec_for, in_our_words, new_queue
+from netweight.codec.dtypes import (
+    Bytes,
+    bytes_of,
+    content_of,
+    flat_bytes,
+    memory_at,
+    tensor_of,
+    torch_dtype,
+)
+from netweight.codec.lossy import Precision
+from netweight.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    Blob = bytes | bytearray | memoryview | np.ndarray[Any, Any] | torch.Tensor
+    from netweight.codec.dtypes import Blob
 
 LEVELS = ("fast", "default", "max")
-
-_NUMPY_NAMES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32",
-    "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64", "complex64": "C64",
-    "complex128": "C128", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +80,12 @@ def available_paths() -> list[str]:
 
     "python" stands here only where the native module is missing; by name it can be asked for everywhere.
     """
-    return backend.paths()
+    return best.paths()
 
 
 def active_path() -> str:
     """The code path that `path="auto"` takes."""
-    return backend.paths()[0]
+    return best.paths()[0]
 
 
 def trim_pool(keep: int = 0) -> None:
@@ -88,7 +93,7 @@ def trim_pool(keep: int = 0) -> None:
 
     The working memory of threads that decoded or encoded is returned, too.
     """
-    backend.trim_pool(keep)
+    best.trim_pool(keep)
 
 
 def encode_raw(
@@ -122,19 +127,19 @@ def encode_raw(
         UsageError: The buffer does not fit dtype and shape, or an option is out of its range.
         Unsupported: The codec has no such element type, or it cannot be rounded.
     """
-    number = _checked_level(level, chunk_log2)
+    number = checked_level(level, chunk_log2)
     dims = [int(d) for d in shape]
     if len(dims) > 64 or min(dims, default=0) < 0:
         raise UsageError(f"A tensor cannot have the shape {tuple(dims)}.")
     rounding = None if precision is None else precision.rounding(dtype)
     threads, log2 = _checked_threads(threads), chunk_log2 or 0
-    with _in_our_words("a tensor of type %s and shape %s", dtype, dims):
-        source = _bytes_of(buffer)
+    with in_our_words("a tensor of type %s and shape %s", dtype, dims):
+        source = bytes_of(buffer)
         if rounding is not None:
             rounded = lossy.encode(source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path)
             if rounded is not None:
                 return rounded
-        return backend.encode(source, dtype, dims, number, log2, threads, path)
+        return codec_for(path).encode(source, dtype, dims, number, log2, threads, path)
 
 
 def encode(
@@ -161,7 +166,7 @@ def encode(
         UsageError: An option is out of its range.
         Unsupported: The codec has no such element type.
     """
-    data, name, shape = _parts(tensor)
+    data, name, shape = content_of(tensor)
     return encode_raw(data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path)
 
 
@@ -204,7 +209,7 @@ def encode_lossy(
 
     Source: NeuZip (arXiv 2410.20650), lossy compression for inference.
     """
-    data, name, shape = _parts(tensor)
+    data, name, shape = content_of(tensor)
     precision = Precision(mantissa_bits, block_size, fidelity)
     return encode_raw(
         data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, precision=precision, path=path
@@ -221,22 +226,22 @@ def info(blob: Blob) -> BlobInfo:
         CorruptBlob: The bytes are damaged or not a blob.
         Unsupported: The blob is of a newer format.
     """
-    source = _bytes_of(blob)
-    with _in_our_words("a blob"):
+    source = bytes_of(blob)
+    with in_our_words("a blob"):
         if lossy.recognizes(source):
             return _lossy_info(lossy.read_header(source))
-        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = backend.read_header(source)
+        dtype, shape, nbytes, level, chunk_log2, digest, starts, _ = best.read_header(source)
     hexadecimal = f"xxh3-128:{digest.hex()}"
     return BlobInfo(dtype, tuple(shape), nbytes, LEVELS[level], hexadecimal, 1, chunk_log2, tuple(starts))
 
 
 def is_lossy(blob: Blob) -> bool:
     """Whether a blob is one of those that `encode_lossy` makes when it rounds; only its first bytes are looked at."""
-    return lossy.recognizes(_bytes_of(blob))
+    return lossy.recognizes(bytes_of(blob))
 
 
 def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
-    _, _, _, level, chunk_log2, _, starts, _ = backend.read_header(header.words)
+    _, _, _, level, chunk_log2, _, starts, _ = best.read_header(header.words)
     rounding = header.rounding
     return BlobInfo(
         rounding.element.name,
@@ -255,9 +260,7 @@ def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
     )
 
 
-def decode_raw(
-    blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto"
-) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto") -> Bytes:
     """Decodes a blob to its bytes.
 
     Args:
@@ -273,8 +276,8 @@ def decode_raw(
         CorruptBlob: The blob is damaged.
         Unsupported: The blob is of a newer format.
     """
-    source = _bytes_of(blob)
-    with _in_our_words("a blob"):
+    source = bytes_of(blob)
+    with in_our_words("a blob"):
         return _decoded(source, _checked_threads(threads), check, path)[0]
 
 
@@ -283,10 +286,10 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
 
     Args and errors: see `decode_raw`. Also `Unsupported` when torch lacks the element type, or an empty tensor's shape.
     """
-    source = _bytes_of(blob)
-    with _in_our_words("a blob"):
+    source = bytes_of(blob)
+    with in_our_words("a blob"):
         raw, name, shape = _decoded(source, _checked_threads(threads), check, path)
-    return _tensor_of(raw, torch_dtype(name), shape)
+    return tensor_of(raw, torch_dtype(name), shape)
 
 
 def decode_into(
@@ -307,27 +310,35 @@ def decode_into(
         CorruptBlob: The blob is damaged.
         Unsupported: The blob is of a newer format.
     """
-    source, threads = _bytes_of(blob), _checked_threads(threads)
+    source, threads = bytes_of(blob), _checked_threads(threads)
     if isinstance(out, np.ndarray):
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise UsageError("The output array must be contiguous and writable.")
-        with _in_our_words("a blob"):
+        with in_our_words("a blob"):
             if lossy.recognizes(source):
-                lossy.decode(source, threads, check, path, _flat_bytes(out))
+                lossy.decode(lossy.read_header(source), threads, check, path, flat_bytes(out))
             else:
-                backend.decode_into(source, _flat_bytes(out), threads, check, path)
+                codec_for(path).decode_into(source, flat_bytes(out), threads, check, path)
         return
     if not out.is_contiguous() or not out.is_cpu or out.is_conj() or out.is_neg():
         raise UsageError("The output tensor must be contiguous, on the CPU, and not a conjugate or negative view.")
-    with _in_our_words("a blob"):
+    with in_our_words("a blob"):
         if lossy.recognizes(source):
-            lossy.decode(source, threads, check, path, backend.memory_at(out.data_ptr(), out.nbytes))
+            memory = memory_at(out.data_ptr(), out.nbytes)
+            lossy.decode(lossy.read_header(source), threads, check, path, memory)
         else:
-            backend.decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
+            codec_for(path).decode_to_address(source, out.data_ptr(), out.nbytes, threads, check, path)
 
 
 def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: str = "auto") -> torch.Tensor:
     """Decode rows `start` to `stop` (exclusive) of dimension 0; only the chunks that they touch are read.
+
+    Args:
+        blob: See `info`.
+        start: The first row.
+        stop: The row after the last one.
+        threads: Threads to decode with, at least 1.
+        path: See `encode_raw`.
 
     Returns:
         A tensor of shape (stop - start, *rest).
@@ -337,64 +348,37 @@ def decode_rows(blob: Blob, start: int, stop: int, *, threads: int = 1, path: st
         CorruptBlob: The blob is damaged.
         Unsupported: torch lacks the element type, or rows do not fill whole bytes.
     """
-    source = _bytes_of(blob)
+    source = bytes_of(blob)
     rounded: lossy.LossyHeader | None = None
-    with _in_our_words("a blob"):
+    with in_our_words("a blob"):
         if lossy.recognizes(source):
             rounded = lossy.read_header(source)
             name, shape, numbers = rounded.rounding.element.name, rounded.shape, rounded.count
         else:
-            name, shape, _, _, _, _, _, numbers = backend.read_header(source)
+            name, shape, _, _, _, _, _, numbers = best.read_header(source)
     dtype = torch_dtype(name)
     if not shape or not 0 <= start <= stop <= shape[0]:
         raise UsageError(f"Rows {start} to {stop} lie outside a tensor of shape {tuple(shape)}.")
     per_row = numbers // shape[0] if shape[0] else 0
     first, last, threads = start * per_row, stop * per_row, _checked_threads(threads)
-    with _in_our_words("a blob"):
+    with in_our_words("a blob"):
         if rounded is not None:
             raw = lossy.decode_numbers(rounded, first, last, threads, path)
         else:
-            raw = backend.decode_numbers(source, first, last, threads, path)
-    return _tensor_of(raw, dtype, (stop - start, *shape[1:]))
+            raw = codec_for(path).decode_numbers(source, first, last, threads, path)
+    return tensor_of(raw, dtype, (stop - start, *shape[1:]))
 
 
-def _decoded(
-    source: Any, threads: int, check: bool, path: str
-) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], str, tuple[int, ...]]:
+def _decoded(source: Any, threads: int, check: bool, path: str) -> tuple[Bytes, str, tuple[int, ...]]:
     """A tensor's bytes, the name of its dtype and its shape."""
     if not lossy.recognizes(source):
-        return backend.decode(source, threads, check, path)
+        return codec_for(path).decode(source, threads, check, path)
     header = lossy.read_header(source)
-    return lossy.decode(source, threads, check, path), header.rounding.element.name, header.shape
+    return lossy.decode(header, threads, check, path), header.rounding.element.name, header.shape
 
 
-def _parts(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], str, tuple[int, ...]]:
-    """A tensor's bytes, the name of its dtype and its shape.
-
-    Raises:
-        UsageError: It has no plain bytes.
-        Unsupported: The codec has no such element type.
-    """
-    if isinstance(tensor, np.ndarray):
-        name = _NUMPY_NAMES.get(tensor.dtype.name)
-        if name is None:
-            raise Unsupported(
-                f"The codec has no element type for numpy's {tensor.dtype}.", cure="View the array as uint8 first."
-            )
-        array = np.ascontiguousarray(tensor.astype(tensor.dtype.newbyteorder("<"), copy=False))
-        return _flat_bytes(array), name, tensor.shape
-    import torch
-
-    if tensor.layout != torch.strided or tensor.is_meta:
-        kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
-    name = dtype_name(tensor.dtype)
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return _tensor_bytes(tensor), name, tuple(tensor.shape)
-
-
-def _checked_level(level: str, chunk_log2: int | None) -> int:
+def checked_level(level: str, chunk_log2: int | None) -> int:
+    """The level's number; chunk_log2 is checked, too."""
     if level not in LEVELS:
         raise UsageError(f"There is no level {level!r}.", cure=f"Choose one of {', '.join(LEVELS)}.")
     if chunk_log2 is not None and not 10 <= chunk_log2 <= 22:
@@ -408,78 +392,86 @@ def _checked_threads(threads: int) -> int:
     return min(threads, 256)
 
 
-def _flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return array.reshape(-1).view(np.uint8)
+# ---- decoding on another thread --------------------------------------------------------------------------------------
+# What was not begun when its result is asked for is decoded by whoever asks, so that nobody waits for work that could
+# be under way. Without the native module everything is decoded so.
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    import torch
+@final
+class Decoding:
+    """A blob that is being decoded, or will be; made by `DecodeQueue.add`."""
 
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if not tensor.is_cpu:
-        tensor = tensor.cpu()
-    if tensor.numel() == 0:
-        return np.empty(0, np.uint8)
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    def __init__(self, blob: Any, pending: Any, header: lossy.LossyHeader | None = None) -> None:
+        self._blob = blob
+        self._pending = pending
+        self._header = header
+        self._cancelled = False
+
+    def result(self) -> torch.Tensor:
+        """The tensor, waiting for it if need be.
+
+        Raises:
+            CorruptBlob: The blob is damaged.
+            Unsupported: torch lacks the element type.
+            UsageError: It was cancelled.
+        """
+        if self._cancelled:
+            raise UsageError("A decoding that was cancelled has no result.", cure="Add the blob again.")
+        if self._pending is None:
+            return decode(self._blob)
+        with in_our_words("a blob"):
+            raw, name, shape = self._pending.result()
+            if self._header is not None:
+                lossy.put_kept(self._header, 0, self._header.count, "auto", raw)
+                name, shape = self._header.rounding.element.name, self._header.shape
+        return tensor_of(raw, torch_dtype(name), shape)
+
+    def cancel(self) -> None:
+        """Do not begin, or wait until what was begun is over; afterwards the blob's memory is not read any more."""
+        self._cancelled = True
+        if self._pending is not None:
+            self._pending.cancel()
 
 
-def _tensor_of(raw: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
+@final
+class DecodeQueue:
+    """One thread that decodes blobs in the order in which they were added.
 
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else empty_tensor(dtype, shape)
-
-
-def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A CPU tensor without elements.
-
-    Raises:
-        Unsupported: torch cannot count so far: a damaged shape may have a dimension of 0 next to enormous ones.
+    Examples:
+        >>> queue = DecodeQueue()
+        >>> decoding = queue.add(codec.encode(torch.ones(3)))  # doctest: +SKIP
+        >>> decoding.result()  # doctest: +SKIP
+        tensor([1., 1., 1.])
+        >>> queue.close()
     """
-    import torch
 
-    try:
-        return torch.empty(shape, dtype=dtype)
-    except RuntimeError as error:
-        raise Unsupported(
-            f"torch has no tensor of shape {shape}, though it has no elements ({error}).",
-            cure="Fetch or compress the file again if this shape is not meant.",
-        ) from error
+    def __init__(self) -> None:
+        self._native = new_queue()
 
+    def add(self, blob: Blob) -> Decoding:
+        """Have a blob decoded.
 
-def _bytes_of(blob: Any) -> Any:
-    """Whatever holds bytes, as something with the buffer protocol."""
-    if isinstance(blob, bytes | bytearray):
-        return blob
-    if isinstance(blob, np.ndarray):
-        return _flat_bytes(np.ascontiguousarray(blob))
-    if isinstance(blob, memoryview):
-        return blob if blob.c_contiguous else blob.tobytes()
-    if hasattr(blob, "detach"):
-        return _tensor_bytes(blob)
-    return memoryview(blob)
+        Args:
+            blob: See `codec.decode`. Its memory must stay where it is until `result` or `cancel` returned.
 
+        Returns:
+            The blob's decoding, to be asked for its result.
 
-class _in_our_words:
-    """Turns the backend's errors into the library's. A class, because a generator costs as much as a small tensor."""
+        Raises:
+            CorruptBlob: The blob's header is damaged.
+            Unsupported: The blob is of a newer format.
+        """
+        with in_our_words("a blob"):
+            source = bytes_of(blob)
+            if not self._native:
+                return Decoding(blob, None)
+            if not lossy.recognizes(source):
+                return Decoding(blob, self._native.add(source))
+            header = lossy.read_header(source)
+            normalizers = lossy.normalizers_of(header, 0, header.count, "auto")
+            return Decoding(blob, self._native.add_words(header.words, normalizers, *header.rounding.arguments), header)
 
-    def __init__(self, what: str, *parts: object) -> None:
-        self.what, self.parts = what, parts
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        reason, what = getattr(error, "reason", error), self.what % self.parts
-        if isinstance(error, backend.CORRUPT):
-            cure = "Fetch or compress the file again; its bytes were damaged."
-            raise CorruptBlob(f"Cannot decode {what}: {reason}.", cure=cure) from error
-        if isinstance(error, backend.UNSUPPORTED):
-            cure = "Update netweight, or use another element type."
-            raise Unsupported(f"Cannot handle {what}: {reason}.", cure=cure) from error
-        if isinstance(error, ValueError):
-            raise UsageError(f"Cannot handle {what}: {reason}.") from error
+    def close(self) -> None:
+        """End the thread; results of what was added can still be asked for."""
+        if self._native:
+            self._native.close()

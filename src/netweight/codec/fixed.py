@@ -41,8 +41,6 @@ import torch
 
 from netweight.errors import CorruptBlob, Unsupported
 
-__all__ = ["FixedLayout", "check_fixed", "decode_fixed", "encode_fixed", "is_fixed", "layout_of_shape", "read_layout"]
-
 MAGIC = b"NWF"
 VERSION = 1
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
@@ -59,19 +57,12 @@ _SIGNS = 0x807F  # sign and mantissa of a bf16 number
 @final
 @dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """Where the parts of a payload lie.
-
-    Attributes:
-        rows: Rows of the matrix.
-        columns: Its columns.
-        escapes: Number of weights outside the codes.
-        base: The exponent of code 1, 1 to 128.
-    """
+    """Where the parts of a payload lie."""
 
     rows: int
     columns: int
-    escapes: int
-    base: int
+    escapes: int  # weights outside the codes
+    base: int  # the exponent of code 1, 1 to 128
 
     @property
     def tile_rows(self) -> int:
@@ -103,17 +94,7 @@ class FixedLayout:
 
 
 def encode_fixed(weight: torch.Tensor) -> torch.Tensor:
-    """Put a matrix into the fixed-length form, on its own device.
-
-    Args:
-        weight: bf16 tensor of shape (rows, columns), at most 65 536 columns; any bit patterns.
-
-    Returns:
-        The payload, a one-dimensional U8 tensor.
-
-    Raises:
-        Unsupported: The tensor is no such matrix, or more than one weight in 32 has an exponent outside the codes.
-    """
+    """Put a bf16 matrix of any bit patterns into the fixed-length form, U8, on its own device."""
     _refuse_others(weight)
     bits = weight.detach().contiguous().view(torch.int16)
     layout = _chosen(bits)
@@ -209,34 +190,17 @@ def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -
 
 
 def is_fixed(payload: torch.Tensor) -> bool:
-    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device.
-
-    Args:
-        payload: U8, shape `(bytes,)`.
-    """
+    """Whether a payload of a compressed weight holds the fixed-length form; waits for the device."""
     return bytes(payload[8:11].tolist()) == MAGIC
 
 
 def layout_of_shape(rows: int, columns: int) -> FixedLayout:
-    """The layout of a matrix as far as its shape tells, without escapes; for kernels, which read the rest themselves.
-
-    Args:
-        rows: Rows of the matrix.
-        columns: Its columns.
-    """
+    """The layout of a matrix without escapes; kernels read the rest themselves."""
     return FixedLayout(rows, columns, 0, 1)
 
 
 def read_layout(payload: torch.Tensor) -> FixedLayout:
-    """Read and check a payload's header; waits for the device.
-
-    Args:
-        payload: One-dimensional U8 tensor; bytes behind the stated length are ignored.
-
-    Raises:
-        CorruptBlob: The header is none, contradicts itself, or is of another length than the payload can hold.
-        Unsupported: A newer release made it.
-    """
+    """Read and check a payload's header; waits for the device. Bytes behind the stated length are ignored."""
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < TILES_AT:
         raise _corrupt("it is shorter than a header")
     head = bytes(payload[:TILES_AT].tolist())
@@ -261,18 +225,7 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
 
 
 def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
-    """Decode with torch's operators, on the payload's device; `codec.cuda` has a kernel for it.
-
-    Args:
-        payload: What `encode_fixed` gave, possibly with more bytes behind it.
-
-    Returns:
-        bf16 tensor of shape (rows, columns), the same bits as before.
-
-    Raises:
-        CorruptBlob: The header or the list of escapes contradicts itself.
-        Unsupported: A newer release made it.
-    """
+    """Decode with torch's operators, on the payload's device; `codec.cuda` has a kernel for it."""
     layout = read_layout(payload)
     rows, escapes = _escapes(payload, layout)
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
@@ -283,18 +236,7 @@ def decode_fixed(payload: torch.Tensor) -> torch.Tensor:
 
 
 def check_fixed(payload: torch.Tensor) -> FixedLayout:
-    """Check all of a payload that can contradict itself; kernels then touch no memory but its own.
-
-    Args:
-        payload: What somebody else made. U8, shape `(bytes,)`.
-
-    Returns:
-        Its layout.
-
-    Raises:
-        CorruptBlob: The header, the escapes, or the places of zeros and escapes contradict themselves.
-        Unsupported: A newer release made it.
-    """
+    """Check all that can contradict itself in a payload of somebody else; kernels then touch no memory but its own."""
     layout = read_layout(payload)
     rows, escapes = _escapes(payload, layout)
     values = (escapes >> 16).to(torch.int16)

@@ -1,8 +1,8 @@
 """Lossy blobs: rounded weights as words, which an ordinary blob holds, beside normalizers and weights kept exactly.
 
-docs/format.md, "Lossy blobs", is the format; `rounding.py` is the arithmetic. A lossy blob decodes to the rounded
-weights, always the same. `api.py` calls this for blobs that `recognizes` knows; loops over weights run in the native
-module where it is there.
+docs/format.md, "Lossy blobs", is the format; the loops over weights run in the modules of `backend.py`. A lossy blob
+decodes to the rounded weights, always the same. The source is NeuZip (arXiv 2410.20650), lossy compression; see
+docs/differences.md for what differs.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from netweight.codec import backend
-from netweight.codec.element_types import ELEMENT_TYPES
-from netweight.codec.reference import FIXED_HEADER, Reader, read_varint, tensor_bytes, varint
-from netweight.codec.rounding import FIDELITIES, Bytes, Precision, Rounding
-from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.codec.backend import best, codec_for
+from netweight.codec.dtypes import BY_CODE, BY_NAME, Bytes, ElementType, flat_bytes
+from netweight.codec.header import (
+    Reader,
+    as_bytes,
+    check_digest,
+    check_header,
+    checksum,
+    corrupt,
+    take_fixed,
+    tensor_bytes,
+    varint,
+)
+from netweight.errors import Unsupported, UsageError
 
-__all__ = [
-    "LossyHeader",
-    "decode",
-    "decode_numbers",
-    "encode",
-    "normalizers_of",
-    "put_kept",
-    "read_header",
-    "recognizes",
-]
+__all__ = ["ROUNDABLE", "Precision", "relative_bound"]  # the others are the codec's own
 
+FIDELITIES = ("corrected", "reference")
+LOSSLESS_BITS = 7  # bf16's own: with so many nothing is rounded, in any dtype
+ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}
 MAGIC = b"NWL"
 VERSION = 1
 MOST_ESCAPES = 16  # of so many weights at most one is kept exactly; else the tensor is not rounded at all
@@ -41,30 +45,139 @@ _STEP = 1 << 20  # weights rounded at a time
 
 
 @dataclass(frozen=True, slots=True)
-class LossyHeader:
-    """What a lossy blob says before its sections.
+class Rounding:
+    """How weights of one dtype are rounded."""
+
+    element: ElementType  # BF16, F16 or F32
+    mantissa_bits: int  # kept, 0 to 6
+    block_size: int | None  # weights that share a normalizer; None for no normalizers
+    fidelity: str  # "corrected" or "reference"
+
+    @property
+    def arguments(self) -> tuple[str, int, int, bool]:
+        """As the functions of `backend.Codec` take them: dtype, bits, block (0 for none), whether as the reference."""
+        return self.element.name, self.mantissa_bits, self.block_size or 0, self.fidelity == "reference"
+
+    @property
+    def largest_word(self) -> int:
+        """The largest word without its sign; the reference's arithmetic may round up to infinity."""
+        return (255 << self.mantissa_bits) - (self.fidelity == "corrected")
+
+    @property
+    def bound(self) -> Fraction:
+        """The largest relative change of a weight; see `relative_bound`."""
+        kept = 2 ** (self.mantissa_bits + 1) + 1
+        rounding = Fraction(1, kept)
+        if self.block_size is None:
+            return rounding
+        # Nine bits of normalizer times seven at most fit the mantissa of a float32, so that no rounding follows there.
+        own = Fraction(1, 2 ** (self.element.mantissa_bits + 1) + 1) if self.element.mantissa_bits < 15 else Fraction(0)
+        times = 2 if self.fidelity == "reference" else 1  # the quotient is rounded, too
+        return (1 + rounding) * (1 + own) ** times - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How much of weights to keep, for weights of any dtype.
 
     Attributes:
-        rounding: How the tensor was rounded.
-        shape: Its shape.
-        digest: xxh3-128 of the rounded tensor's bytes, most significant byte first.
-        worst: The largest relative change of a weight that rounding made.
-        words_start: Where the blob of words starts, in bytes from the beginning.
-        words: The blob of words.
-        normalizers: The blob of normalizers; None without.
-        gaps: The blob that says where weights are kept exactly; None if none are.
-        kept: The blob of these weights; None if there are none.
+        mantissa_bits: Bits of the mantissa, 0 to 6; 7 keeps everything.
+        block_size: Weights that share a normalizer, at least 1; None for no normalizers.
+        fidelity: "corrected" or "reference".
+
+    Raises:
+        UsageError: A value is out of its range.
+
+    Source: NeuZip (arXiv 2410.20650), lossy compression.
     """
+
+    mantissa_bits: int = LOSSLESS_BITS
+    block_size: int | None = 512
+    fidelity: str = "corrected"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if type(self.mantissa_bits) is not int or not 0 <= self.mantissa_bits <= LOSSLESS_BITS:
+            raise UsageError(f"mantissa_bits is {self.mantissa_bits!r}.", cure="Choose 0 to 6, or 7 to round nothing.")
+        if self.block_size is not None and (type(self.block_size) is not int or not 1 <= self.block_size < 1 << 62):
+            raise UsageError(f"block_size is {self.block_size!r}.", cure="Choose 1 or more, or None for none.")
+        if self.fidelity not in FIDELITIES:
+            cure = f"Choose one of {', '.join(FIDELITIES)}."
+            raise UsageError(f"There is no fidelity {self.fidelity!r}.", cure=cure)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is rounded."""
+        return self.mantissa_bits == LOSSLESS_BITS
+
+    def rounding(self, dtype: str) -> Rounding | None:
+        """How to round weights of a dtype, given by safetensors' name; None to leave them as they are.
+
+        Args:
+            dtype: A name such as "BF16".
+
+        Raises:
+            Unsupported: Weights of this dtype cannot be rounded, or not with this fidelity.
+        """
+        if self.lossless:
+            return None
+        if dtype not in ROUNDABLE:
+            raise Unsupported(
+                f"Tensors of type {dtype} cannot be rounded to {self.mantissa_bits} mantissa bits.",
+                cure=f"Only {', '.join(ROUNDABLE)} can; leave others lossless: mantissa_bits=7.",
+            )
+        if self.fidelity == "reference" and dtype != "BF16":
+            raise Unsupported(
+                f"The reference arithmetic is defined for BF16, not for {dtype}.", cure='Use fidelity="corrected".'
+            )
+        return Rounding(ROUNDABLE[dtype], self.mantissa_bits, self.block_size, self.fidelity)
+
+
+def relative_bound(
+    mantissa_bits: int, normalized: bool = True, fidelity: str = "corrected", dtype: str = "BF16"
+) -> float:
+    """How much lossy coding may change a weight w at most: |rounded - w| / |w|.
+
+    Rounding a number to k mantissa bits changes it by at most 1 / (2^(k+1) + 1) of itself, which a number halfway
+    between a power of two and its successor attains. Without normalizers that is all. With them the quotient is rounded
+    so, and its product with the normalizer, which is the same number on both sides, once more to the p mantissa bits of
+    the dtype: (1 + 1/(2^(k+1) + 1)) (1 + 1/(2^(p+1) + 1)) - 1. For F32 the product is exact and the second factor 1.
+    The reference rounds the quotient to p bits, too, before it is rounded to k: the second factor is squared. Its bound
+    does not hold for numbers that it rounds up to infinity.
+
+    Args:
+        mantissa_bits: Bits of the mantissa that are kept, 0 to 7; with 7 nothing changes.
+        normalized: Whether blocks have normalizers.
+        fidelity: "corrected" or "reference".
+        dtype: safetensors' name of the dtype: "BF16", "F16" or "F32".
+
+    Returns:
+        The bound; 0 for 7 bits. What would change more is kept exactly (weights that are not finite or subnormal).
+
+    Raises:
+        UsageError: A setting is out of its range.
+        Unsupported: Weights of this dtype cannot be rounded.
+    """
+    rounding = Precision(mantissa_bits, 1 if normalized else None, fidelity).rounding(dtype)
+    return 0.0 if rounding is None else float(rounding.bound)
+
+
+# ---- blobs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LossyHeader:
+    """What a lossy blob says before its sections, and the sections: blobs of their own."""
 
     rounding: Rounding
     shape: tuple[int, ...]
-    digest: bytes
-    worst: float
-    words_start: int
+    digest: bytes  # xxh3-128 of the rounded tensor's bytes, most significant byte first
+    worst: float  # the largest relative change of a weight that rounding made
+    words_start: int  # where the words' blob starts
     words: Bytes = field(repr=False)
-    normalizers: Bytes | None = field(repr=False)
-    gaps: Bytes | None = field(repr=False)
-    kept: Bytes | None = field(repr=False)
+    normalizers: Bytes | None = field(repr=False)  # None without
+    gaps: Bytes | None = field(repr=False)  # numbers of weights between those kept exactly; None if none are
+    kept: Bytes | None = field(repr=False)  # these weights
 
     @property
     def count(self) -> int:
@@ -78,236 +191,157 @@ class LossyHeader:
 
 
 def recognizes(blob: Any) -> bool:
-    """Whether bytes begin as a lossy blob does.
-
-    Args:
-        blob: Anything with the buffer protocol.
-    """
+    """Whether bytes begin as a lossy blob does."""
     return bytes(blob[:3]) == MAGIC
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 def encode(
-    buffer: Any,
-    shape: Sequence[int],
-    rounding: Rounding,
-    *,
-    level: int,
-    chunk_log2: int,
-    threads: int,
-    path: str,
+    buffer: Any, shape: Sequence[int], rounding: Rounding, *, level: int, chunk_log2: int, threads: int, path: str
 ) -> bytes | None:
-    """Round a tensor and encode it.
-
-    Args:
-        buffer: The tensor's bytes; anything with the buffer protocol.
-        shape: Its shape.
-        rounding: How to round.
-        level: The codec's level, by number.
-        chunk_log2: See `backend.encode`.
-        threads: Threads to encode with.
-        path: The code path.
-
-    Returns:
-        The blob; None if there is nothing to round, or too many weights would have to be kept exactly.
-
-    Raises:
-        ValueError: The buffer's size does not fit dtype and shape.
-    """
+    """Round a tensor's bytes and encode them; None if there are none, or too many weights must be kept exactly."""
     number, nbytes = rounding.element.number_bytes, tensor_bytes(rounding.element, tuple(shape))
     if memoryview(buffer).nbytes != nbytes:
         raise ValueError("the buffer's size does not fit dtype and shape")
     if not nbytes:
         return None
-    data, count = np.frombuffer(buffer, np.uint8), nbytes // number
+    codec = codec_for(path)
+    data, count, block = np.frombuffer(buffer, np.uint8), nbytes // number, rounding.block_size
     words = np.empty(count, np.uint16)
-    normalizers: list[Bytes] = []
+    normalizers = np.empty(0 if block is None else -(-count // block), np.uint8)
+    step = (block or 1) * max(1, _STEP // (block or 1))
+    values = np.empty(min(step, count) * number, np.uint8)
+    bound = (float(rounding.bound.numerator), float(rounding.bound.denominator))
     escapes: list[npt.NDArray[np.int64]] = []
     digest, worst = xxhash.xxh3_128(), 0.0
-    block = rounding.block_size or 1
-    step = block * max(1, _STEP // block)
     for start in range(0, count, step):
-        part = data[start * number : (start + step) * number]
-        rounded = backend.round_weights(part, rounding, path)
-        words[start : start + step] = rounded.words
-        if rounded.normalizers is not None:
-            normalizers.append(rounded.normalizers)
-        escapes.append(rounded.escapes + start)
-        digest.update(rounded.values.data)
-        worst = max(worst, rounded.worst)
-    places = np.concatenate(escapes) if escapes else np.empty(0, np.int64)
-    if len(places) * MOST_ESCAPES > count:
+        stop = min(start + step, count)
+        part, rounded = data[start * number : stop * number], values[: (stop - start) * number]
+        if part.ctypes.data % number:
+            part = part.copy()  # numbers lie at odd addresses in some files
+        factors = normalizers if block is None else normalizers[start // block : -(-stop // block)]
+        change, places = codec.round_weights(
+            part, *rounding.arguments, *bound, words[start:stop], factors, rounded, path
+        )
+        escapes.append(np.array(places, np.int64) + start)
+        digest.update(rounded.data)
+        worst = max(worst, change)
+    exact = np.concatenate(escapes)
+    if len(exact) * MOST_ESCAPES > count:
         return None
 
     def blob(array: npt.NDArray[Any], dtype: str) -> bytes:
-        flat = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        size = len(flat) // array.dtype.itemsize
-        return backend.encode(flat, dtype, [size], level, 0, threads, path)
+        return codec.encode(flat_bytes(array), dtype, [len(array)], level, 0, threads, path)
 
     sections = [
-        backend.encode_words(words.view(np.uint8), rounding.mantissa_bits, level, chunk_log2, threads, path),
-        blob(np.concatenate(normalizers), "U8") if normalizers else b"",
-        b"",
-        b"",
+        codec.encode_words(flat_bytes(words), rounding.mantissa_bits, level, chunk_log2, threads, path),
+        b"" if block is None else blob(normalizers, "U8"),
+        blob(np.diff(exact, prepend=-1) - 1, "U64") if len(exact) else b"",
+        blob(data.reshape(-1, number)[exact], rounding.element.name) if len(exact) else b"",
     ]
-    if len(places):
-        kept = data.reshape(-1, number)[places]
-        sections[2] = blob(np.diff(places, prepend=-1) - 1, "U64")
-        sections[3] = backend.encode(kept, rounding.element.name, [len(places)], level, 0, threads, path)
     fields = (VERSION, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
     fixed = MAGIC + bytes(fields) + digest.digest()
-    numbers = (*shape, rounding.block_size or 0, *map(len, sections))
-    rest = struct.pack("<d", worst) + b"".join(map(varint, numbers))
-    check = xxhash.xxh3_64_intdigest(fixed + rest) & 0xFFFFFFFF
-    return b"".join((fixed, check.to_bytes(4, "little"), rest, *sections))
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
+    rest = struct.pack("<d", worst) + b"".join(map(varint, (*shape, block or 0, *map(len, sections))))
+    return b"".join((fixed, checksum(fixed, rest), rest, *sections))
 
 
 def read_header(blob: Any) -> LossyHeader:
-    """Read and check a lossy blob's header, and the headers of the blobs in it; no payload is touched.
-
-    Args:
-        blob: Anything with the buffer protocol.
-
-    Returns:
-        The header, with views of the blobs in it.
-
-    Raises:
-        CorruptBlob: The bytes are damaged.
-        Unsupported: The blob is of a newer format.
-    """
-    data = np.frombuffer(blob, np.uint8)
-    reader = Reader(data)
-    if len(data) < FIXED_HEADER:
-        raise _corrupt(f"it is shorter than a header ({len(data)} bytes)")
-    fixed = reader.take(FIXED_HEADER, "the header").tobytes()
+    """Read and check a lossy blob's header, and the headers of the blobs in it; no payload is touched."""
+    reader = Reader(as_bytes(blob))
+    fixed = take_fixed(reader)
     version, code, mantissa_bits, fidelity, dimensions = fixed[3:8]
     if version != VERSION:
         raise Unsupported(f"version {version} of lossy blobs is newer than this release reads ({VERSION})")
-    element = next((e for e in ELEMENT_TYPES if e.code == code), None)
+    element = BY_CODE.get(code)
     if element is None or fidelity >= len(FIDELITIES):
         raise Unsupported("its element type or arithmetic is not known to this release")
     if dimensions > 64:
-        raise _corrupt("the header states an impossible number of dimensions")
+        raise corrupt("the header states an impossible number of dimensions")
     (worst,) = struct.unpack("<d", reader.take(8, "the header").tobytes())
-    shape = tuple(read_varint(reader) for _ in range(dimensions))
-    block_size, *sizes = (read_varint(reader) for _ in range(5))
-    checked = fixed[:24] + data[FIXED_HEADER : reader.at].tobytes()
-    if xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF != int.from_bytes(fixed[24:28], "little"):
-        raise _corrupt("the header's checksum does not fit its bytes")
+    shape = tuple(reader.varint() for _ in range(dimensions))
+    block_size, *sizes = (reader.varint() for _ in range(5))
+    check_header(fixed, reader)
     rounding = _rounding(element.name, mantissa_bits, block_size or None, FIDELITIES[fidelity])
     count = tensor_bytes(element, shape) // element.number_bytes
     if not 0 <= worst:
-        raise _corrupt("the header states an impossible change")
-    if sum(sizes) != len(data) - reader.at:
-        raise _corrupt(f"it has {len(data) - reader.at} bytes of sections where they add up to {sum(sizes)}")
+        raise corrupt("the header states an impossible change")
+    left = len(reader.data) - reader.at
+    if sum(sizes) != left:
+        raise corrupt(f"it has {left} bytes of sections where they add up to {sum(sizes)}")
     words_start = reader.at
     words, *others = (reader.take(size, "a section") for size in sizes)
     normalizers, gaps, kept = (section if len(section) else None for section in others)
     if (normalizers is None) != (rounding.block_size is None or count == 0) or (gaps is None) != (kept is None):
-        raise _corrupt("a section is missing or too many")
+        raise corrupt("a section is missing or too many")
     _check_section(words, "U16", count)
     if normalizers is not None:
         _check_section(normalizers, "U8", -(-count // (rounding.block_size or 1)))
     if gaps is not None and kept is not None:
         size = _check_section(kept, element.name, None)
         if not 1 <= size * MOST_ESCAPES <= count:
-            raise _corrupt("a section has the wrong size")
+            raise corrupt("a section has the wrong size")
         _check_section(gaps, "U64", size)
     return LossyHeader(rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)
 
 
-def decode(blob: Any, threads: int, check: bool, path: str, out: Bytes | None = None) -> Bytes:
-    """Decode a lossy blob to the rounded tensor's bytes.
+def _rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding:
+    try:
+        rounding = Precision(mantissa_bits, block_size, fidelity).rounding(dtype)
+    except (Unsupported, UsageError) as error:
+        raise corrupt("the header states an impossible rounding") from error
+    if rounding is None:
+        raise corrupt("the header states an impossible rounding")
+    return rounding
 
-    Args:
-        blob: The blob.
-        threads: Threads to decode with.
-        check: Also compare the digest of the result with the one in the header.
-        path: The code path.
-        out: Where to write them; None for a new array.
 
-    Raises:
-        CorruptBlob: The blob is damaged.
-        Unsupported: See `read_header`.
-        ValueError: `out` has another size.
-    """
-    header = read_header(blob)
+def _check_section(section: Bytes, dtype: str, count: int | None) -> int:
+    """Check that a section is a blob of one dimension with elements of this type; return their number."""
+    name, shape, *_ = best.read_header(section)
+    if name != dtype or len(shape) != 1 or count not in (None, shape[0]):
+        raise corrupt("a section holds something else than it must")
+    return shape[0]
+
+
+def decode(header: LossyHeader, threads: int, check: bool, path: str, out: Bytes | None = None) -> Bytes:
+    """Decode a lossy blob to the rounded tensor's bytes, in `out` or a new array."""
     if out is not None and out.nbytes != header.nbytes:
         raise ValueError(f"the output has {out.nbytes} bytes where the tensor has {header.nbytes}")
-    result = _decode(header, 0, header.count, threads, path, out)
-    if check and xxhash.xxh3_128_digest(result.data) != header.digest:
-        raise _corrupt("the decoded bytes do not have the digest that was stored with them")
+    result = decode_numbers(header, 0, header.count, threads, path, out)
+    if check:
+        check_digest(result, header.digest)
     return result
 
 
-def decode_numbers(header: LossyHeader, first: int, last: int, threads: int, path: str) -> Bytes:
-    """Decode weights `first` to `last` (exclusive); only the chunks that they touch are read.
-
-    Args:
-        header: The blob's header.
-        first: The first weight.
-        last: The weight after the last one.
-        threads: How many threads may work at once, at least 1.
-        path: Code path of the native codec, or "auto".
-
-    Returns:
-        The bytes of these weights, rounded as they are.
-
-    Raises:
-        CorruptBlob: The blob is damaged.
-    """
-    return _decode(header, first, last, threads, path, None)
+def decode_numbers(
+    header: LossyHeader, first: int, last: int, threads: int, path: str, out: Bytes | None = None
+) -> Bytes:
+    """The bytes of weights `first` to `last` (exclusive); only the chunks that they touch are read."""
+    codec, normalizers = codec_for(path), normalizers_of(header, first, last, path)
+    nbytes = (last - first) * header.rounding.element.number_bytes
+    if out is None:
+        out = codec.pooled_array(nbytes)
+    codec.decode_words(
+        header.words, normalizers, *header.rounding.arguments, first, last, out.ctypes.data, nbytes, threads, path
+    )
+    put_kept(header, first, last, path, out)
+    return out
 
 
-def _decode(header: LossyHeader, first: int, last: int, threads: int, path: str, out: Bytes | None) -> Bytes:
-    normalizers = normalizers_of(header, first, last, path)
-    result = backend.decode_words(header.words, normalizers, header.rounding, first, last, threads, path, out)
-    put_kept(header, first, last, path, result)
-    return result
-
-
-def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Bytes | None:
-    """The normalizers of the blocks that weights `first` to `last` (exclusive) touch; None without.
-
-    Args:
-        header: The blob's header.
-        first: The first weight.
-        last: The weight after the last one.
-        path: Code path of the native codec, or "auto".
-
-    Raises:
-        CorruptBlob: The blob is damaged.
-    """
+def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Any:
+    """The normalizers of the blocks that weights `first` to `last` (exclusive) touch; empty without."""
     block = header.rounding.block_size
     if header.normalizers is None or block is None:
-        return None
+        return b""
     blocks = (first // block, (last - 1) // block + 1) if first < last else (0, 0)
-    return backend.decode_numbers(header.normalizers, *blocks, 1, path)
+    return codec_for(path).decode_numbers(header.normalizers, *blocks, 1, path)
 
 
 def put_kept(header: LossyHeader, first: int, last: int, path: str, weights: Bytes) -> None:
-    """Put the weights that are kept exactly in their places among weights `first` to `last` (exclusive).
-
-    Args:
-        header: The blob's header.
-        first: The first weight.
-        last: The weight after the last one.
-        path: Code path of the native codec, or "auto".
-        weights: Bytes of the weights `first` to `last`; changed in place.
-
-    Raises:
-        CorruptBlob: The blob is damaged.
-    """
+    """Put the weights that are kept exactly in their places among weights `first` to `last` (exclusive)."""
     if header.gaps is None or header.kept is None:
         return
-    places = _places(backend.decode(header.gaps, 1, False, path)[0], header.count)
-    number = header.rounding.element.number_bytes
-    kept = backend.decode(header.kept, 1, False, path)[0].reshape(-1, number)
+    codec, number = codec_for(path), header.rounding.element.number_bytes
+    places = _places(codec.decode(header.gaps, 1, False, path)[0], header.count)
+    kept = codec.decode(header.kept, 1, False, path)[0].reshape(-1, number)
     inside = (places >= first) & (places < last)
     weights.reshape(-1, number)[places[inside] - first] = kept[inside]
 
@@ -316,30 +350,8 @@ def _places(gaps: Bytes, count: int) -> npt.NDArray[np.int64]:
     """Places of the weights that are kept exactly, from the numbers of weights between them."""
     steps = gaps.view("<u8")
     if (steps >= count).any():
-        raise _corrupt("a weight that is kept exactly lies outside the tensor")
+        raise corrupt("a weight that is kept exactly lies outside the tensor")
     places = np.cumsum(steps.astype(np.int64) + 1) - 1
     if (np.diff(places, prepend=-1) <= 0).any() or places[-1] >= count:  # the sum may run over
-        raise _corrupt("a weight that is kept exactly lies outside the tensor")
+        raise corrupt("a weight that is kept exactly lies outside the tensor")
     return places
-
-
-def _rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding:
-    try:
-        rounding = Precision(mantissa_bits, block_size, fidelity).rounding(dtype)
-    except (Unsupported, UsageError) as error:
-        raise _corrupt("the header states an impossible rounding") from error
-    if rounding is None:
-        raise _corrupt("the header states an impossible rounding")
-    return rounding
-
-
-def _check_section(section: Bytes, dtype: str, count: int | None) -> int:
-    """Check that a section is a blob of one dimension with elements of this type; return their number."""
-    name, shape, *_ = backend.read_header(section)
-    if name != dtype or len(shape) != 1 or count not in (None, shape[0]):
-        raise _corrupt("a section holds something else than it must")
-    return shape[0]
-
-
-def _corrupt(reason: str) -> CorruptBlob:
-    return CorruptBlob(reason, cure="Fetch or compress the file again; its bytes were damaged.")

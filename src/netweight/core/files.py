@@ -1,14 +1,13 @@
 """Files and folders that appear whole or not at all: written aside, synced, renamed. Used by whatever writes weights.
 
 The temporary name is derived from the target's name, so that the next run finds what a killed run left behind, and it
-is locked while in use, so that two runs cannot mix. Works on POSIX systems.
+is locked while in use, so that two runs cannot mix. `publish` is the one place that syncs and renames.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,12 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from netweight.core.locking import take_lock
 from netweight.errors import OutputExists, OutputFailed, UsageError
+
+_WINDOWS = os.name == "nt"  # where folders cannot be synced, nor open files renamed or removed
 
 
 def part_of(target: Path) -> Path:
     """The temporary path beside `target` in which it is written."""
     return target.with_name(f".{target.name}.netweight-part")
+
+
+def work_of(target: Path) -> Path:
+    """The folder beside `target` in which work on it is kept until it is finished, see `netweight.job`."""
+    return target.with_name(f".{target.name}.netweight-work")
 
 
 def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
@@ -38,7 +45,7 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
     """Turn the system's refusals into errors with a cure."""
-    part = part_of(target)
+    part, work = part_of(target), work_of(target)
     cures = {
         errno.ENOSPC: "The disk is full: free space, or choose another disk.",
         errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
@@ -47,19 +54,19 @@ def naming_failures(target: Path) -> Iterator[None]:
         errno.EACCES: "Permission is missing: choose another place.",
         errno.EPERM: "Permission is missing: choose another place.",
         errno.ENAMETOOLONG: "Choose a shorter name.",
-        # A folder was left where a file is to be written, or the other way round.
-        errno.EISDIR: f"Remove {part}, which a run that was killed left there.",
-        errno.ENOTDIR: f"Remove {part}, which a run that was killed left there.",
-        errno.EEXIST: f"Remove {part}, which a run that was killed left there.",
     }
     try:
         yield
     except OSError as error:
         refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
-        if refused != target.parent and not any(refused.is_relative_to(own) for own in (target, part)):
+        if refused != target.parent and not any(refused.is_relative_to(own) for own in (target, part, work)):
             raise UsageError(
                 f"{refused} could not be read ({error.strerror}).", cure="Check that it is there and its permissions."
             ) from error
+        # A folder was left where a file is to be written, or the other way round.
+        in_the_way = work if refused.is_relative_to(work) else part
+        left = f"Remove {in_the_way}, which a run that was killed left there."
+        cures |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), left)
         if error.errno not in cures:
             raise
         raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
@@ -67,6 +74,8 @@ def naming_failures(target: Path) -> Iterator[None]:
 
 def exchange(first: Path, second: Path) -> bool:
     """Swap two paths of one file system in a single step."""
+    if _WINDOWS:
+        return False
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -80,24 +89,50 @@ def exchange(first: Path, second: Path) -> bool:
 
 def sync(path: Path) -> None:
     """Make a file's content, or a folder's list of names, survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if _WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def sync_tree(path: Path) -> None:
+    """Sync a file; or all files under a folder, then the folders, the innermost first."""
+    if not path.is_dir():
+        return sync(path)
+    walked = list(os.walk(path, topdown=False))
+    for folder, _, names in walked:
+        for file in (Path(folder) / name for name in names):
+            if file.is_file() and not file.is_symlink():
+                sync(file)
+    for folder, _, _ in walked:
+        sync(Path(folder))
+    return None
+
+
+def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
+    """Sync a file or folder with all in it, put it in the place of `target` in one step, and make that survive."""
+    sync_tree(part)
+    if aside is None or not target.exists():
+        os.replace(part, target)
+    elif not exchange(part, target):  # two steps; whoever was killed in between moves `aside` back
+        os.rename(target, aside)
+        os.rename(part, target)
+    sync(target.parent)
+
+
 @contextmanager
 def lock(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to read and write, made if absent, that no other run may open this way meanwhile."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
+        if not take_lock(file.fileno()):
             file.close()
-            raise UsageError(f"Another run is writing {path}.", cure="Wait for it, or choose another name.") from error
-        # The file that was opened may have been renamed by its last owner before the lock was gained.
+            raise UsageError(f"Another run is writing {path}.", cure="Wait for it, or choose another name.")
+        # The file that was opened may have been renamed or removed by its last owner before the lock was gained.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
         file.close()
@@ -115,12 +150,14 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[IO[bytes]]:
             file.truncate(0)
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if _WINDOWS:
+                file.close()
+            publish(part, target)
         except BaseException:
+            if _WINDOWS:
+                file.close()
             part.unlink(missing_ok=True)
             raise
-        os.replace(part, target)
-        sync(target.parent)
 
 
 @contextmanager
@@ -133,8 +170,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(part)  # of a run that was killed
         try:
             yield part
-            os.replace(part, target)
+            publish(part, target)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        sync(target.parent)

@@ -14,12 +14,8 @@ from typing import Any, Generic, Self, TypeVar, final
 from netweight.core import digest
 from netweight.core.engines import Engine, Outcome, local_processes
 from netweight.core.environment import netweight_version
+from netweight.core.locking import take_lock
 from netweight.errors import CorruptBlob, UsageError
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes on one ledger go unnoticed there
-    fcntl = None  # type: ignore[assignment]
 
 
 @final
@@ -32,7 +28,7 @@ class Ledger:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
         try:
             self._lock()
             self.records = self._read()
@@ -41,14 +37,10 @@ class Ledger:
             raise
 
     def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(self._file):
             raise UsageError(
                 f"Another process is working on the ledger {self.path}.", cure="Wait for it, or name another ledger."
-            ) from None
+            )
 
     def _read(self) -> dict[str, dict[str, Any]]:
         content = self.path.read_bytes()
@@ -61,10 +53,14 @@ class Ledger:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record and return when it is on the disk; a later record replaces an earlier one of its digest."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=True).encode() + b"\n"
-        view = memoryview(line)
-        while view:
-            view = view[os.write(self._file, view) :]
-        os.fsync(self._file)
+        view, size = memoryview(line), os.fstat(self._file).st_size
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+            os.fsync(self._file)
+        except OSError:  # a full disk: half a line must not stand before the next one
+            os.ftruncate(self._file, size)
+            raise
         self.records[record["digest"]] = dict(record)
 
     def close(self) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 from netweight.core.environment import cache_folder
 from netweight.errors import CudaFailed, CudaUnavailable, UsageError
 
-__all__ = ["INSTALL", "compile_all", "compiler_version", "cubin", "kernel_files", "supported_architectures"]
-
 INSTALL = 'Run: pip install "netweight[cuda]"'
 KERNELS = Path(__file__).parent / "kernels"
 _OPTIONS = ("--std=c++17", "--extra-device-vectorization")
@@ -44,58 +42,28 @@ def _nvrtc() -> Any:
 
 
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's version, such as (13, 0).
-
-    Returns:
-        Major and minor version.
-
-    Raises:
-        CudaUnavailable: NVRTC or its bindings are not installed.
-    """
+    """NVRTC's version, such as (13, 0)."""
     major, minor = _call("nvrtcVersion")
     return int(major), int(minor)
 
 
 def supported_architectures() -> list[int]:
-    """Architectures that NVRTC compiles for, ascending, by number: 90 for "sm_90".
-
-    Returns:
-        Numbers such as 90, ascending.
-
-    Raises:
-        CudaUnavailable: NVRTC or its bindings are not installed.
-    """
+    """Architectures that NVRTC compiles for, ascending, by number: 90 for "sm_90"."""
     (count,) = _call("nvrtcGetNumSupportedArchs")
     (numbers,) = _call("nvrtcGetSupportedArchs")
     return sorted(int(number) for number in list(numbers)[:count])
 
 
 def compile_all(architecture: str) -> dict[str, bytes]:
-    """Compile every .cu file, whatever the cache holds.
-
-    Args:
-        architecture: The GPU's, such as "sm_90".
-
-    Returns:
-        Machine code (a cubin) by name of the file.
-
-    Raises:
-        CudaUnavailable: NVRTC or its bindings are not installed.
-        CudaFailed: A file does not compile; the message holds the compiler's.
-    """
+    """Compile every .cu file for an `architecture` such as "sm_90", past the cache: a cubin by name of the file."""
     return {file: _compile(file, architecture) for file in kernel_files()}
 
 
 @cache
 def cubin(file: str, architecture: str) -> bytes:
-    """One .cu file's machine code, from the cache if it is there and sound.
-
-    The cache is `kernels` in netweight's cache folder. A file in it is named for everything that it was made from, and
-    starts with a digest of the rest; one that is damaged is made again. Where the folder cannot be written nothing is
-    kept.
-
-    Args and errors: see `compile_all`.
-    """
+    """One .cu file's machine code, from the cache if it is there and sound."""
+    # A file of the cache, in `kernels` of netweight's cache folder, is named for everything that it was made from and
+    # starts with a digest of the rest; one that is damaged is made again. An unwritable folder keeps nothing.
     path = _cached_path(file, architecture)
     code = _read(path) if path is not None else None
     if code is None:

@@ -1,20 +1,28 @@
-"""Decoding on the GPU: one blob, or a plan of many whose addresses stay, in one launch."""
+"""Decoding on the GPU: layouts that are read once, one blob or a plan of many in one launch, and lossy blobs.
+
+docs/format.md is the format, `kernels/decode.cu` the kernel. Of a lossy blob the sections, which are lossless blobs,
+are decoded where they are, and the arithmetic of `numpy_codec.py` runs as torch operations with the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from netweight.codec import header, lossy
+from netweight.codec.api import LEVELS
+from netweight.codec.backend import in_our_words
 from netweight.codec.cuda import launching
-from netweight.codec.cuda.layout import BlobLayout
-from netweight.errors import CorruptBlob, OutOfMemory, UsageError
-
-__all__ = ["DecodePlan", "decode", "raise_if_corrupt"]
+from netweight.codec.dtypes import empty_tensor, torch_dtype
+from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 _FILE, _ENTRY = "decode.cu", "decode_chunks"
+_FIRST_BYTES = 1 << 16  # enough for the header and the index of 16,000 chunks; more is fetched in a second step
 # In the order of the bits that kernels/chunk.cuh gives them.
 _REASONS = (
     "its index does not fit its size",
@@ -31,25 +39,64 @@ _REASONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class BlobLayout:
+    """A blob's header, checked, and where its chunks are; whoever decodes the blob again and again keeps it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int  # of the tensor
+    numbers: int  # in the tensor: elements, or twice as many for complex types
+    chunk_log2: int  # binary logarithm of the numbers in a chunk
+    chunks: int
+    index_at: int  # where the index of chunks starts in the blob
+    payload_at: int  # where the first chunk starts
+    size: int  # of the blob, in bytes
+    level: str
+    # Of the chunks, and the end of the last one: int64 of shape (chunks + 1,) on the blob's device.
+    starts: Tensor = field(repr=False, compare=False)
+
+
+def layout_of(blob: Tensor) -> BlobLayout:
+    """The layout of `blob`, one whole lossless blob: uint8 of shape (size,) on any device, which is waited for."""
+    if blob.dtype != torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
+        raise UsageError(
+            f"A blob must be a contiguous uint8 tensor of one dimension, not {blob.dtype} of shape {tuple(blob.shape)}."
+        )
+    size = blob.numel()
+    beginning = blob[:_FIRST_BYTES].cpu().numpy()
+    if lossy.recognizes(beginning):
+        raise Unsupported("A lossy blob has no layout of its own.", cure="Ask for the layouts of its sections.")
+    with in_our_words("a blob"):
+        end = header.index_end(beginning, size)
+        if end > len(beginning):
+            beginning = blob[:end].cpu().numpy()
+        found = header.read_header(beginning, size=size)
+    dtype = torch_dtype(found.element.name)
+    if found.nbytes == 0:
+        empty_tensor(dtype, found.shape)  # raises for a shape that torch refuses
+    chunks = len(found.chunk_starts) - 1
+    return BlobLayout(
+        dtype=dtype,
+        shape=found.shape,
+        nbytes=found.nbytes,
+        numbers=found.numbers,
+        chunk_log2=found.chunk_log2,
+        chunks=chunks,
+        index_at=found.chunk_starts[0] - 4 * chunks,
+        payload_at=found.chunk_starts[0],
+        size=size,
+        level=LEVELS[found.level],
+        starts=torch.from_numpy(np.array(found.chunk_starts, np.int64)).to(blob.device),
+    )
+
+
 def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, status: Tensor | None = None) -> Tensor:
-    """Decode a blob on its device, on torch's current stream. The digest is not compared.
+    """Decode `blob` on torch's current stream of its device, into `out` or a new tensor of the `layout`'s shape.
 
-    Args:
-        blob: uint8 of shape (layout.size,), contiguous, on a CUDA device.
-        layout: What `layout_of` gave for this blob.
-        out: Where to write: contiguous, of the layout's dtype and shape, on the same device; None for a new tensor.
-        status: int32 of shape (1,) on the same device. Then the call returns at once, and a chunk that is corrupt ORs a
-            nonzero reason into it (see `raise_if_corrupt`) and leaves its part of the output undefined. None: wait for
-            the GPU and raise.
-
-    Returns:
-        `out`, or the new tensor.
-
-    Raises:
-        CorruptBlob: Without `status`: the blob is damaged.
-        CudaUnavailable, CudaFailed: The kernel cannot run.
-        OutOfMemory: The device has no room for the tensor.
-        UsageError: An argument does not fit the layout.
+    Without a `status` the call waits for the GPU and raises `CorruptBlob` for a damaged blob. With one, int32 of shape
+    (1,) on the device, it returns at once; a corrupt chunk ORs a reason into it and leaves its part of the output
+    undefined (see `raise_if_corrupt`). The digest is not compared.
     """
     _check_blob(blob, layout)
     out = _output(layout, blob.device) if out is None else _checked_output(out, layout, blob.device)
@@ -66,14 +113,7 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
 
 
 def raise_if_corrupt(status: Tensor) -> None:
-    """Wait for a status and raise if a decoder ORed a reason into it.
-
-    Args:
-        status: int32 of shape (1,), zeroed before it was given to `decode`.
-
-    Raises:
-        CorruptBlob: The status is not zero; the message holds the reasons.
-    """
+    """Wait for a `status` that `decode` was given, int32 of shape (1,), and raise `CorruptBlob` if it is not zero."""
     found = int(status.item())
     if found:
         reasons = [reason for bit, reason in enumerate(_REASONS) if found >> bit & 1]
@@ -87,20 +127,8 @@ def raise_if_corrupt(status: Tensor) -> None:
 class DecodePlan:
     """Decodes many blobs in one launch: those of a transformer's block, each too small to fill a GPU.
 
-    Blobs, layouts and outputs are fixed when the plan is made, and kept alive by it; their contents may change as long
-    as the layouts still hold.
-
-    Args:
-        blobs: Blobs on one CUDA device, see `decode`.
-        layouts: Theirs, one each.
-        outs: Their outputs, see `decode`; None for new tensors.
-
-    Attributes:
-        outs: The outputs, in the order of the blobs.
-
-    Raises:
-        OutOfMemory: The device has no room for the outputs.
-        UsageError: There are no blobs, they lie on different devices, or an argument does not fit its layout.
+    `blobs`, their `layouts` and `outs` (None for new tensors) are fixed when the plan is made, and kept alive by it;
+    their contents may change as long as the layouts still hold.
     """
 
     def __init__(
@@ -131,10 +159,7 @@ class DecodePlan:
         self._jobs = torch.tensor(rows, dtype=torch.int64).reshape(-1, 8).to(self._device)
 
     def decode(self, status: Tensor | None = None) -> list[Tensor]:
-        """Decode all blobs into `outs`, which are returned.
-
-        Args and errors: see `decode`.
-        """
+        """Decode all blobs into `outs`, which are returned; `status` as for `decode`."""
         own_status = torch.zeros(1, dtype=torch.int32, device=self._device) if status is None else status
         if self._blocks:
             arguments = (self._jobs, len(self._jobs), *(0,) * 7, own_status)
@@ -174,3 +199,94 @@ def _output(layout: BlobLayout, device: torch.device) -> Tensor:
             f"There is no room on {device} for a tensor of shape {layout.shape}, {layout.nbytes / 1e9:.3g} GB decoded.",
             cure="Use smaller batches or shorter inputs, or spread the model over more GPUs.",
         ) from error
+
+
+# ---- lossy blobs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A lossless blob in a lossy one."""
+
+    start: int
+    layout: BlobLayout
+
+    def of(self, blob: Tensor) -> Tensor:
+        """Its bytes, from the whole blob's."""
+        return blob[self.start : self.start + self.layout.size]
+
+
+@dataclass(frozen=True, slots=True)
+class LossyLayout:
+    """What the header of a lossy blob says, and where its sections are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int  # of the tensor
+    size: int  # of the blob, in bytes
+    rounding: lossy.Rounding
+    words: Section
+    normalizers: Section | None
+    gaps: Section | None  # places of the numbers that are kept exactly
+    kept: Section | None  # these numbers
+
+
+def lossy_layout_of(blob: Tensor) -> LossyLayout:
+    """The layout of `blob`, one whole lossy blob: uint8 of shape (size,) on any device; copied to the host once."""
+    local = blob.cpu()
+    with in_our_words("a blob"):
+        found = lossy.read_header(local.numpy())
+    start = found.words_start
+    sections: list[Section | None] = []
+    for part in (found.words, found.normalizers, found.gaps, found.kept):
+        if part is None:
+            sections.append(None)
+        else:
+            its = layout_of(local[start : start + len(part)])
+            sections.append(Section(start, replace(its, starts=its.starts.to(blob.device))))
+            start += len(part)
+    words, normalizers, gaps, kept = sections
+    assert words is not None
+    dtype = torch_dtype(found.rounding.element.name)
+    return LossyLayout(dtype, found.shape, found.nbytes, blob.numel(), found.rounding, words, normalizers, gaps, kept)
+
+
+def decode_lossy(
+    blob: Tensor, layout: LossyLayout, section: Callable[[Tensor, BlobLayout], Tensor] = decode
+) -> tuple[Tensor, Tensor]:
+    """Decode `blob` where it is, by `section` for each blob in it; nothing else here waits for the device.
+
+    Returned are the rounded tensor of the `layout`'s shape, and one bool: whether the blob is damaged, and the
+    tensor so undefined.
+    """
+    rounding = layout.rounding
+    words = section(layout.words.of(blob), layout.words.layout).view(torch.int16).to(torch.int32)
+    code = words & 0x7FFF
+    damaged = ((code > rounding.largest_word) | ((code != 0) & (code < 1 << rounding.mantissa_bits))).any()
+    values = (code << (23 - rounding.mantissa_bits) | words & -0x8000_0000).view(torch.float32)  # I16 kept the sign
+    if layout.normalizers is not None and rounding.block_size is not None:
+        normalizers = section(layout.normalizers.of(blob), layout.normalizers.layout)
+        factors = 1 + normalizers.to(torch.float32) / 256
+        together = min(rounding.block_size, len(values))
+        values = values * factors[:, None].expand(-1, together).reshape(-1)[: len(values)]
+    numbers = _narrowed(values, layout.dtype)
+    if layout.gaps is not None and layout.kept is not None:
+        gaps = section(layout.gaps.of(blob), layout.gaps.layout).view(torch.int64)
+        kept = section(layout.kept.of(blob), layout.kept.layout)
+        count = len(numbers)
+        # A gap below `count`, as an unsigned number; then sums run over only after they have passed `count`.
+        sound = (gaps >= 0) & (gaps < count)
+        places = torch.where(sound, gaps + 1, count + 1).cumsum(0) - 1
+        damaged |= (places >= count).any() | (places < 0).any()
+        numbers.index_copy_(0, places.clamp(0, max(0, count - 1)), kept)
+    return numbers.reshape(layout.shape), damaged
+
+
+def _narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """F32 numbers, none of them NaN, in the tensor's own dtype; half to even."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFF_FFFF
+    rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16
+    return (rounded | bits >> 16 & -0x8000).to(torch.int16).view(torch.bfloat16)

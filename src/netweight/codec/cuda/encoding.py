@@ -1,8 +1,9 @@
 """Tensors on an NVIDIA GPU to blobs there, with the bytes that the CPU's encoder writes.
 
 `encode` makes a blob of exactly its size; `encode_into` fills a payload of fixed capacity and never waits for the GPU,
-which is what training wants. Chunks are encoded in waves, so that what is needed beside tensor and blob is bounded by
-`SCRATCH_BYTES`. kernels/encode.cu does the work; `netweight.codec.cuda` re-exports the functions.
+which is what training wants. `EncodePlan` is everything that follows from dtype, shape and options alone. Chunks are
+encoded in waves, so that what is needed beside tensor and blob is bounded by `SCRATCH_BYTES`. The kernels are in
+kernels/encode.cu.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import final
 
 import numpy as np
 import torch
 import xxhash
 
-from netweight import codec
-from netweight.codec import fallback
+from netweight.codec import api
 from netweight.codec.cuda import launching
-from netweight.codec.cuda.decoding import decode
-from netweight.codec.cuda.encode_plan import EncodePlan, Wave
-from netweight.codec.cuda.layout import BlobLayout, layout_of
-from netweight.codec.reference import FIXED_HEADER
+from netweight.codec.cuda.decoding import BlobLayout, decode, layout_of
+from netweight.codec.dtypes import BY_NAME, ElementType, dtype_name
+from netweight.codec.header import FIXED_HEADER, MAGIC, VERSION, checksum, varint
+from netweight.codec.numpy_tables import Plane, sampling
 from netweight.errors import OutOfMemory, UsageError
-
-__all__ = ["LENGTH_BYTES", "SCRATCH_BYTES", "encode", "encode_into", "largest_blob", "layout_of_encoded", "with_digest"]
 
 SCRATCH_BYTES = 256 << 20  # working memory of one call, unless a single chunk needs more
 LENGTH_BYTES = 8  # before the blob in a payload
@@ -32,35 +32,25 @@ LENGTH_BYTES = 8  # before the blob in a payload
 _THREADS = 256  # of a block; kThreads in kernels/encode_plane.cuh
 _COPIERS = 8  # kCopiers in kernels/encode.cu
 _ALIGNMENT = 16  # of a tensor's address
+_SHAPE_WORDS = 10  # 64 dimensions whose product is below 2^62 have at most 73 bytes of varints
+_DIGEST_BLOCK = 1024  # kDigestBlock in kernels/digest.cuh
+_LONG_TEXT = 241  # kLongText there
+_SLACK = 4096  # what a plane may write beyond its elements before it is given up
 
 
 def encode(
     tensor: torch.Tensor, *, level: str = "default", chunk_log2: int | None = None, digest: bool = True
 ) -> torch.Tensor:
-    """Compress a tensor, bit for bit, where it lies.
+    """Compress `tensor`, bit for bit, where it lies; `level` and `chunk_log2` as for `netweight.codec.encode`.
 
     The GPU encodes the levels "fast" and "default" of tensors on it. Level "max", tensors without elements and those on
     the CPU, and GPUs for which `unavailable_because` has a reason, are the host's encoder's: the tensor is copied there
-    and the blob back. The blob is the same either way.
+    and the blob back. The blob, U8 of shape (size,), is the same either way. Without `digest` its 16 bytes are zero on
+    a GPU: such a blob is for memory only, and `with_digest` is to complete it before it goes anywhere else.
 
     Waits for the GPU once, to learn the blob's size. Needs memory for a blob of the tensor's size, `SCRATCH_BYTES` or
     what one chunk takes (about twice its bytes), and a copy of a tensor that is not contiguous or starts at an address
     that 16 does not divide.
-
-    Args:
-        tensor: Of any dtype that the codec has, any shape and strides.
-        level: "fast", "default" or "max".
-        chunk_log2: See `netweight.codec.encode`.
-        digest: Whether the blob gets the tensor's digest. Without it the digest's 16 bytes are zero: such a blob is for
-            memory only, and `with_digest` is to complete it before it goes anywhere else.
-
-    Returns:
-        The blob: U8 of shape (size,), on the tensor's device.
-
-    Raises:
-        UsageError: An option is out of its range.
-        Unsupported: The codec has no such element type.
-        OutOfMemory: The GPU has no room.
     """
     plan = _plan(tensor, level, chunk_log2)
     if plan is None:
@@ -81,25 +71,11 @@ def encode_into(
     digest: bool = False,
     status: torch.Tensor | None = None,
 ) -> None:
-    """Compress a tensor into a payload: the blob's length in 8 bytes, little-endian, the blob, and zeros.
+    """Compress `tensor` into `payload`, U8: the blob's length in 8 bytes, little-endian, the blob, and zeros.
 
-    Asynchronous, on the current stream of the tensor's device, if the GPU encodes it (see `encode`) and a `status` is
-    given; needs `SCRATCH_BYTES` or what one chunk takes.
-
-    Args:
-        tensor: See `encode`.
-        payload: Contiguous U8 tensor of shape (capacity,) on the tensor's device; `8 + largest_blob(tensor)` always
-            suffices.
-        level: See `encode`.
-        chunk_log2: See `netweight.codec.encode`.
-        digest: See `encode`.
-        status: I32 tensor of shape (1,) on the device. A blob that does not fit leaves a length of 0 and ORs 1 into it;
-            it is not touched otherwise. Without one the call waits and raises.
-
-    Raises:
-        UsageError: An option is out of its range, the payload is of another kind, or, without `status`, too small.
-        Unsupported: The codec has no such element type.
-        OutOfMemory: The GPU has no room.
+    `level`, `chunk_log2` and `digest` as for `encode`; a capacity of `8 + largest_blob(tensor)` always suffices.
+    Without a `status` the call waits, and raises if the blob does not fit. With one, int32 of shape (1,) on the device,
+    it returns at once if the GPU encodes; a blob that does not fit leaves a length of 0 and ORs 1 into it.
     """
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise UsageError(f"The payload is {payload.dtype} of shape {tuple(payload.shape)}; it must be contiguous U8.")
@@ -116,33 +92,14 @@ def encode_into(
 
 
 def largest_blob(tensor: torch.Tensor, *, chunk_log2: int | None = None) -> int:
-    """The most bytes that a blob of any tensor of this dtype and shape has, by `encode` at any level.
-
-    Args:
-        tensor: Any shape, on any device; only dtype and shape count.
-        chunk_log2: Binary logarithm of the numbers in a chunk; None for the default.
-
-    Raises:
-        Unsupported: The codec has no such element type.
-    """
+    """The most bytes of a blob of any tensor of `tensor`'s dtype and shape, at any level, with this `chunk_log2`."""
     return EncodePlan.of(tensor, "default", chunk_log2).bound
 
 
 def layout_of_encoded(
     blob: torch.Tensor, like: torch.Tensor, *, level: str = "default", chunk_log2: int | None = None
 ) -> BlobLayout:
-    """The layout of a blob that was encoded from a tensor; unlike `layout_of` it does not wait for the device.
-
-    Args:
-        blob: U8 of shape (size,), as `encode` or netweight's encoder on the host wrote it.
-        like: Tensor of the dtype and shape that was encoded; its values and device do not matter.
-        level: As given to the encoder.
-        chunk_log2: As given to the encoder.
-
-    Raises:
-        UsageError: There is no such level, or chunk_log2 is not 10 to 22.
-        Unsupported: The codec has no such element type.
-    """
+    """The layout of `blob`, U8, encoded with `level` and `chunk_log2` from a tensor `like` this; waits for nothing."""
     plan = EncodePlan.of(like, level, chunk_log2)
     index = blob[plan.index_at : plan.payload_at].view(plan.chunks, 4).to(torch.int64)
     lengths = index[:, 0] | index[:, 1] << 8 | index[:, 2] << 16 | index[:, 3] << 24
@@ -162,19 +119,7 @@ def layout_of_encoded(
 
 
 def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Complete a blob that `encode` or `encode_into` made without a digest.
-
-    Args:
-        blob: U8 of shape (size,), contiguous. On a GPU whose kernels can run it stays there.
-        tensor: What it holds, if that is at hand; the blob is decoded otherwise. Any shape and dtype.
-
-    Returns:
-        A copy with digest and header check, on the same device.
-
-    Raises:
-        CorruptBlob: The blob is damaged.
-        OutOfMemory: The GPU has no room.
-    """
+    """A copy of `blob`, U8, with the digest that its encoder left out; of `tensor` if that is at hand, else decoded."""
     layout = layout_of(blob)
     if layout.numbers == 0 or not _has_kernels(blob.device):
         return _sealed_on_host(blob, layout.payload_at)
@@ -188,6 +133,119 @@ def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch
         sealed = _memory(blob.numel(), blob.device).copy_(blob)
         _launch("seal_blob", 1, [sealed, layout.payload_at, small.digest], threads=32)
     return sealed
+
+
+# ---- what there is to do ---------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Chunks that are encoded together."""
+
+    first: int  # the first one's number
+    chunks: int
+    last: bool  # whether the tensor ends with them
+    digest_from: int  # where their first block of the digest starts, in bytes
+    digest_blocks: int  # that they fill, without the tensor's last one, which may be partial
+
+
+@final
+@dataclass(frozen=True)
+class EncodePlan:
+    """The encoding of tensors of one dtype and shape."""
+
+    element: ElementType
+    shape: tuple[int, ...]
+    nbytes: int  # of the tensor
+    level: int  # by number: 0 fast, 1 default, 2 max
+    chunk_log2: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePlan:
+        """The plan for a tensor on any device."""
+        number, element = api.checked_level(level, chunk_log2), BY_NAME[dtype_name(tensor.dtype)]
+        nbytes = tensor.numel() * tensor.element_size()
+        return cls(element, tuple(tensor.shape), nbytes, number, chunk_log2 or element.default_chunk_log2)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the tensor."""
+        return self.nbytes // self.element.number_bytes
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the tensor."""
+        return -(-self.numbers >> self.chunk_log2)
+
+    @property
+    def planes(self) -> int:
+        """Planes of a chunk."""
+        return 1 + self.element.tails
+
+    @cached_property
+    def varints(self) -> bytes:
+        """The shape as it stands in the header."""
+        return b"".join(map(varint, self.shape))
+
+    @property
+    def start(self) -> int:
+        """Bytes 0 to 7 of the header, as a number."""
+        fields = bytes((VERSION, self.element.code, self.level, self.chunk_log2, len(self.shape)))
+        return int.from_bytes(MAGIC + fields, "little")
+
+    @property
+    def shape_words(self) -> list[int]:
+        """The varints, eight bytes to a number with a sign, as finish_blob takes them."""
+        padded = self.varints.ljust(8 * _SHAPE_WORDS, b"\0")
+        return [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+
+    @property
+    def index_at(self) -> int:
+        """Where the index stands in the blob."""
+        return FIXED_HEADER + len(self.varints)
+
+    @property
+    def payload_at(self) -> int:
+        """Where the first chunk stands in the blob."""
+        return self.index_at + 4 * self.chunks
+
+    @property
+    def bound(self) -> int:
+        """The most bytes of a blob: a plane has a byte more than its elements, when it is raw."""
+        return self.payload_at + self.nbytes + self.chunks * self.planes
+
+    @property
+    def slot_bytes(self) -> int:
+        """For a plane as it is written, with raw bits before it is known whether their table pays."""
+        return _rounded_up(self._elements * self.element.head_bytes + _SLACK)
+
+    @property
+    def work_bytes(self) -> int:
+        """For a plane's streams, a byte an element, and patches, two words for every 64 and 192 for a stream."""
+        padded = self._elements + 256
+        return _rounded_up(padded + padded // 64 * 8 + 4 * 4 * 192)
+
+    @property
+    def _elements(self) -> int:
+        """Of a plane of the largest chunk."""
+        return min(self.numbers, 1 << self.chunk_log2)
+
+    def waves(self, scratch_bytes: int) -> Iterator[Wave]:
+        """All chunks, as many at a time as find room in so many bytes of working memory, but one at least."""
+        chunk_bytes = self.element.number_bytes << self.chunk_log2
+        each = self.planes * (self.slot_bytes + self.work_bytes) + chunk_bytes // 16
+        at_once = max(1, scratch_bytes // each)
+        all_blocks = (self.nbytes - 1) // _DIGEST_BLOCK if self.nbytes >= _LONG_TEXT else 0
+        for first in range(0, self.chunks, at_once):
+            chunks = min(at_once, self.chunks - first)
+            start = first * chunk_bytes
+            end = min(all_blocks, (start + chunks * chunk_bytes) // _DIGEST_BLOCK)
+            yield Wave(first, chunks, first + chunks == self.chunks, start, max(0, end - start // _DIGEST_BLOCK))
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
@@ -205,17 +263,11 @@ def _has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """State that goes from kernel to kernel.
+    """State that goes from kernel to kernel."""
 
-    Attributes:
-        progress: Bytes of the blob so far, and whether it passed the payload's capacity: I64 of shape (2,).
-        state: Accumulators of the digest: I64 of shape (8,).
-        digest: The digest: I64 of shape (2,).
-    """
-
-    progress: torch.Tensor
-    state: torch.Tensor
-    digest: torch.Tensor
+    progress: torch.Tensor  # bytes of the blob so far, and whether it passed the payload's capacity: I64 of shape (2,)
+    state: torch.Tensor  # accumulators of the digest: I64 of shape (8,)
+    digest: torch.Tensor  # I64 of shape (2,)
 
     @classmethod
     def on(cls, device: torch.device) -> _Small:
@@ -296,8 +348,8 @@ def _run_wave(
     slots, work = _memory(items * plan.slot_bytes, device), _memory(items * plan.work_bytes, device)
     places, sizes = _memory(8 * items, device), _memory(4 * items, device)
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
-    splits = fallback.head_splits(plan.element, plan.level)
-    how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), fallback.sampling(plan.level))
+    splits = list(Plane.head(plan.element).splits(plan.level))
+    how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), sampling(plan.level))
     chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]  # is not looked at
     if digest:
         chain = _digest_arguments(source, wave, small)
@@ -315,16 +367,16 @@ def _run_wave(
 def _on_host(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor:
     """The host's encoder's blob, on the tensor's device."""
     threads = torch.get_num_threads()
-    blob = codec.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads)
+    blob = api.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(tensor.device)
 
 
 def _sealed_on_host(blob: torch.Tensor, payload_at: int) -> torch.Tensor:
     sealed = blob.cpu().clone()
     data = sealed.numpy()
-    data[8:24] = np.frombuffer(xxhash.xxh3_128_digest(codec.decode_raw(data).data), np.uint8)
-    check = xxhash.xxh3_64_intdigest(data[:24].tobytes() + data[FIXED_HEADER:payload_at].tobytes()) & 0xFFFFFFFF
-    data[24:28] = np.frombuffer(check.to_bytes(4, "little"), np.uint8)
+    data[8:24] = np.frombuffer(xxhash.xxh3_128_digest(api.decode_raw(data).data), np.uint8)
+    check = checksum(data[:24].tobytes(), data[FIXED_HEADER:payload_at].tobytes())
+    data[24:28] = np.frombuffer(check, np.uint8)
     return sealed.to(blob.device)
 
 

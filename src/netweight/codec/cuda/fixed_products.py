@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from netweight.codec.cuda import launching
 from netweight.codec.fixed import TILE_ROWS, decode_fixed, layout_of_shape
 
-__all__ = ["MOST_FUSED", "Plan", "decode", "linear", "plan", "runs_on"]
-
 MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
 _FILE = "fixed.cu"
@@ -32,24 +30,14 @@ _ALIGNMENT = 16  # of addresses, in bytes
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a product is launched.
+    """How a product is launched."""
 
-    Attributes:
-        entry: Name of the kernel.
-        warps: Warps of a block.
-        row_tiles: Tiles of 16 rows that a warp multiplies at a time.
-        groups: Warps of a block side by side over rows; the others share their columns.
-        splits: Blocks that share the columns of the same rows; their sums are added by a second kernel if there are
-            several.
-        blocks: Blocks in all.
-    """
-
-    entry: str
-    warps: int
-    row_tiles: int
-    groups: int
-    splits: int
-    blocks: int
+    entry: str  # name of the kernel
+    warps: int  # of a block
+    row_tiles: int  # tiles of 16 rows that a warp multiplies at a time
+    groups: int  # warps of a block side by side over rows; the others share their columns
+    splits: int  # blocks that share the columns of the same rows; a second kernel adds their sums if there are several
+    blocks: int  # in all
 
 
 # Inputs at most -> kernel, most warps of a block, tiles of rows of a warp, warps side by side over rows. More rows per
@@ -64,14 +52,7 @@ _KERNELS = {
 
 @cache
 def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
-    """Choose the kernel for a product.
-
-    Args:
-        batch: Rows of inputs, 1 to 64.
-        rows: Rows of the weight.
-        columns: Its columns.
-        processors: Multiprocessors of the GPU: where rows alone do not occupy them, columns are split.
-    """
+    """Choose the kernel for 1 to 64 rows of inputs; columns are split where rows alone do not occupy the processors."""
     entry, most_warps, row_tiles, groups = next(kernel for most, kernel in _KERNELS.items() if batch <= most)
     layout = layout_of_shape(rows, columns)
     blocks = -(-layout.tile_rows // (row_tiles * groups))
@@ -85,27 +66,14 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order.
-
-    Args:
-        device: The device.
-    """
+    """Whether the kernels of this file can run on a device: a GPU with bf16 tensor cores, driver and NVRTC in order."""
     if device.type != "cuda" or launching.unavailable_because() is not None:
         return False
     return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Decode a payload on its device; on a GPU it returns at once.
-
-    Args:
-        payload: U8 payload, made by `encode_fixed` or passed by `check_fixed`.
-        rows: Rows of the matrix in it.
-        columns: Its columns.
-
-    Returns:
-        bf16 tensor of shape (rows, columns).
-    """
+    """Decode a payload, by `encode_fixed` or passed by `check_fixed`, on its device; on a GPU it returns at once."""
     if not runs_on(payload.device):
         return decode_fixed(payload)
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=payload.device)
@@ -117,23 +85,11 @@ def decode(payload: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 def linear(
     x: torch.Tensor, payload: torch.Tensor, rows: int, columns: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear` with a weight in the fixed-length form; on a GPU it returns at once.
-
-    On the CPU, and with more than 256 rows of inputs, it is torch's own of the decoded weight. Else products are summed
-    in fp32 and rounded to bf16 once, as torch does for dense weights, in another order than there: outputs agree within
-    what rounding in fp32 can do. The same call on the same GPU gives the same bits. Where an input is infinite, an
-    output can be NaN that would be infinite with the dense weight.
-
-    Args:
-        x: bf16 tensor of shape (..., columns).
-        payload: U8 payload, made by `encode_fixed` or passed by `check_fixed`.
-        rows: Rows of the weight.
-        columns: Its columns.
-        bias: bf16 tensor of shape (rows,), or None.
-
-    Returns:
-        bf16 tensor of shape (..., rows).
-    """
+    """`torch.nn.functional.linear` with a weight in the fixed-length form, bf16; on a GPU it returns at once."""
+    # Elsewhere, and with more than 256 rows of inputs, it is torch's own of the decoded weight. Else products are
+    # summed in fp32 and rounded to bf16 once, as torch does for dense weights, in another order than there: outputs
+    # agree within what rounding in fp32 can do. The same call on the same GPU gives the same bits. Where an input is
+    # infinite, an output can be NaN that would be infinite with the dense weight.
     batch = x.numel() // columns
     if not (0 < batch <= MOST_FUSED and runs_on(payload.device) and _fit(x, bias, rows, columns, payload.device)):
         return F.linear(x, decode(payload, rows, columns), bias)

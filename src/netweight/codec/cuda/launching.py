@@ -18,19 +18,13 @@ import torch
 from netweight.codec.cuda import compiling
 from netweight.errors import CudaFailed, CudaUnavailable, OutOfMemory, UsageError
 
-__all__ = ["launch", "multiprocessors", "require", "unavailable_because"]
-
 _LEAST_CAPABILITY = (7, 5)
 Argument = torch.Tensor | int | float | np.generic
 
 
 @cache
 def unavailable_because() -> str | None:
-    """Why CUDA kernels cannot run in this process, with the cure; None where they can.
-
-    Returns:
-        The reason with its cure, or None.
-    """
+    """Why CUDA kernels cannot run in this process, with the cure; None where they can."""
     if torch.version.cuda is None:
         built = "for AMD's GPUs" if torch.version.hip else "without CUDA"
         return f"torch {torch.__version__} is built {built}. Install a build of torch for CUDA."
@@ -53,11 +47,7 @@ def unavailable_because() -> str | None:
 
 
 def require() -> None:
-    """Raise unless CUDA kernels can run here.
-
-    Raises:
-        CudaUnavailable: They cannot; the message is `unavailable_because`'s.
-    """
+    """Raise `CudaUnavailable` unless CUDA kernels can run here."""
     reason = unavailable_because()
     if reason is not None:
         raise CudaUnavailable(f"CUDA kernels cannot run here: {reason}")
@@ -66,22 +56,11 @@ def require() -> None:
 def launch(
     file: str, entry: str, grid: int, block: int, arguments: Sequence[Argument], *, device: torch.device
 ) -> None:
-    """Start a kernel on torch's current stream of a device and return at once.
+    """Start the kernel `entry` of a .cu `file` on torch's current stream of `device`, and return at once.
 
-    Args:
-        file: Name of the .cu file, such as "decode.cu". The first use of a file in a process loads it, from the cache
-            or the compiler; it cannot happen while a CUDA graph is captured.
-        entry: Name of the kernel in it.
-        grid: Blocks, at least 1.
-        block: Threads of a block, 1 to 1024.
-        arguments: The kernel's parameters. A tensor passes its address and must lie on `device`; an int passes 64 bits,
-            a float a double, a numpy scalar itself.
-        device: A CUDA device.
-
-    Raises:
-        CudaUnavailable: CUDA kernels cannot run here.
-        CudaFailed: The driver refuses the launch; the message holds its words.
-        UsageError: The arguments do not fit the kernel's parameters, or a tensor lies elsewhere.
+    `grid` blocks of `block` threads. Of the `arguments` a tensor passes its address and must lie on the device, an int
+    passes 64 bits, a float a double, a numpy scalar itself. The first use of a file in a process loads it, from the
+    cache or the compiler, which cannot happen while a CUDA graph is captured.
     """
     require()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -98,14 +77,7 @@ def launch(
 
 @cache
 def multiprocessors(index: int) -> int:
-    """Multiprocessors of a device, by which grids are sized.
-
-    Args:
-        index: Number of the device.
-
-    Returns:
-        How many there are.
-    """
+    """Multiprocessors of a device, by which grids are sized."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 

@@ -1,29 +1,26 @@
-"""The folder beside a target in which it grows, with a journal, so that a killed run can be continued.
+"""Other contents for the side files of compressed folders, such as a model card, without breaking what proves them.
 
-.NAME.netweight-part/lock            held by the run that works here
-.NAME.netweight-part/journal.jsonl   one line per finished file
-.NAME.netweight-part/tree/           the folder to be, while it grows
-.NAME.netweight-part/ready/          the same when it is complete; after it was swapped with an older target, that
+The manifest keeps the original, so that `netweight decompress` restores it and `netweight verify` knows the new one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
 from netweight.core import digest
-from netweight.core.files import exchange, lock, naming_failures, part_of, refuse_existing, sync, whole_file
+from netweight.core.files import part_of, whole_file
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
+from netweight.job import Job, check_destination
 from netweight.methods.compress.loaders import mark_config, rewrite_index
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressConfig
@@ -40,115 +37,6 @@ from netweight.methods.compress.shard import (
 )
 from netweight.store.reader import weight_map
 from netweight.store.writer import Level
-
-
-@final
-class Workplace:
-    """An unfinished folder and the journal of its finished files; made by `workplace`."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.root = part_of(target)
-        self.tree = self.root / "tree"
-        self.tree.mkdir(exist_ok=True)
-        self._journal = self.root / "journal.jsonl"
-        self._done = self._read_journal()
-
-    def place(self, path: str) -> Path:
-        """The path at which a file is to be written; its folder is made."""
-        place = self.tree / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
-
-    def finished(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What was recorded of a file that an earlier run finished from the same input, if it is still there."""
-        line = self._done.get(_text(key))
-        if line is None:
-            return None
-        file = self.tree / line["file"]
-        if not file.is_file() or file.stat().st_size != line["size"]:
-            return None
-        entry: dict[str, Any] = line["entry"]
-        return entry
-
-    def record(self, key: Mapping[str, Any], entry: Mapping[str, Any], file: Path) -> None:
-        """Note that a file is finished."""
-        name = file.relative_to(self.tree).as_posix()
-        line = {"key": dict(key), "entry": dict(entry), "file": name, "size": file.stat().st_size}
-        with open(self._journal, "a", encoding="utf-8") as journal:
-            journal.write(json.dumps(line) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-
-    def finish(self, files: Iterable[str], folders: Iterable[str]) -> None:
-        """Put the folder in its place, and remove what is left over."""
-        for folder in folders:
-            (self.tree / folder).mkdir(parents=True, exist_ok=True)
-        expected = set(files)
-        for folder, _, leaves in os.walk(self.tree, topdown=False):
-            here = Path(folder)
-            for leaf in leaves:
-                if (here / leaf).relative_to(self.tree).as_posix() not in expected:
-                    (here / leaf).unlink()
-            sync(here)
-        # From here on there is no tree, and no later run takes anything from here: it could not tell old from new.
-        ready, old = self.root / "ready", self.root / "old"
-        os.rename(self.tree, ready)
-        if not self.target.exists():
-            os.rename(ready, self.target)
-        elif not exchange(ready, self.target):  # two steps; a kill in between is mended by `settle`
-            os.rename(self.target, old)
-            os.rename(ready, self.target)
-        sync(self.target.parent)
-        shutil.rmtree(self.root)
-
-    def _read_journal(self) -> dict[str, dict[str, Any]]:
-        """Read what earlier runs finished; a line that a kill cut short is dropped from the file."""
-        done: dict[str, dict[str, Any]] = {}
-        if not self._journal.exists():
-            return done
-        whole = 0
-        for line in self._journal.read_bytes().splitlines(keepends=True):
-            try:
-                fields = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            done[_text(fields["key"])] = fields
-            whole += len(line)
-        os.truncate(self._journal, whole)
-        return done
-
-
-def settle(target: Path) -> None:
-    """Clear away what a run left that was killed while it put its finished folder in place."""
-    root = part_of(target)
-    if not root.is_dir() or (root / "tree").exists():
-        return
-    with naming_failures(target), lock(root / "lock"):
-        if (root / "old").exists() and not target.exists():
-            os.rename(root / "old", target)
-        shutil.rmtree(root)
-
-
-@contextmanager
-def workplace(target: Path, *, overwrite: bool) -> Iterator[Workplace]:
-    """Open the workplace of a target, continuing what an interrupted run left."""
-    refuse_existing(target, overwrite=overwrite)
-    root = part_of(target)
-    with naming_failures(target):
-        root.mkdir(exist_ok=True)
-        with lock(root / "lock"):
-            try:
-                yield Workplace(target)
-            except Exception:
-                shutil.rmtree(root, ignore_errors=True)
-                raise
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
 
 
 def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
@@ -193,6 +81,7 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+_FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
 
 
@@ -260,7 +149,7 @@ def compress_folder(
         Unsupported: There are tensors that cannot be rounded with this fidelity.
         UsageError: The source is not there, holds no weights or is compressed already; or the target lies in it.
         OutputExists: The target exists.
-        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         UnsafeInput: Weights are pickles, or a link or index leads out of the folder.
         CorruptBlob: A weights file is damaged.
     """
@@ -282,14 +171,15 @@ def compress_folder(
         return _summary_of_file(source, target, result, started)
     plan = make_plan(source, config)
     total = sum(item.size for item in plan.items)
-    with workplace(target, overwrite=overwrite) as work, progress.task(f"compress {source.name}", total) as task:
+    with _job(target, overwrite) as work, progress.task(f"compress {source.name}", total) as task:
         compression = _Compression(source, plan, config, ready, work, task)
         resumed = compression.run()
         precision = None if config.precision.lossless else config.precision
         files = tuple(compression.done[item.path] for item in plan.items)
         manifest = Manifest(level, files, plan.folders, plan.left_out, precision)
         _write_folder(work.tree / MANIFEST, manifest.to_json().encode())
-        work.finish([MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
+        _finish(work, [MANIFEST, *(entry.stored for entry in manifest.files)], plan.folders)
+        work.publish(target, overwrite=overwrite)
     return _summary(source, target, manifest, resumed, plan.left_out, started)
 
 
@@ -316,7 +206,7 @@ def decompress_folder(
     Raises:
         UsageError: The source is not there or not compressed, or the target lies in it.
         OutputExists: The target exists.
-        OutputFailed: The disk is full or the place cannot be written; nothing is left behind.
+        OutputFailed: The disk is full or the place cannot be written; finished files are kept for the next call.
         CorruptBlob: A file is damaged; the tensor is named.
         UnsafeInput: The manifest points outside the folder.
     """
@@ -330,19 +220,20 @@ def decompress_folder(
     manifest = Manifest.read(source)
     manifest.check_present(source)
     total = sum(entry.nbytes for entry in manifest.files)
-    with workplace(target, overwrite=overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
+    with _job(target, overwrite) as work, progress.task(f"decompress {source.name}", total) as task:
         resumed = 0
         for entry in manifest.files:
             task.describe(entry.path)
             status = (source / entry.stored).stat()
             key = {"path": entry.path, "size": status.st_size, "mtime_ns": status.st_mtime_ns, "digest": entry.digest}
-            if work.finished(key) is not None:
+            if _finished(work, key) is not None:
                 resumed += 1
                 task.update(entry.nbytes)
                 continue
-            _restore(source / entry.stored, work.place(entry.path), entry, config.workers, task)
-            work.record(key, {}, work.tree / entry.path)
-        work.finish([entry.path for entry in manifest.files], manifest.folders)
+            _restore(source / entry.stored, work.file(entry.path), entry, config.workers, task)
+            _record(work, key, {}, entry.path)
+        _finish(work, [entry.path for entry in manifest.files], manifest.folders)
+        work.publish(target, overwrite=overwrite)
     return _summary(source, target, manifest, resumed, (), started)
 
 
@@ -359,8 +250,38 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
         raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
     if target.is_file() and source.is_dir():
         raise UsageError(f"{target} is a file, {source} a folder.", cure="Choose another name.")
-    settle(target)
-    refuse_existing(target, overwrite=overwrite)
+    check_destination(target, overwrite=overwrite, folder=part_of(target))
+
+
+def _job(target: Path, overwrite: bool) -> AbstractContextManager[Job]:
+    return Job.beside(target, overwrite=overwrite, folder=part_of(target))
+
+
+def _record(work: Job, key: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> None:
+    """Note that a file is finished, by everything that it depends on."""
+    size = (work.tree / name).stat().st_size
+    work.record(_FINISHED, {"entry": dict(entry), "file": name, "size": size}, key=key)
+
+
+def _finished(work: Job, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The entry of a file that an earlier run finished from the same input, if the file is still there."""
+    row = work.recorded(_FINISHED, key)
+    if row is None:
+        return None
+    file = work.tree / row["file"]
+    if not file.is_file() or file.stat().st_size != row["size"]:
+        return None
+    entry: dict[str, Any] = row["entry"]
+    return entry
+
+
+def _finish(work: Job, files: Iterable[str], folders: Iterable[str]) -> None:
+    """Make empty folders, and remove files of earlier runs that do not belong to the result."""
+    for folder in folders:
+        (work.tree / folder).mkdir(parents=True, exist_ok=True)
+    expected = {work.tree / name for name in files}
+    for file in [path for path in work.tree.rglob("*") if not path.is_dir() and path not in expected]:
+        file.unlink()
 
 
 @final
@@ -372,7 +293,7 @@ class _Compression:
     plan: Plan
     config: CompressConfig
     ready: Mapping[str, memoryview]
-    work: Workplace
+    work: Job
     task: Task
     done: dict[str, FileEntry] = field(default_factory=dict)
 
@@ -384,10 +305,10 @@ class _Compression:
             self.task.describe(item.path)
             key = {**vars(item), "level": self.config.level, **_rounding_key(self.config)}
             # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
-            known = self.work.finished(key) if item.role in ("weights", "other") else None
+            known = _finished(self.work, key) if item.role in ("weights", "other") else None
             if known is None:
                 entry = how[item.role](item)
-                self.work.record(key, vars(entry), self.work.tree / item.stored)
+                _record(self.work, key, vars(entry), item.stored)
             else:
                 entry = FileEntry(**known)
                 resumed += 1
@@ -399,7 +320,7 @@ class _Compression:
         """Compress a weights file."""
         result = compress_shard(
             self.source / item.path,
-            self.work.place(item.stored),
+            self.work.file(item.stored),
             level=self.config.level,
             threads=self.config.workers,
             overwrite=True,
@@ -441,7 +362,7 @@ class _Compression:
 
     def other(self, item: Item) -> FileEntry:
         """Carry a file over."""
-        target = self.work.place(item.stored)
+        target = self.work.file(item.stored)
         _copy(self.source / item.path, target)
         self.task.update(item.size)
         found, size = digest.of_file(target), target.stat().st_size
@@ -449,7 +370,7 @@ class _Compression:
 
     def rewrite(self, item: Item, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""
-        _write_folder(self.work.place(item.stored), stored)
+        _write_folder(self.work.file(item.stored), stored)
         self.task.update(len(content))
         digests = digest.of_bytes(content), digest.of_bytes(stored)
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))

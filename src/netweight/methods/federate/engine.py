@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -19,10 +20,10 @@ from netweight.core import digest, seeds
 from netweight.core.environment import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
+from netweight.job import Job
 from netweight.methods.federate.aggregate import Tensors, check_outgoing, examine
 from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
 from netweight.methods.federate.task import FedTask
-from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 
 @final
@@ -170,10 +171,9 @@ class Checkpoint:
     private: Mapping[int, Tensors]  # each client's private tensors by name, for those that took part so far
     rounds: Sequence[Round]  # what is known of the rounds so far
 
-    def save(self, path: Path, settings: str) -> None:
-        """Write the checkpoint over the one before it, all or nothing."""
-        about = {"settings": settings, "rounds": [round.to_json() for round in self.rounds]}
-        write_checkpoint(path, about, self._tensors())
+    def save(self, job: Job, settings: str) -> None:
+        """Make it the state of a job; `settings` is the digest by which earlier releases know a federation."""
+        job.save({"settings": settings, "rounds": [round.to_json() for round in self.rounds]}, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.state.items():
@@ -183,19 +183,21 @@ class Checkpoint:
                 yield f"private|{client}|{name}", value
 
     @classmethod
-    def load(cls, path: Path, settings: str) -> Checkpoint:
-        """Read a checkpoint."""
+    def load(cls, job: Job, settings: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"settings": settings})
+        if found is None:
+            return None
+        about, tensors = found
         state: dict[str, Tensor] = {}
         private: dict[int, dict[str, Tensor]] = {}
-        refusal = "holds a federation with other settings, data or model"
-        with open_checkpoint(path, {"settings": settings}, refusal=refusal) as (about, store, names):
-            for name in names:
-                kind, _, rest = name.partition("|")
-                if kind == "state":
-                    state[rest] = store.get(name)
-                elif kind == "private":
-                    client, _, own = rest.partition("|")
-                    private.setdefault(int(client), {})[own] = store.get(name)
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("|")
+            if kind == "state":
+                state[rest] = value
+            elif kind == "private":
+                client, _, own = rest.partition("|")
+                private.setdefault(int(client), {})[own] = value
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
 
 
@@ -242,7 +244,7 @@ def train(
     method: Method,
     settings: Federation = Federation(),
     *,
-    folder: str | Path | None = None,
+    folder: str | Path | Job | None = None,
     workers: int | None = None,
     device: torch.device | str = "cpu",
     save_every: int = 1,
@@ -257,7 +259,7 @@ def train(
         task: The model in two halves and every client's data.
         method: How clients train and what they share.
         settings: Rounds, sampling, seed.
-        folder: Where to save a checkpoint and to resume from; None to keep everything in memory.
+        folder: Where to save a checkpoint and to resume from, or a job that is open; None to keep all in memory.
         workers: Threads, each with a share of the clients; None takes one per usable core, and 1 on a GPU.
         device: Where to train.
         save_every: Rounds between checkpoints.
@@ -268,22 +270,25 @@ def train(
         FederationStopped: A round had too few sound updates and its retries were used up; the state is saved.
         PrivateTensor: The method was about to send a private tensor.
     """
-    federation = _Federation(task, method, settings, Path(folder) if folder else None, torch.device(device), workers)
-    with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
-        work.update(len(federation.rounds))
-        with federation.working():
-            while not settings.is_done(federation.rounds):
-                federation.run_round()
-                if len(federation.rounds) % save_every == 0:
-                    federation.save()
-                work.update(1)
-    federation.save()
+    with ExitStack() as stack:
+        kept = None if folder is None else stack.enter_context(_opened(task, method, settings, folder))
+        federation = _Federation(task, method, settings, kept, torch.device(device), workers)
+        with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
+            work.update(len(federation.rounds))
+            with federation.working():
+                while not settings.is_done(federation.rounds):
+                    federation.run_round()
+                    if len(federation.rounds) % save_every == 0:
+                        federation.save()
+                    work.update(1)
+        federation.save()
     return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
 
 
 def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
-    federation = _Federation(task, method, settings, Path(folder), torch.device("cpu"), 1)
+    with _opened(task, method, settings, folder, reading=True) as kept:
+        federation = _Federation(task, method, settings, kept, torch.device("cpu"), 1)
     if not settings.is_done(federation.rounds):
         raise UsageError(
             f"The federation in {folder} has {len(federation.rounds)} of {settings.rounds} rounds.",
@@ -310,20 +315,19 @@ class _Federation:
         task: FedTask,
         method: Method,
         settings: Federation,
-        folder: Path | None,
+        kept: _Kept | None,
         device: torch.device,
         workers: int | None,
     ) -> None:
-        self.task, self.method, self.settings, self.folder, self.device = task, method, settings, folder, device
+        self.task, self.method, self.settings, self.kept, self.device = task, method, settings, kept, device
         self.workers = workers or (usable_cores() if device.type == "cpu" else 1)
         self.workers = min(self.workers, len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
-        self._digest = _digest(task, method, settings)
         self.state: Tensors = self._placed(method.start(task, seed=settings.seed))
         self._private: dict[int, Tensors] = {}
         self.rounds: list[Round] = []
-        if folder is not None and (folder / CHECKPOINT).exists():
-            saved = Checkpoint.load(folder / CHECKPOINT, self._digest)
+        saved = None if kept is None else Checkpoint.load(kept.job, kept.digest)
+        if saved is not None:
             self.state, self.rounds = self._placed(saved.state), list(saved.rounds)
             self._private = {client: self._placed(tensors) for client, tensors in saved.private.items()}
 
@@ -354,8 +358,8 @@ class _Federation:
 
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
-        if self.folder is not None:
-            Checkpoint(self.state, self._private, self.rounds).save(self.folder / CHECKPOINT, self._digest)
+        if self.kept is not None:
+            Checkpoint(self.state, self._private, self.rounds).save(self.kept.job, self.kept.digest)
 
     def run_round(self) -> None:
         """Run the next round, again if too few clients answer."""
@@ -366,7 +370,7 @@ class _Federation:
                 self.rounds.append(done)
                 return
         self.save()
-        where = f"; its state is in {self.folder}" if self.folder else ""
+        where = f"; its state is in {self.kept.job.folder}" if self.kept is not None else ""
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
             f"{self.settings.retries + 1} attempts{where}.",
@@ -427,8 +431,20 @@ class _Federation:
 _MAY_CHANGE = ("rounds", "evaluate_every", "until_plateau")
 
 
-def _digest(task: FedTask, method: Method, settings: Federation) -> str:
-    """Digest what decides a federation's result but for when it ends, which may be put off to go on."""
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """Where a federation is kept."""
+
+    job: Job
+    digest: str
+
+
+@contextmanager
+def _opened(
+    task: FedTask, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
+) -> Iterator[_Kept]:
+    """Open a federation's job. Its key is all that decides the result but for when it ends, which may be put off."""
     asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
     data = {
         client: [
@@ -438,4 +454,27 @@ def _digest(task: FedTask, method: Method, settings: Federation) -> str:
     }
     start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
-    return digest.of_config([asked, repr(method), data, start, layouts])
+    key = {
+        "settings": asked, "method": described(method), "clients": len(data), "data": digest.of_config(data),
+        "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest.of_config(layouts),
+    }  # fmt: skip
+    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
+        yield _Kept(job, digest.of_config([asked, repr(method), data, start, layouts]))
+
+
+def described(method: Method) -> Any:
+    """A method's repr, which is its identity, taken apart as JSON values, so that a difference is found by name."""
+    text = repr(method)
+    try:
+        return _parts(ast.parse(text, mode="eval").body)
+    except SyntaxError:
+        return text
+
+
+def _parts(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        named = {word.arg or "": _parts(word.value) for word in node.keywords}
+        return {"kind": ast.unparse(node.func), **{str(i): _parts(each) for i, each in enumerate(node.args)}, **named}
+    if isinstance(node, ast.Tuple | ast.List):
+        return [_parts(each) for each in node.elts]
+    return ast.unparse(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -13,6 +14,7 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import NameNotFound, UsageError
 from netweight.evidence.report import Report
+from netweight.job import Job
 from netweight.methods.federate.catalog import METHODS
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import Partition
@@ -56,16 +58,18 @@ FolderFederation = dataclasses.make_dataclass(
 def _federate(source: Path, destination: Path, settings: Any, progress: Progress) -> None:
     """Train beside the destination, resumably, and move the whole there when it is done."""
     from netweight.methods.federate import train
+    from netweight.methods.federate.engine import CHECKPOINT
 
-    work = destination.with_name(f".{destination.name}.netweight-work")
     plan = _plan(source, settings)
     task = plan.task()
-    plan.save(work)
-    train(
-        task, plan.make_method(task), plan.settings(), folder=work, workers=settings.workers, device=settings.device,
-        progress=progress,
-    )  # fmt: skip
-    work.rename(destination)
+    with Job.beside(destination, overwrite=None) as job:
+        train(
+            task, plan.make_method(task), plan.settings(), folder=job, workers=settings.workers,
+            device=settings.device, progress=progress,
+        )  # fmt: skip
+        plan.save(job.tree)
+        shutil.copyfile(job.folder / CHECKPOINT, job.file(CHECKPOINT))
+        job.publish(destination, overwrite=None)
 
 
 def _plan(source: Path, settings: Any) -> FederationPlan:

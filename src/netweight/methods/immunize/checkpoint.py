@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import UsageError
+from netweight.job import Job
 from netweight.methods.immunize.defense import TermLog
 from netweight.methods.immunize.distributed import (
     ALONE,
@@ -22,7 +23,7 @@ from netweight.methods.immunize.distributed import (
     sharded_like,
     whole,
 )
-from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+from netweight.store.checkpoint import read_record, write_record
 
 CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
 RECORD = "immunize.json"  # the record's
@@ -205,11 +206,15 @@ class Checkpoint:
                 optimizer.state[master] = state
         weights.write_back()
 
-    def save(self, path: Path, identity: str, group: ProcessGroup = ALONE) -> None:
-        """Write the checkpoint over the one before it, all or nothing."""
-        # The first process does, with all others' parts.
+    def save(self, job: Job | None, identity: str, group: ProcessGroup = ALONE) -> None:
+        """Make it the state of a job; the first process does, which alone has the job, with all others' parts."""
         about = {"identity": identity, "balance": dict(self.balance), "steps": [asdict(step) for step in self.steps]}
-        group.first_takes(self._tensors(), lambda tensors: write_checkpoint(path, about, tensors))
+
+        def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+            assert job is not None
+            job.save(about, tensors)
+
+        group.first_takes(self._tensors(), write)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.weights.items():
@@ -218,28 +223,36 @@ class Checkpoint:
             yield f"{kind}|{name}", whole(value)
 
     @classmethod
-    def shared(cls, path: Path, identity: str, group: ProcessGroup) -> Checkpoint:
-        """Read a checkpoint in the first process; the others get all but its tensors."""
+    def shared(cls, job: Job | None, identity: str, group: ProcessGroup) -> Checkpoint | None:
+        """Read a job's state in the first process, if there is one; the others get all but its tensors."""
         mine: list[Checkpoint] = []
 
-        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]]:
-            mine.append(cls.load(path, identity))
-            return mine[0].balance, [asdict(step) for step in mine[0].steps]
+        def read() -> tuple[Mapping[str, float], list[dict[str, Any]]] | None:
+            assert job is not None
+            found = cls.load(job, identity)
+            if found is None:
+                return None
+            mine.append(found)
+            return found.balance, [asdict(step) for step in found.steps]
 
-        balance, steps = group.first(read)
-        return mine[0] if mine else cls({}, {}, balance, [StepLog.from_json(step) for step in steps])
+        known = group.first(read)
+        if known is None or mine:
+            return mine[0] if mine else None
+        return cls({}, {}, known[0], [StepLog.from_json(step) for step in known[1]])
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> Checkpoint:
-        """Read a checkpoint."""
+    def load(cls, job: Job, identity: str) -> Checkpoint | None:
+        """Read a job's state, if there is one."""
+        found = job.load({"identity": identity})
+        if found is None:
+            return None
+        about, tensors = found
         weights: dict[str, Tensor] = {}
         moments: dict[tuple[str, str], Tensor] = {}
-        refusal = "holds a training of another model, defense, data or settings"
-        with open_checkpoint(path, {"identity": identity}, refusal=refusal) as (about, store, names):
-            for stored in names:
-                kind, _, name = stored.partition("|")
-                if kind == "weight":
-                    weights[name] = store.get(stored)
-                elif kind in _MOMENTS:
-                    moments[name, kind] = store.get(stored)
+        for stored, value in tensors.items():
+            kind, _, name = stored.partition("|")
+            if kind == "weight":
+                weights[name] = value
+            elif kind in _MOMENTS:
+                moments[name, kind] = value
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])

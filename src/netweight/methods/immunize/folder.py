@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.core.digest import of_file
+from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
-from netweight.errors import OutputExists
 from netweight.evidence.report import Column, Report, Table, read_report
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
-from netweight.methods.immunize.checkpoint import CHECKPOINT, Record
+from netweight.job import Job, check_destination
+from netweight.methods.immunize.checkpoint import RECORD, Record
 from netweight.methods.immunize.layer_metrics import (
     LEAST_PAIRS,
     DepthAnalysis,
@@ -51,8 +52,7 @@ def immunize_folder(
 ) -> Immunized:
     """Train a defense into a model and write it as a folder of its own, whole or not at all."""
     source, destination = Path(source), Path(destination)
-    if destination.exists():
-        raise OutputExists(f"{destination} exists.", cure="Give another folder, or move this one away.")
+    check_destination(destination, overwrite=None, folder=part_of(destination))
     defense, training = settings.parts()
     network, tokenizer = load_causal_lm(source, device=settings.device)
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
@@ -63,19 +63,19 @@ def immunize_folder(
     kept = [] if settings.retain is None else load_examples(settings.retain, tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
     before = None if why_not else analyze_layers(network, pairs, pad_id=pad)
-    part = destination.with_name(f".{destination.name}.netweight-part")
-    record = immunize(
-        network, pairs, kept, defense=defense, settings=training, folder=part, pad_id=pad, progress=progress
-    )
-    report = _report(source, destination, settings, record, command, analyzed=before is not None)
-    if before is not None:
-        after = analyze_layers(network, pairs, pad_id=pad)
-        _add_depth(report, source, network, before, after)
-    network.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    report.write(part / REPORT)
-    (part / CHECKPOINT).unlink(missing_ok=True)
-    part.rename(destination)
+    with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
+        record = immunize(
+            network, pairs, kept, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
+        )
+        report = _report(source, destination, settings, record, command, analyzed=before is not None)
+        if before is not None:
+            after = analyze_layers(network, pairs, pad_id=pad)
+            _add_depth(report, source, network, before, after)
+        network.save_pretrained(job.tree)
+        tokenizer.save_pretrained(job.tree)
+        record.write(job.file(RECORD))
+        report.write(job.file(REPORT))
+        job.publish(destination, overwrite=None)
     return Immunized(record, destination / REPORT / "report.html", why_not)
 
 

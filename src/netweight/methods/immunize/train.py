@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import Batch, Example, Pair, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import positions_of
+from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
 from netweight.methods.immunize.baselines import response_loss
@@ -50,7 +51,7 @@ def immunize(
     *,
     defense: DefenseSettings | Defense[Any] | str = "repnoise",
     settings: TrainingSettings | None = None,
-    folder: str | Path | None = None,
+    folder: str | Path | Job | None = None,
     pad_id: int = 0,
     progress: Progress = QUIET,
 ) -> Record:
@@ -69,8 +70,8 @@ def immunize(
         retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
         defense: A defense's settings, its name (see docs/immunize.md), or a `Defense` of one's own.
         settings: How it is trained; None takes those of the name, or the defaults where no name was given.
-        folder: Where a checkpoint and finally the record are written. A second call with the same model, data and
-            settings continues where the first one was killed, to the same bits.
+        folder: Where a checkpoint and finally the record are written, or a job that is open. A second call with the
+            same model, data and settings continues where the first one was killed, to the same bits.
         pad_id: What stands after the end of shorter rows. Only the published loss, which takes it for text, depends
             on it.
         progress: Where progress is shown.
@@ -99,22 +100,29 @@ def immunize(
         "retain": digest.of_config([asdict(example) for example in retain]),
         "before": _digest_of(model),
     }
-    identity = digest.of_config([defense.name, defense.options, settings, digests, pad_id])
+    key = {
+        "defense": {"name": defense.name, **defense.options}, "settings": settings.to_json(),
+        "model": digests["before"], "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
+    }  # fmt: skip
+    identity = digest.of_config(key)
     _check_same(identity, group)
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")):
+    with (
+        held,
+        defense.prepared(model, seed=derive(settings.seed, "prepare")),
+        _opened(folder, key, group) as job,
+    ):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
             training = _Training(spread, defense, settings, pairs, retain, pad_id)
-            checkpoint = None if folder is None else Path(folder) / CHECKPOINT
-            training.run(checkpoint, identity, QUIET if group.rank else progress)
+            training.run(None if folder is None else _Kept(job, identity, group), QUIET if group.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
-    digests["after"] = _digest_of(model)
-    environment = {**describe(), "processes": group.size}
-    record = Record(defense.name, defense.options, settings.to_json(), digests, trained, steps, environment)
-    if folder is not None:
-        group.first(lambda: _write(record, Path(folder)))
+        digests["after"] = _digest_of(model)
+        environment = {**describe(), "processes": group.size}
+        record = Record(defense.name, defense.options, settings.to_json(), digests, trained, steps, environment)
+        if folder is not None:
+            group.first(lambda: None if job is None else record.write(job.folder / RECORD))
     return record
 
 
@@ -153,9 +161,35 @@ def _refuse(rows: list[str], reason: str, cure: str) -> None:
         raise UsageError(f"{len(rows)} rows are {reason}: {'; '.join(rows[:_NAMED])}{more}.", cure=cure)
 
 
-def _write(record: Record, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write(folder / RECORD)
+@contextmanager
+def _opened(folder: str | Path | Job | None, key: Mapping[str, Any], group: ProcessGroup) -> Iterator[Job | None]:
+    """Open the training's job in the first process."""
+    jobs: list[Job] = []
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            assert folder is not None
+            jobs.append(stack.enter_context(Job.open(folder, key=key, of="a training", state=CHECKPOINT)))
+
+        if folder is not None:
+            group.first(enter)
+        yield jobs[0] if jobs else None
+
+
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """Where a training is kept; only the first process has the job."""
+
+    job: Job | None
+    identity: str
+    group: ProcessGroup
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        checkpoint.save(self.job, self.identity, self.group)
+
+    def load(self) -> Checkpoint | None:
+        return Checkpoint.shared(self.job, self.identity, self.group)
 
 
 def _digest_of(model: nn.Module) -> str:
@@ -210,19 +244,18 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, checkpoint: Path | None, identity: str, progress: Progress) -> None:
+    def run(self, kept: _Kept | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
-        self._restore(checkpoint, identity)
+        self._restore(kept)
         with _training_mode(self.model), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
                 problem = self._step()
                 if problem is not None:
-                    self._stop(problem, checkpoint, identity)
+                    self._stop(problem, kept)
                 # Weights of steps that may turn out to be the beginning of the end are not kept.
-                if checkpoint is not None and not self._bad and self._due():
-                    taken = Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps)
-                    taken.save(checkpoint, identity, self.group)
+                if kept is not None and not self._bad and self._due():
+                    kept.save(Checkpoint.take(self.weights, self.optimizer, self.balance, self.steps))
                 task.update()
                 task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
 
@@ -230,23 +263,23 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, path: Path | None, identity: str) -> bool:
+    def _restore(self, kept: _Kept | None) -> bool:
         """Go back to a checkpoint; False if there is none."""
-        if path is None or not self.group.first(path.exists):
+        checkpoint = None if kept is None else kept.load()
+        if checkpoint is None:
             return False
-        checkpoint = Checkpoint.shared(path, identity, self.group)
         checkpoint.restore(self.weights, self.optimizer, self.group)
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
         return True
 
-    def _stop(self, problem: str, checkpoint: Path | None, identity: str) -> None:
+    def _stop(self, problem: str, kept: _Kept | None) -> None:
         step = len(self.steps)
         self.weights.clear()
-        kept = "The model holds the weights before this step."
-        if self._restore(checkpoint, identity):
-            kept = f"The model holds the weights after step {len(self.steps)}, from {checkpoint}."
+        held = "The model holds the weights before this step."
+        if self._restore(kept):
+            held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
-            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {kept}",
+            f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
             cure="Lower the learning rate or the weight of the ascent.",
         )
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -15,7 +15,8 @@ from flwr.serverapp import Grid, ServerApp
 from netweight.core import digest
 from netweight.core.files import whole_file
 from netweight.errors import FederationStopped, NameNotFound, UsageError
-from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, Federation
+from netweight.job import Job
+from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, Federation, described
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.task import ClientData, FedTask
 from netweight.plugins.flower.records import chosen, from_record, to_record
@@ -79,9 +80,10 @@ def server_app(
         chosen_method, task = chosen(method, context), task_of(context)
         secure, seconds = chosen(secure_sum, context), chosen(timeout, context)
         waits = chosen(patience, context)
-        rounds = _Rounds(task, chosen_method, asked, place, timeout=seconds, patience=waits, secure=secure)
-        _wait_for_nodes(grid, len(task.clients), waits)
-        rounds.run(grid, context)
+        with Job.open(place, key=_key(task, chosen_method, asked), of="a federation", state=CHECKPOINT) as job:
+            rounds = _Rounds(task, chosen_method, asked, job, timeout=seconds, patience=waits, secure=secure)
+            _wait_for_nodes(grid, len(task.clients), waits)
+            rounds.run(grid, context)
 
     return app
 
@@ -103,20 +105,20 @@ class _Rounds:
         task: FedTask,
         method: Method,
         settings: Federation,
-        folder: Path,
+        job: Job,
         *,
         timeout: float,
         patience: float,
         secure: bool,
     ) -> None:
-        self.settings, self.folder, self.patience, self.secure = settings, folder, patience, secure
+        self.settings, self.job, self.patience, self.secure = settings, job, patience, secure
         self._digest = _digest(task, method, settings)
         self.arrays = to_record(method.start(task, seed=settings.seed))
         rounds = []
-        if (folder / CHECKPOINT).exists():
-            saved = Checkpoint.load(folder / CHECKPOINT, self._digest)
+        saved = Checkpoint.load(job, self._digest)
+        if saved is not None:
             self.arrays, rounds = to_record(saved.state), list(saved.rounds)
-            _LOG.info("Going on after round %d of %s.", len(rounds), folder / CHECKPOINT)
+            _LOG.info("Going on after round %d of %s.", len(rounds), job.folder / CHECKPOINT)
         self.strategy = MethodStrategy(
             method,
             settings,
@@ -137,9 +139,9 @@ class _Rounds:
     def save(self) -> None:
         """Save state and history."""
         rounds = self.strategy.rounds
-        Checkpoint(from_record(self.arrays), {}, rounds).save(self.folder / CHECKPOINT, self._digest)
+        Checkpoint(from_record(self.arrays), {}, rounds).save(self.job, self._digest)
         about = {"method": self.strategy.method.name, "rounds": [done.to_json() for done in rounds]}
-        with whole_file(self.folder / HISTORY, overwrite=True) as file:
+        with whole_file(self.job.folder / HISTORY, overwrite=True) as file:
             file.write(json.dumps(about, indent=1).encode())
 
     def _run_round(self, number: int, grid: Grid, context: Context) -> None:
@@ -153,7 +155,7 @@ class _Rounds:
         self.save()
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} sound updates in {self.settings.retries + 1} "
-            f"attempts; the state after round {number - 1} is in {self.folder}.",
+            f"attempts; the state after round {number - 1} is in {self.job.folder}.",
             cure="See the log for who was refused and why; run the same again to resume.",
         )
 
@@ -165,10 +167,19 @@ class _Rounds:
         return self.strategy.aggregate_train(number, replies)[0]
 
 
+_MAY_CHANGE = ("rounds", "evaluate_every", "min_clients", "retries", "drop_out")
+
+
+def _key(task: FedTask, method: Method, settings: Federation) -> dict[str, Any]:
+    """What a federation was asked for, but for the number of rounds, which may be raised to go on."""
+    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
+    start = {"body": digest.of_tensor(task.initial_body()), "head": digest.of_tensor(task.initial_head())}
+    return {"settings": asked, "method": described(method), "clients": list(task.clients), "initial_weights": start}
+
+
 def _digest(task: FedTask, method: Method, settings: Federation) -> str:
-    """Digest what a federation was asked for, but for the number of rounds, which may be raised to go on."""
-    changeable = ("rounds", "evaluate_every", "min_clients", "retries", "drop_out")
-    asked = {field: value for field, value in vars(settings).items() if field not in changeable}
+    """The digest by which nodes know a federation."""
+    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
     start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
     return digest.of_config([asked, repr(method), list(task.clients), start, layouts])

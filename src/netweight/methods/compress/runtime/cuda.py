@@ -4,22 +4,24 @@ What a payload holds is looked up once for each version of its bytes, so that a 
 The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
 to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
 that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
-weights are decoded by plain torch operations and each time checked. `ops.py`, `box.py`, `tensor.py` and
+bytes go to the CPU and the weight comes back, as for devices of other kinds. `ops.py`, `storage.py`, `tensor.py` and
 `side_stream.py` call this; payloads on the CPU never get here.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol, final
 from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from netweight.codec import cuda, torch_lossy, torch_path
-from netweight.codec.cuda import BlobLayout
+from netweight.codec import cuda
+from netweight.codec.cuda import BlobLayout, LossyLayout
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
@@ -29,14 +31,29 @@ CHUNK_LOG2 = 15
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
-Layout = BlobLayout | torch_lossy.LossyLayout
+Layout = BlobLayout | LossyLayout
 # (blob, its layout, where to put the weight or None, a status to add to or None to wait and raise) -> the weight
 Run = Callable[[torch.Tensor, BlobLayout, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 
 
 def handles(payload: torch.Tensor) -> bool:
-    """Whether a payload is decoded here: on CUDA devices. Elsewhere its bytes go to the CPU and the weight back."""
-    return payload.is_cuda
+    """Whether a payload is decoded here: by kernels on CUDA devices. Else bytes go to the CPU and the weight back."""
+    # What a compiler traces is decided when it runs.
+    return payload.is_cuda and (torch.compiler.is_compiling() or _kernels_run())
+
+
+@cache
+def _kernels_run() -> bool:
+    """Whether netweight's kernels can run; warns once if they cannot."""
+    reason = cuda.unavailable_because()
+    if reason is not None:
+        warnings.warn(
+            "Compressed weights on CUDA devices are decoded on the CPU and copied, many times slower than by kernels. "
+            f"{reason}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return reason is None
 
 
 # ---- what is known of payloads ---------------------------------------------------------------------------------------
@@ -165,10 +182,9 @@ class Status:
 class Decoder:
     """Decodes the payloads of one device."""
 
-    def __init__(self, run: Run, status: Status | None) -> None:
+    def __init__(self, run: Run, status: Status) -> None:
         self._run = run
-        # Where decodings of bytes that are known to be sound add to; None to wait for each and check it.
-        self.status = status
+        self.status = status  # decodings of bytes that are known to be sound add to it
 
     def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
         """Decode a payload on the device's current stream."""
@@ -197,7 +213,7 @@ class Decoder:
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
         known = _found(payload)
-        if self.status is None or known is None or known.layout is None or not known.checked:
+        if known is None or known.layout is None or not known.checked:
             return None
         return known.layout.nbytes
 
@@ -212,10 +228,9 @@ class Decoder:
         return known
 
     def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
-        waits = self.status is None or not known.checked
-        if waits:
+        if not known.checked:
             _refuse_capture(blob)
-        status = None if waits or self.status is None else self.status.kernels
+        status = self.status.kernels if known.checked else None
         try:
             if isinstance(layout, BlobLayout):
                 weight = self._run(blob, layout, out, status)
@@ -228,19 +243,15 @@ class Decoder:
             )
             raise
         known.checked = True
-        if self.status is not None and not _is_capturing(blob):
+        if not _is_capturing(blob):
             self.status.look()
         return weight
 
     def _rounded(
-        self,
-        blob: torch.Tensor,
-        layout: torch_lossy.LossyLayout,
-        out: torch.Tensor | None,
-        status: torch.Tensor | None,
+        self, blob: torch.Tensor, layout: LossyLayout, out: torch.Tensor | None, status: torch.Tensor | None
     ) -> torch.Tensor:
-        weight, damaged = torch_lossy.decode(blob, layout, lambda part, its: self._run(part, its, None, status))
-        if status is not None and self.status is not None:
+        weight, damaged = cuda.decode_lossy(blob, layout, lambda part, its: self._run(part, its, None, status))
+        if status is not None:
             self.status.count(damaged)
         elif bool(damaged):
             raise CorruptBlob("Cannot decode a blob: a word or a place in it cannot be.", cure=_DAMAGED)
@@ -272,7 +283,7 @@ def _layout_of(payload: torch.Tensor) -> Layout:
         )
     blob = payload[LENGTH : LENGTH + size]
     if start[LENGTH:].numpy().tobytes() == b"NWL":
-        return torch_lossy.layout_of(blob)
+        return cuda.lossy_layout_of(blob)
     return cuda.layout_of(blob)
 
 
@@ -294,26 +305,15 @@ def _by_kernels(
     return cuda.decode(blob, layout, out=out, status=status)
 
 
-def _by_torch(
-    blob: torch.Tensor, layout: BlobLayout, out: torch.Tensor | None, status: torch.Tensor | None
-) -> torch.Tensor:
-    weight = torch_path.decode(blob, layout)
-    return weight if out is None else out.copy_(weight)
-
-
 _decoders: dict[torch.device, Decoder] = {}
 
 
 def decoder_of(device: torch.device) -> Decoder:
-    """The decoder of a device: kernels where they can run, else plain torch operations, which say so."""
+    """The decoder of a device on which kernels run."""
     decoder = _decoders.get(device)
     if decoder is None:
-        if cuda.unavailable_because() is not None:
-            decoder = Decoder(_by_torch, None)
-        else:
-            status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
-            decoder = Decoder(_by_kernels, status)
-        decoder = _decoders.setdefault(device, decoder)
+        status = Status(device, lambda: torch.cuda.current_stream(device).record_event())
+        decoder = _decoders.setdefault(device, Decoder(_by_kernels, status))
     return decoder
 
 
@@ -331,7 +331,7 @@ def check_device(device: torch.device | str | int | None = None) -> None:
     """
     wanted = None if device is None else torch.device(device)
     for known, decoder in list(_decoders.items()):
-        if decoder.status is not None and (wanted is None or wanted in (known, torch.device(known.type))):
+        if wanted is None or wanted in (known, torch.device(known.type)):
             decoder.status.check()
 
 
@@ -361,7 +361,7 @@ def about_to_write(payload: torch.Tensor) -> None:
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
     """Encode a weight on its device, without a digest; None if it is to be done on the host."""
-    if not handles(weight) or cuda.unavailable_because() is not None:
+    if not handles(weight):
         return None
     try:
         return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, digest=False)

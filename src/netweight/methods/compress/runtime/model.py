@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from netweight import codec
 from netweight.codec import Precision
 from netweight.codec.dtypes import dtype_name
-from netweight.codec.rounding import LOSSLESS_BITS
+from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.names import Select
 from netweight.errors import AlreadyCompressed, LayerwiseConflict, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime.fsdp import dense_shard, local_part

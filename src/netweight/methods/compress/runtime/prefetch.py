@@ -46,12 +46,12 @@ class Ahead:
         self._lock = threading.Lock()
         self._order = Order()
         self._pending: deque[_Pending] = deque()
-        self._sides: dict[torch.device, SideStream | None] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
     @property
     def hits(self) -> int:
         """Weights that were ready, or on their way, when asked for."""
-        return self._hits + sum(side.hits for side in self._sides.values() if side is not None)
+        return self._hits + sum(side.hits for side in self._sides.values())
 
     def lend(self, payload: torch.Tensor, direction: str) -> Loan | None:
         """Lend the weight of a payload on a device, decoded on a stream of its own, and begin with its successor."""
@@ -59,7 +59,7 @@ class Ahead:
             if payload.device not in self._sides:
                 self._sides[payload.device] = side_stream_of(payload.device)
             side = self._sides[payload.device]
-        return None if side is None else side.lend(payload, direction)
+        return side.lend(payload, direction)
 
     def take(self, payload: torch.Tensor, direction: str) -> torch.Tensor:
         """Give the weight of a payload, decoded by now or on the spot, and begin with its probable successors."""
@@ -102,8 +102,7 @@ class Ahead:
             self._forget_pending()
             self._queue.close()
             for side in self._sides.values():
-                if side is not None:
-                    side.close()
+                side.close()
 
 
 def current() -> Ahead | None:

@@ -245,7 +245,6 @@ class _Cuda:
             return self._decoder.weight(payload, room)
 
 
-def side_stream_of(of: torch.device) -> SideStream | None:
-    """A side stream for a CUDA device; None where decoding waits for the device anyway (no kernels)."""
-    decoder = device.decoder_of(of)
-    return SideStream(_Cuda(of, decoder)) if decoder.status is not None else None
+def side_stream_of(of: torch.device) -> SideStream:
+    """A side stream for a CUDA device on which kernels run."""
+    return SideStream(_Cuda(of, device.decoder_of(of)))

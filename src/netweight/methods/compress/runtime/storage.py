@@ -104,7 +104,7 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
     """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
     leaves = device.handles(payload) and to.type == "cpu"
     with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
-        copy = payload.to(to, non_blocking=non_blocking and not leaves, copy=True)
+        copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
     if type(payload) is not torch.Tensor:
         return copy  # a compiler's or tracer's, without bytes
     if leaves:
@@ -242,8 +242,9 @@ class Box:
             return fixed_products.decode(self.payload, *self.shape)
         if device.handles(self.payload):
             return device.decoder_of(self.payload.device).weight(self.payload)
-        blob = blob_of(self.payload.cpu())
-        return codec.decode(blob, threads=threads_for(self.payload.numel() * 3 // 2)).to(self.payload.device)
+        local = self.payload.cpu()  # must outlive the blob, which is a view
+        weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
+        return weight.to(self.payload.device)
 
     def _replace(self, payload: torch.Tensor) -> None:
         """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""

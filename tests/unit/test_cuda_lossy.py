@@ -1,4 +1,7 @@
-"""Lossy blobs decoded by torch operations: the bits of `codec.decode`, and the same refusals."""
+"""The arithmetic of lossy blobs as torch operations, as on a GPU: the bits of `codec.decode`, and the same refusals.
+
+The sections are decoded by the CPU's codec here.
+"""
 
 import hashlib
 import json
@@ -12,18 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netweight import codec, errors
-from netweight.codec import torch_lossy, torch_path
+from netweight.codec import cuda
 from netweight.errors import CorruptBlob, Unsupported
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 
-pytestmark = pytest.mark.filterwarnings("ignore:Compressed weights are decoded by plain torch:RuntimeWarning")
-
 
 def decode(blob):
     blob = torch.from_numpy(np.frombuffer(blob, np.uint8).copy())
-    tensor, damaged = torch_lossy.decode(blob, torch_lossy.layout_of(blob), torch_path.decode)
+    layout = cuda.lossy_layout_of(blob)
+    tensor, damaged = cuda.decode_lossy(blob, layout, lambda section, its: codec.decode(section))
     if damaged:
         raise CorruptBlob("the arithmetic says so")
     return tensor
@@ -67,7 +69,7 @@ def test_the_same_bits_as_on_the_host(seed, count, dtype, mantissa_bits, block_s
 def test_shapes_and_kept_numbers():
     weight = weights(1, 6000, torch.bfloat16).reshape(30, 200)
     blob = codec.encode_lossy(weight, mantissa_bits=3)
-    layout = torch_lossy.layout_of(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))
+    layout = cuda.lossy_layout_of(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))
     assert layout.gaps is not None
     assert (layout.dtype, layout.shape, layout.nbytes, layout.size) == (torch.bfloat16, (30, 200), 12000, len(blob))
     assert decode(blob).shape == (30, 200)

@@ -1,0 +1,170 @@
+"""What a blob says before its chunks, as docs/format.md specifies it; all is checked before anything is allocated.
+
+Numbers are little-endian everywhere. Lossy blobs and the GPU's encoder and decoder share the reader and the checksum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from netweight.codec.dtypes import BY_CODE, Bytes, ElementType
+from netweight.errors import CorruptBlob, Unsupported
+
+MAGIC = b"NWT"
+VERSION = 1
+FIXED_HEADER = 28  # marker, five fields of a byte, digest (16 bytes), checksum (4 bytes)
+
+
+def corrupt(reason: str) -> CorruptBlob:
+    """The error for damaged bytes."""
+    return CorruptBlob(reason, cure="Fetch or compress the file again; its bytes were damaged.")
+
+
+class Reader:
+    """Takes bytes from the front of a one-dimensional array and never passes its end."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, size: int, what: str) -> Bytes:
+        """The next `size` bytes; `what` names them in the error."""
+        if size > len(self.data) - self.at:
+            raise corrupt(f"the data ends inside {what}")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, size: int, what: str) -> int:
+        """The next `size` bytes as an unsigned number."""
+        return int.from_bytes(self.take(size, what).tobytes(), "little")
+
+    def varint(self) -> int:
+        """A number of the header: seven bits a byte, least significant first; the last byte is below 128."""
+        value = 0
+        for shift in range(0, 63, 7):
+            byte = self.number(1, "the header")
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise corrupt("a dimension in the header is too large")
+
+
+def varint(value: int) -> bytes:
+    """A number as `Reader.varint` reads it."""
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*out, value))
+
+
+def little(value: int, size: int) -> bytes:
+    """A number as `size` bytes."""
+    return value.to_bytes(size, "little")
+
+
+def checksum(start: bytes, rest: bytes) -> bytes:
+    """The four bytes between the first 24 of a header and the rest of it, which protect both."""
+    return little(xxhash.xxh3_64_intdigest(start + rest) & 0xFFFFFFFF, 4)
+
+
+def check_header(fixed: bytes, reader: Reader) -> None:
+    """Compare the checksum with a header that ends where the reader stands."""
+    if checksum(fixed[:24], reader.data[FIXED_HEADER : reader.at].tobytes()) != fixed[24:28]:
+        raise corrupt("the header's checksum does not fit its bytes")
+
+
+def take_fixed(reader: Reader) -> bytes:
+    """The part of a header that has one length in all blobs."""
+    if len(reader.data) < FIXED_HEADER:
+        raise corrupt(f"it is shorter than a header ({len(reader.data)} bytes)")
+    return reader.take(FIXED_HEADER, "the header").tobytes()
+
+
+def check_digest(content: Bytes, digest: bytes) -> None:
+    """Compare a decoded tensor's digest with the stored one."""
+    if xxhash.xxh3_128_digest(content.data) != digest:
+        raise corrupt("the decoded bytes do not have the digest that was stored with them")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a blob says before its chunks."""
+
+    element: ElementType
+    shape: tuple[int, ...]
+    level: int  # 0 fast, 1 default, 2 max; decoders need not know
+    chunk_log2: int
+    digest: bytes  # xxh3-128 of the tensor's bytes, most significant byte first
+    nbytes: int  # of the tensor
+    chunk_starts: tuple[int, ...]  # in the blob; the last one is the blob's size
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the tensor: elements, or twice as many for complex types."""
+        return self.nbytes // self.element.number_bytes
+
+
+def tensor_bytes(element: ElementType, shape: tuple[int, ...]) -> int:
+    """The size of a tensor in bytes."""
+    bits = math.prod(shape) * element.bits
+    if bits >= 1 << 62:
+        raise Unsupported("a tensor of this shape is too large")
+    if bits % 8:
+        raise Unsupported(f"a tensor of type {element.name} must fill whole bytes")
+    return bits // 8
+
+
+def read_header(blob: Any, *, size: int | None = None) -> Header:
+    """Read and check header and index; with the whole blob's `size`, `blob` may end at `index_end`."""
+    reader = Reader(as_bytes(blob))
+    size = len(reader.data) if size is None else size
+    fixed, element, shape, nbytes, chunks = _read_start(reader, size)
+    lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
+    check_header(fixed, reader)
+    starts = (reader.at, *(reader.at + np.cumsum(lengths, dtype=np.int64)).tolist())
+    if starts[-1] != size:
+        raise corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
+    return Header(element, shape, fixed[5], fixed[6], fixed[8:24], nbytes, starts)
+
+
+def index_end(beginning: Any, size: int) -> int:
+    """Where the index of a blob of `size` bytes ends, of which the first 1,024 bytes at least are at hand."""
+    reader = Reader(as_bytes(beginning))
+    chunks = _read_start(reader, size)[-1]
+    return reader.at + 4 * chunks
+
+
+def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[int, ...], int, int]:
+    """What stands before the index: fixed part, element type, shape, bytes of the tensor, number of chunks."""
+    fixed = take_fixed(reader)
+    version, code, level, chunk_log2, dimensions = fixed[3:8]
+    if fixed[:3] != MAGIC:
+        raise corrupt("it does not start with the marker NWT")
+    if version != VERSION:
+        raise Unsupported(f"format version {version} is newer than this release reads ({VERSION})")
+    element = BY_CODE.get(code)
+    if element is None:
+        raise Unsupported(f"element type number {code} is not known to this release")
+    if level > 2:
+        raise Unsupported(f"level number {level} is not known to this release")
+    if not 10 <= chunk_log2 <= 22:
+        raise corrupt("the header states an impossible chunk size")
+    if dimensions > 64:
+        raise corrupt("the header states an impossible number of dimensions")
+    shape = tuple(reader.varint() for _ in range(dimensions))
+    nbytes = tensor_bytes(element, shape)
+    chunks = -(-nbytes // element.number_bytes >> chunk_log2)
+    if chunks > (size - reader.at) // 4:
+        raise corrupt("the data ends inside the index of chunks")
+    return fixed, element, shape, nbytes, chunks
+
+
+def as_bytes(buffer: Any) -> Bytes:
+    """Anything with the buffer protocol as an array."""
+    return np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.empty(0, np.uint8)

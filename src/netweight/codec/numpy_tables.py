@@ -1,0 +1,250 @@
+"""Splits of elements into symbol and raw bits, and frequency tables: what the encoder in numpy chooses.
+
+A decoder takes whatever obeys docs/format.md. These are the choices of the native encoder (`plane.cpp`, `table.cpp` and
+`wide.cpp`), in integers only, so that a tensor has one compressed form per level and chunk size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from netweight.codec.dtypes import ElementType
+
+Integers = npt.NDArray[Any]
+Counts = npt.NDArray[np.int64]
+
+RAW, CONSTANT, PACKED, RANS, WIDE_RANS = range(5)  # modes of a plane
+FAST, DEFAULT, MAX = range(3)  # levels
+COST = 1 << 16  # unit of costs: this many make a bit
+PATCH_COST = 33 * COST // 2
+WIDE_SLOTS = 4096
+_NEVER = np.iinfo(np.int64).max
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How an element falls into a symbol, which is entropy coded, and raw bits, which are stored."""
+
+    width: int  # bytes of an element, 1 or 2
+    raw_bits: int  # less than 8 * width
+    signed: bool  # floats: the top bit is the highest raw bit, the symbol starts below it; else the symbol is on top
+
+    @property
+    def symbol_bits(self) -> int:
+        """Bits of a symbol."""
+        return 8 * self.width - self.raw_bits
+
+    @property
+    def symbol_shift(self) -> int:
+        """Where a symbol stands in its element."""
+        return self.raw_bits - self.signed
+
+    @property
+    def low_bits(self) -> int:
+        """Raw bits in the first region; those above eight are in the second."""
+        return min(self.raw_bits, 8)
+
+    def symbols(self, elements: Integers) -> Integers:
+        """The symbols of elements."""
+        return elements >> self.symbol_shift & ((1 << self.symbol_bits) - 1)
+
+    def raw(self, elements: Counts) -> Counts:
+        """The raw bits of elements."""
+        if not self.signed:
+            return elements & ((1 << self.raw_bits) - 1)
+        low = self.raw_bits - 1
+        return elements >> (8 * self.width - 1) << low | elements & ((1 << low) - 1)
+
+    def place_raw(self, raw: Integers) -> Integers:
+        """Raw bits where they stand in their elements."""
+        if not self.signed:
+            return raw
+        low = self.raw_bits - 1
+        return raw & ((1 << low) - 1) | (raw >> low) << (8 * self.width - 1)
+
+    @property
+    def byte(self) -> int:
+        """The split in a plane's header."""
+        return self.raw_bits | self.signed << 7
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What the encoder knows about a plane."""
+
+    width: int  # bytes of an element, 1 or 2
+    fractions: int | None = None  # of floats' top bytes the bits of the mantissa that are inside; else None
+    exponent_bits: int = 0  # of the same
+    tail: bool = False  # lower bytes of wider numbers: usually noise
+
+    @classmethod
+    def head(cls, element: ElementType) -> Plane:
+        """The plane of the numbers' top bytes."""
+        if element.exponent_bits == 0:
+            return cls(element.head_bytes)
+        inside = 8 * element.head_bytes - 1 - element.exponent_bits
+        return cls(element.head_bytes, min(inside, element.mantissa_bits), element.exponent_bits)
+
+    def splits(self, level: int) -> Iterator[Split]:
+        """The splits worth trying, the widest symbol first; each folds pairs of its predecessor's symbols into one."""
+        if self.fractions is None:
+            least, most = (0, 5) if self.width == 1 else (6 if level == MAX else 8, 12)
+        else:
+            most = 1 + self.fractions  # sign and mantissa raw: the symbol is the exponent
+            narrow = self.width == 1 or self.exponent_bits == 5
+            finest = {FAST: 0, DEFAULT: 2 if narrow else 1, MAX: 3}[level]
+            least = max(1, most - finest)
+        for raw_bits in range(least, most + 1):
+            yield Split(self.width, raw_bits, self.fractions is not None)
+
+
+def sampling(level: int) -> int:
+    """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first."""
+    return {FAST: 16, DEFAULT: 8, MAX: 1}[level]
+
+
+# ---- frequency tables ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An entropy coder for a plane, with its estimated cost in 1/65536 bits."""
+
+    mode: int  # RANS or WIDE_RANS
+    cost: int  # of the whole plane
+    split: Split
+    symbols: list[int]  # in slot order
+    frequencies: list[int]
+    second: list[bool]  # for RANS, which symbols are of the second class
+    host: int  # the symbol that stands in for those not listed
+
+
+def choose(plane: Plane, elements: Integers, level: int, sample: int) -> Choice | None:
+    """The cheapest split and table for a plane; None for noise."""
+    best: Choice | None = None
+    counts: Counts | None = None
+    for split in plane.splits(level):
+        if counts is None:
+            counts, total = histogram(elements, split, sample)
+            if plane.tail and int((counts * counts).sum()) * len(counts) <= total * total // 10 * 11:
+                return None  # coding would save less than about a twentieth of a bit
+        else:
+            counts = counts[0::2] + counts[1::2]
+        raw_cost = len(elements) * split.raw_bits * COST
+        choice = table(counts, split, exhaustive=level == MAX)
+        cost = choice.cost * len(elements) // total + raw_cost
+        if best is None or cost < best.cost:
+            best = Choice(RANS, cost, split, choice.symbols, choice.frequencies, choice.second, choice.host)
+        if level != MAX or len(elements) < 1 << 12:
+            continue
+        wide = wide_table(counts, split)
+        if wide is not None and wide.cost + raw_cost < best.cost:
+            best = Choice(WIDE_RANS, wide.cost + raw_cost, split, wide.symbols, wide.frequencies, [], wide.host)
+    return best
+
+
+def histogram(elements: Integers, split: Split, sample: int) -> tuple[Counts, int]:
+    """Count symbols: all, or of every `sample` groups of eight elements one, which moves on from run to run."""
+    if sample > 1:
+        runs = len(elements) // 8 // sample
+        groups = np.arange(runs) * sample + np.arange(runs) % sample
+        elements = elements[: len(elements) // 8 * 8].reshape(-1, 8)[groups].reshape(-1)
+    symbols = split.symbols(elements)
+    return np.bincount(symbols, minlength=1 << split.symbol_bits).astype(np.int64), len(symbols)
+
+
+@cache
+def costs(slots: int, most: int) -> Counts:
+    """By frequency up to `most`, of so many slots: the cost of an occurrence."""
+    return np.array([0, *(math.floor(COST * math.log2(slots / f) + 0.5) for f in range(1, most + 1))])
+
+
+@cache
+def gains() -> Counts:
+    """By frequency 1 to 127 of 256: the gain per occurrence of one slot more."""
+    return np.array([0, *(math.floor(COST * math.log2((f + 1) / f) + 0.5) for f in range(1, 128))])
+
+
+def _balanced(weights: Counts, frequencies: Counts, most: int, slots: int, gain: Callable[[Counts], Counts]) -> None:
+    """Make frequencies add up to `slots`, in place, by the cheapest moves; `gain` of a slot more, by frequency."""
+    used = int(frequencies.sum())
+    while used > slots:
+        frequencies[np.argmin(np.where(frequencies == 1, _NEVER, weights * gain(frequencies - 1)))] -= 1
+        used -= 1
+    while used < slots:
+        frequencies[np.argmax(np.where(frequencies == most, -1, weights * gain(frequencies)))] += 1
+        used += 1
+
+
+def table(counts: Counts, split: Split, *, exhaustive: bool) -> Choice:
+    """The cheapest table of 3 to 63 symbols; the cost is that of the counted elements, raw bits not included."""
+    bits, total = costs(256, 127), int(counts.sum())
+    present = np.flatnonzero(counts)
+    order = present[np.lexsort((present, -counts[present]))].tolist()
+    for symbol in range(3):  # three symbols at least, since two frequencies of at most 127 cannot add up to 256
+        if len(order) < 3 and symbol not in order:
+            order.append(symbol)
+    occurrences = counts[order]
+
+    most = min(63, len(order))
+    estimate = 3  # a symbol rarer than about 1 in 2048 is cheaper as a patch
+    while estimate < most and int(occurrences[estimate]) * 2048 >= total:
+        estimate += 1
+    lowest, highest = (3, most) if exhaustive else (max(3, estimate - 1), min(most, estimate + 1))
+    best_cost, best = -1, np.empty(0, np.int64)
+    for size in range(lowest, highest + 1):
+        weights = occurrences[:size].copy()
+        rest = total - int(weights.sum())
+        weights[0] += rest  # rare symbols are coded as the likeliest one
+        frequencies = np.clip(weights * 256 // max(total, 1), 1, 127)
+        _balanced(weights, frequencies, 127, 256, lambda f: gains()[f])
+        cost = rest * PATCH_COST + size * 8 * COST + int((weights * bits[frequencies]).sum())
+        if best_cost < 0 or cost < best_cost:
+            best_cost, best = cost, frequencies
+
+    # Slot order: symbols that got less than their share first, because low slots leave a smaller state.
+    second = occurrences[: len(best)] * 256 < total * best
+    rows = sorted(zip(second.tolist(), order, best.tolist(), strict=False))
+    return Choice(RANS, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0])
+
+
+def wide_table(counts: Counts, split: Split) -> Choice | None:
+    """A table of 4,096 slots for all symbols that are worth a quarter of a slot; None where that cannot be."""
+    bits, total = costs(WIDE_SLOTS, WIDE_SLOTS), int(counts.sum())
+    listed = np.flatnonzero((counts > 0) & (counts * (4 * WIDE_SLOTS) >= total))
+    if not 2 <= len(listed) <= 1024:
+        return None
+    weights = counts[listed]
+    rest = total - int(weights.sum())
+    weights[np.argmax(weights)] += rest
+    frequencies = np.clip(weights * WIDE_SLOTS // total, 1, WIDE_SLOTS - 1)
+    _balanced(weights, frequencies, WIDE_SLOTS - 1, WIDE_SLOTS, lambda f: bits[f] - bits[np.minimum(f + 1, WIDE_SLOTS)])
+    cost = rest * PATCH_COST + len(listed) * 3 // 2 * 8 * COST + int((weights * bits[frequencies]).sum())
+    host = int(listed[np.argmax(frequencies)])
+    return Choice(WIDE_RANS, cost, split, listed.tolist(), frequencies.tolist(), [], host)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """A frequency table by slot: its symbol, that symbol's frequency, and the slot's rank among that symbol's slots."""
+
+    symbol: Counts
+    frequency: Counts
+    rank: Counts
+
+    @classmethod
+    def of(cls, symbols: list[int], frequencies: list[int]) -> Slots:
+        """Give out slots in the order of the symbols."""
+        frequency = np.array(frequencies, np.int64)
+        start = np.cumsum(frequency) - frequency
+        rank = np.arange(int(frequency.sum())) - np.repeat(start, frequency)
+        return cls(np.repeat(np.array(symbols, np.int64), frequency), np.repeat(frequency, frequency), rank)

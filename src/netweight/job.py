@@ -1,0 +1,406 @@
+"""Work that can be stopped at any moment and continued: one lock, one state, its records, and one way to publish.
+
+A job lives in a folder:
+
+    state.safetensors   the newest state, compressed, replaced whole; it names the key that it belongs to
+    NAME.jsonl          records and results of runs, one line each, synced
+    job.json            the key that records belong to
+    job.lock            held while somebody works here; the system releases it when a process is killed
+    tree/               the folder to be published, while it grows
+    publishing.json     there while `tree` is put in its place; the next run finishes or undoes that
+
+A key holds settings and digests of inputs; work of another key is refused, and the differences are named.
+What an exception or a kill leaves is continued by the next call. A job that has kept nothing yet leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from netweight.core.digest import canonical_json, of_config
+from netweight.core.engines import Engine, local_processes
+from netweight.core.files import lock, naming_failures, publish, refuse_existing, sync, work_of
+from netweight.core.runs import Ledger, Result, map_runs, read_ledger
+from netweight.errors import CorruptBlob, UnsafeInput, UsageError
+from netweight.store.checkpoint import open_checkpoint, read_record, write_checkpoint, write_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from netweight.store.reader import Store
+
+C = TypeVar("C")
+
+_KEY, _LOCK, _TREE, _PUBLISHING, _ASIDE = "job.json", "job.lock", "tree", "publishing.json", "aside"
+_STATE, _JOB = "state.safetensors", "job"
+_VERSION = 1
+_NAMED = 5  # differences that a message names
+
+
+@final
+class Job:
+    """A folder of work that can be continued; opened by `Job.open` or `Job.beside`.
+
+    Attributes:
+        folder: Where the job lives.
+    """
+
+    def __init__(self, folder: Path, *, reading: bool, owned: bool) -> None:
+        self.folder = folder
+        self._state = folder / _STATE
+        self._key: Any = None
+        self._noted = False
+        self._reading, self._owned = reading, owned
+        self._ledgers: dict[str, Ledger] = {}
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        folder: str | Path | Job,
+        *,
+        key: Any = None,
+        of: str = "other work",
+        state: str = _STATE,
+        reading: bool = False,
+    ) -> Iterator[Job]:
+        """Open a job, to begin it or to continue it.
+
+        Args:
+            folder: Its folder, made if it is not there. Or a job that is open: then it takes the key, and stays open
+                at the end of the block.
+            key: All that decides the result, as `canonical_json` takes it: settings, digests of inputs. None takes
+                over what is there.
+            of: What the job is, for messages: "a federation".
+            state: Name of the state's file.
+            reading: Open without a lock; nothing can be written.
+
+        Raises:
+            UsageError: The folder holds work of another key, or another process is working there.
+            CorruptBlob: The folder's key is damaged, or of another version.
+            OutputFailed: The folder cannot be written.
+        """
+        if isinstance(folder, Job):
+            folder._claim(key, of, state)
+            yield folder
+        elif reading:
+            job = cls(Path(folder), reading=True, owned=False)
+            job._claim(key, of, state)
+            yield job
+        else:
+            with cls._locked(Path(folder), Path(folder), key, of, state) as job:
+                yield job
+
+    @classmethod
+    @contextmanager
+    def beside(
+        cls,
+        destination: str | Path,
+        *,
+        key: Any = None,
+        of: str = "other work",
+        state: str = _STATE,
+        overwrite: bool | None = False,
+        folder: Path | None = None,
+    ) -> Iterator[Job]:
+        """Open the job that makes a folder: it lies beside it as `.NAME.netweight-work`, and ends with `publish`.
+
+        Args:
+            destination: The folder to be made.
+            key: As for `open`; so are the next two.
+            of: What the job is.
+            state: Name of the state's file.
+            overwrite: Whether an existing destination may be replaced; None if nobody can allow that.
+            folder: Where the job lives instead.
+
+        Raises:
+            OutputExists: The destination exists.
+            OutputFailed: The disk is full or the place cannot be written; finished work is kept.
+            UsageError: As for `open`.
+        """
+        destination = Path(destination)
+        check_destination(destination, overwrite=overwrite, folder=folder)
+        with (
+            naming_failures(destination),
+            cls._locked(folder or work_of(destination), destination, key, of, state) as job,
+        ):
+            yield job
+
+    @classmethod
+    @contextmanager
+    def _locked(cls, folder: Path, target: Path, key: Any, of: str, state: str) -> Iterator[Job]:
+        job = cls(folder, reading=False, owned=folder != target or not folder.exists())
+        with ExitStack() as stack:
+            stack.callback(job._leave)
+            with naming_failures(target):
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock(folder / _LOCK))
+                stack.callback(job._close)
+                job._settle()
+                job._claim(key, of, state)
+            yield job
+
+    def load(self, same: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Read the state: its account and its tensors, or None before the first `save`.
+
+        Args:
+            same: Entries that the account must have; for states of earlier releases, which name no key.
+
+        Raises:
+            UsageError: It belongs to other work.
+            CorruptBlob: The state is damaged; a digest of every tensor is checked.
+        """
+        if not self._state.exists():
+            return None
+        with self._opened(same) as (about, store, names):
+            about.pop(_JOB, None)
+            return about, {name: store.get(name, check=True) for name in names}
+
+    @contextmanager
+    def _opened(self, same: Mapping[str, Any] | None = None) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
+        try:
+            with open_checkpoint(self._state, same, refusal="holds work with other settings or inputs") as opened:
+                yield opened
+        except (CorruptBlob, UnsafeInput, ValueError, KeyError) as error:
+            reason = error.reason if isinstance(error, CorruptBlob | UnsafeInput) else f"{self._state}: {error!r}"
+            raise CorruptBlob(reason, cure=f"Delete {self._state} to begin anew.") from error
+
+    def save(self, about: Mapping[str, Any], tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the state, all or nothing.
+
+        Args:
+            about: Its account: JSON values, by any name but "job".
+            tensors: By any name but "about", of any device, dtype and shape; pairs are taken one at a time.
+
+        Raises:
+            OutputFailed: It could not be written; the older state is kept.
+        """
+        self._check_writable()
+        if self._key is not None:
+            about = {**about, _JOB: {"version": _VERSION, "key": self._key}}
+        write_checkpoint(self._state, about, tensors.items() if isinstance(tensors, Mapping) else tensors)
+
+    def drop_state(self) -> None:
+        """Remove the state, when the work is finished and its result written."""
+        self._check_writable()
+        self._state.unlink(missing_ok=True)
+
+    def map(
+        self,
+        fn: Callable[[C], Any],
+        items: Sequence[C],
+        *,
+        name: str = "runs",
+        engine: Engine = local_processes,
+        ordered: bool = False,
+    ) -> Iterator[Result[C]]:
+        """Run a function for every item that `NAME.jsonl` does not remember, see `netweight.core.runs.map_runs`."""
+        self._note_key()
+        return map_runs(fn, items, ledger=self.folder / f"{name}.jsonl", engine=engine, ordered=ordered)
+
+    def record(self, name: str, row: Mapping[str, Any], *, key: Any = None) -> None:
+        """Append a row to `NAME.jsonl`, and return when it is on the disk.
+
+        Args:
+            name: Of the records; `map` needs another name.
+            row: JSON values.
+            key: What the row is found by; a later row of the same key replaces it. None for a row that only adds.
+        """
+        self._note_key()
+        if name not in self._ledgers:
+            self._ledgers[name] = Ledger(self.folder / f"{name}.jsonl")
+        ledger = self._ledgers[name]
+        ledger.append({**row, "digest": of_config({"row": len(ledger.records)} if key is None else key)})
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """All rows of `NAME.jsonl`; a last line that a kill cut short is no row."""
+        return [_row(record) for record in self._read(name).values()]
+
+    def recorded(self, name: str, key: Any) -> dict[str, Any] | None:
+        """The row of a key in `NAME.jsonl`, if there is one."""
+        record = self._read(name).get(of_config(key))
+        return None if record is None else _row(record)
+
+    @property
+    def tree(self) -> Path:
+        """The folder that `publish` puts in its place."""
+        tree = self.folder / _TREE
+        tree.mkdir(exist_ok=True)
+        return tree
+
+    def file(self, name: str) -> Path:
+        """The path of a file within `tree`; its folder is made. Write it by `whole_file` if others are to trust it."""
+        file = self.tree / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def publish(self, destination: str | Path, *, overwrite: bool | None = False) -> None:
+        """Put `tree` in the place of a folder, synced and in one step, and remove all else of the job.
+
+        A kill before that step leaves all as it was; after it, the next job that opens here removes the rest.
+
+        Args:
+            destination: The folder to be, on the file system of the job.
+            overwrite: Whether an existing one may be replaced; None if nobody can allow that.
+
+        Raises:
+            OutputExists: The destination exists.
+            OutputFailed: The place cannot be written; the job is kept.
+        """
+        self._check_writable()
+        destination = Path(destination)
+        refuse_existing(destination, overwrite=overwrite)
+        with naming_failures(destination):
+            mark = {"tree": self.tree.stat().st_ino, "target": os.path.relpath(destination, self.folder)}
+            write_record(self.folder / _PUBLISHING, mark, version=_VERSION)
+            publish(self.tree, destination, aside=self.folder / _ASIDE)
+            self._clear()
+
+    def _claim(self, key: Any, of: str, state: str) -> None:
+        """Refuse work of another key."""
+        self._state = self.folder / state
+        if key is None:
+            return
+        self._key = json.loads(_text(key))
+        for held in self._held_keys():
+            if found := differences(held, self._key):
+                raise UsageError(
+                    f"{self.folder} holds {of} with other settings: {_named(found)}.",
+                    cure="Give the same settings to continue it, choose another folder, or delete it to begin anew.",
+                )
+
+    def _held_keys(self) -> Iterator[Any]:
+        """The keys of the state and of the records; a state of earlier releases names none."""
+        cure = f"Delete {self.folder} to begin anew, or use the version of netweight that wrote it."
+        if self._state.exists():
+            with self._opened() as (about, _, _):
+                held = about.get(_JOB)
+            if held is not None:
+                if held["version"] != _VERSION:
+                    raise CorruptBlob(f"{self._state} is a state of version {held['version']}.", cure=cure)
+                yield held["key"]
+        if (self.folder / _KEY).is_file() and any(file.stat().st_size for file in self.folder.glob("*.jsonl")):
+            try:
+                yield read_record(self.folder / _KEY, lambda values: values["key"], version=_VERSION, of="a job")
+            except CorruptBlob as error:
+                raise CorruptBlob(error.reason, cure=cure) from error
+
+    def _note_key(self) -> None:
+        """Write whose the records are, before the first."""
+        self._check_writable()
+        if self._key is not None and not self._noted:
+            write_record(self.folder / _KEY, {"key": self._key}, version=_VERSION)
+            self._noted = True
+
+    def _empty(self) -> bool:
+        """Whether nothing is lost with the folder; a tree alone is unfinished."""
+        names = {path.name for path in self.folder.iterdir() if not path.name.endswith(".netweight-part")}
+        names -= {file.name for file in self.folder.glob("*.jsonl") if not file.stat().st_size}
+        return names <= {_KEY, _LOCK, _TREE}
+
+    def _settle(self) -> None:
+        """Finish or undo a publication that a kill cut short."""
+        mark, tree, aside = self.folder / _PUBLISHING, self.folder / _TREE, self.folder / _ASIDE
+        if not mark.exists():
+            return
+        about = read_record(mark, dict, version=_VERSION, of="a publication")
+        target = self.folder / about["target"]
+        if not tree.is_dir() or tree.stat().st_ino != about["tree"]:  # it is in its place; what is left is old
+            self._clear()
+            return
+        if aside.exists() and not target.exists():
+            os.rename(aside, target)
+            sync(target.parent)
+        mark.unlink()
+
+    def _clear(self) -> None:
+        """Remove all of the job. The mark goes last: without it an older folder would be taken for the tree."""
+        self._close_ledgers()
+        for path in [path for path in self.folder.iterdir() if path.name not in (_LOCK, _PUBLISHING)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        (self.folder / _PUBLISHING).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        """Leave nothing where nothing was kept; runs while the lock is held."""
+        self._close_ledgers()
+        if self._empty():
+            (self.folder / _KEY).unlink(missing_ok=True)
+            if self._owned:
+                self._clear()
+        with suppress(PermissionError):  # of Windows, where it is open
+            (self.folder / _LOCK).unlink(missing_ok=True)
+
+    def _leave(self) -> None:
+        with suppress(OSError):  # it is not empty, or another run has come
+            if self._owned:
+                self.folder.rmdir()
+
+    def _close_ledgers(self) -> None:
+        while self._ledgers:
+            self._ledgers.popitem()[1].close()
+
+    def _read(self, name: str) -> dict[str, dict[str, Any]]:
+        ledger = self._ledgers.get(name)
+        return read_ledger(self.folder / f"{name}.jsonl") if ledger is None else ledger.records
+
+    def _check_writable(self) -> None:
+        if self._reading:
+            raise UsageError(f"{self.folder} was opened to read.", cure="Open the job without reading=True.")
+
+
+def check_destination(destination: str | Path, *, overwrite: bool | None = False, folder: Path | None = None) -> None:
+    """Refuse a destination that exists before any work begins; what a killed publication left is settled first.
+
+    Args:
+        destination: The folder to be made.
+        overwrite: Whether an existing one may be replaced; None if nobody can allow that.
+        folder: Where its job lives, if not at `.NAME.netweight-work`.
+
+    Raises:
+        OutputExists: The destination exists.
+        UsageError: Another process is making it, or the folder that it should lie in does not exist.
+    """
+    destination = Path(destination)
+    work = folder or work_of(destination)
+    if work.is_dir():
+        with naming_failures(destination), Job._locked(work, destination, None, "", _STATE):
+            pass
+    refuse_existing(destination, overwrite=overwrite)
+
+
+def differences(held: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Where two JSON values differ: dotted paths, with the value of each; `...` where there is none."""
+    if isinstance(held, Mapping) and isinstance(wanted, Mapping):
+        parts = [(str(name), held.get(name, ...), wanted.get(name, ...)) for name in sorted({*held, *wanted})]
+    elif isinstance(held, list) and isinstance(wanted, list) and len(held) == len(wanted):
+        parts = [(str(number), *pair) for number, pair in enumerate(zip(held, wanted, strict=True))]
+    else:
+        return [] if ... not in (held, wanted) and _text(held) == _text(wanted) else [(path, held, wanted)]
+    return [found for name, old, new in parts for found in differences(old, new, f"{path}.{name}" if path else name)]
+
+
+def _named(found: Sequence[tuple[str, Any, Any]]) -> str:
+    shown = [f"{path or 'the key'} is {_short(old)} there and {_short(new)} here" for path, old, new in found[:_NAMED]]
+    return "; ".join(shown) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is ... else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _text(value: Any) -> str:
+    return canonical_json(value, allow_nan=True)
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "digest"}
