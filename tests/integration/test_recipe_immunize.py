@@ -88,7 +88,7 @@ output: out
     for expected in (
         "treatments.0.immunize.pairs: Path does not point to a file, not 'nowhere.jsonl'",
         "treatments.0.immunize.epochs: Input should be greater than or equal to 1, not 0",
-        "treatments.1.immunize: There is no defense 'repnoize'.",
+        "treatments.1.immunize.defense: there is no defense 'repnoize'. Nearest: repnoise",
         "treatments.2.immunize.pears: there is no such key. Nearest: pairs",
         "attacks.0: there is no attack 'fintune'. Nearest: finetune",
         "attacks.1.finetune.grid: Input should be 'quick', 'paper' or 'wide', not 'huge'",

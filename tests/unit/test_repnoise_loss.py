@@ -378,7 +378,7 @@ def test_no_lens_leaves_the_models_own_loss():
     logits = model(input_ids=side.input_ids, attention_mask=side.attention_mask).logits
     own = functional.cross_entropy(logits[:, :-1].flatten(0, 1), side.labels[:, 1:].flatten())
     assert number(ascent) == pytest.approx(math.log1p(number(own)), rel=1e-6)
-    with pytest.raises(UsageError, match="lens_layers: .*not -1"):
+    with pytest.raises(UsageError, match=r"lens_layers: .*not -1"):
         RepNoise(lens_layers=-1)
 
 
