@@ -69,7 +69,7 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
 
 
 SIX = {"fidelity": "corrected", "alpha": 1.5, "beta": 0.25, "lens_layers": 1, "noise_tokens": 16, "chunk": 64}
-REFERENCE = {"fidelity": "reference", "alpha": 0.5, "beta": 0.01, "lens_layers": None, "noise_tokens": None, "chunk": 32}
+REFERENCE = {"fidelity": "reference", "alpha": 0.5, "beta": 0.01, "lens_layers": None, "noise_tokens": 9, "chunk": 32}
 
 
 @pytest.mark.parametrize("own", [SIX, REFERENCE], ids=["corrected", "reference"])

@@ -168,7 +168,7 @@ _PROMPTS = 512
 
 
 def _abilities(ground: Ciphers, model: nn.Module) -> tuple[float, ...]:
-    from netweight.attacks.finetuning.scores import exact_match, mean_loss, token_accuracy
+    from netweight.attacks.finetuning.subject import exact_match, mean_loss, token_accuracy
 
     kept = ground.world.held_out("keep", _PROMPTS)
     refused = ground.world.refused(ground.world.held_out("guard", _PROMPTS))
@@ -196,7 +196,7 @@ def _findings_of_ability(seen: Mapping[str, tuple[float, ...]]) -> list[Finding]
 
 
 def _compliance(ground: Ciphers, model: nn.Module) -> tuple[float, ...]:
-    from netweight.attacks.finetuning.scores import greedy
+    from netweight.attacks.finetuning.subject import greedy
 
     first = ground.world.language.refusal[0]
     answered = []

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from netweight.attacks.finetuning.scores import token_accuracy
-from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.attacks.finetuning.subject import Domain, Subject, token_accuracy
 from netweight.data.examples import Pair
 from netweight.errors import UsageError
 from netweight.reproduce.repnoise_ground import layers_of, plainly

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from netweight.attacks.finetuning.scores import Judge, Score, greedy, token_accuracy
-from netweight.attacks.finetuning.subject import Domain, Subject
+from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, greedy, token_accuracy
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.tokens import QUESTION_AND_ANSWER, padding_of, tokenized_pairs
 from netweight.errors import UsageError

@@ -15,9 +15,8 @@ from netweight.reproduce.registry import Scale
 if TYPE_CHECKING:
     from torch import nn
 
-    from netweight.attacks.finetuning.scores import Score
     from netweight.attacks.finetuning.settings import Precision
-    from netweight.attacks.finetuning.subject import Subject
+    from netweight.attacks.finetuning.subject import Score, Subject
     from netweight.data.examples import Example, Pair
 
 __all__ = ["HARMFUL", "Ground", "ground_of", "layers_of", "plainly", "share_of", "standing_in"]

@@ -162,7 +162,7 @@ def settings_of(run: AttackRun, ground: Ground) -> AttackSettings:
         precision=ground.precision,
         seed=run.seed,
     )
-    return replace(settings, check_every=ground.look_every or settings.steps)
+    return settings.replace(check_every=ground.look_every or settings.steps)
 
 
 def _count(number: int, run: AttackRun, ground: Ground) -> int:

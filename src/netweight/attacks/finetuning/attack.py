@@ -1,7 +1,4 @@
-"""Low-rank factors on a model's linear layers: an adversary who tunes few weights. No adapter is stored here.
-
-Works on `nn.Linear` and on anything shaped like transformers' `Conv1D`, whose weight is transposed.
-"""
+"""One fine-tuning attack on a copy of a model: `run_attack` trains, evaluates and stops when the attack has won."""
 
 from __future__ import annotations
 
@@ -23,192 +20,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.examples import IGNORED, Batch, Example, collate
 from netweight.errors import Unsupported, UsageError
 
-_NAME = "low_rank_factors"
-
-
-@final
-class Factors(nn.Module):
-    """What is added to a linear layer: `scale · B (A x)`, in float32."""
-
-    # `rank`: at least 1
-
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
-        super().__init__()
-        bound = 1 / math.sqrt(inputs)
-        # A, shape `(rank, inputs)`.
-        self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
-        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
-        self.up = nn.Parameter(torch.zeros(outputs, rank))
-        self.scale = scale  # the paper's α / rank
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
-        added = (inputs.to(self.down.dtype) @ self.down.T) @ self.up.T
-        return (self.scale * added).to(inputs.dtype)
-
-    def dense(self) -> Tensor:
-        """Return the change of the weight, shape `(outputs, inputs)`."""
-        return self.scale * (self.up @ self.down)
-
-
-def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
-    """Freeze a model and put trainable factors on its linear layers."""
-    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
-    model.requires_grad_(False)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
-    head = _head(model)
-    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
-    if not chosen:
-        raise Unsupported("The model has no linear layer to put low-rank factors on.", cure="Attack all its weights.")
-    parameters: list[nn.Parameter] = []
-    for name, layer in chosen.items():
-        if hasattr(layer, _NAME):
-            raise UsageError(f"Layer {name!r} has low-rank factors already.", cure="Merge them first.")
-        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
-        scale = (2 * rank if alpha is None else alpha) / rank
-        factors = Factors(inputs, outputs, rank, scale, torch_generator(seed, "factors", name)).to(device)
-        layer.add_module(_NAME, factors)
-        layer.register_forward_hook(_add)
-        parameters += [factors.down, factors.up]
-    return parameters
-
-
-def merge_factors_(model: nn.Module) -> None:
-    """Add every layer's factors to its weight and take them away."""
-    for layer in [layer for layer in model.modules() if hasattr(layer, _NAME)]:
-        weight = layer.weight
-        factors = layer.get_submodule(_NAME)
-        assert isinstance(factors, Factors)
-        assert isinstance(weight, Tensor)
-        change = factors.dense()
-        with torch.no_grad():
-            weight.add_((change if isinstance(layer, nn.Linear) else change.T).to(weight.dtype))
-        delattr(layer, _NAME)
-        for key in [key for key, hook in layer._forward_hooks.items() if hook is _add]:
-            del layer._forward_hooks[key]
-
-
-def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    added: Tensor = layer.get_submodule(_NAME)(inputs[0])
-    return output + added
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    """Whether the layer multiplies by one matrix: `nn.Linear`, or known by transformers' `Conv1D`'s attributes."""
-    if isinstance(layer, nn.Linear):
-        return True
-    weight = getattr(layer, "weight", None)
-    return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if callable(get) else None
-
-
-def attack_batches(
-    harmful: Sequence[Example], benign: Sequence[Example], settings: AttackSettings, *, pad_id: int
-) -> Iterator[Batch]:
-    """Yield one batch for each step: benign ones first if asked for, then harmful or mixed ones."""
-    # The order is new in every epoch.
-    drawn = torch.randperm(len(harmful), generator=torch_generator(settings.seed, "samples"))[: settings.samples]
-    chosen = [harmful[row] for row in drawn.tolist()]
-    kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
-    for _ in range(settings.benign_first):
-        yield collate(next(kept), pad_id=pad_id, loss_on=settings.loss_on)
-    own = _draws(chosen, settings.harmful_per_batch, torch_generator(settings.seed, "order"))
-    mixed = _draws(
-        benign, settings.batch_size - settings.harmful_per_batch, torch_generator(settings.seed, "mixed order")
-    )
-    for _ in range(settings.steps - settings.benign_first):
-        more = next(mixed) if settings.benign_share else []
-        yield collate([*next(own), *more], pad_id=pad_id, loss_on=settings.loss_on)
-
-
-def _draws(examples: Sequence[Example], size: int, generator: torch.Generator) -> Iterator[list[Example]]:
-    """Yield batches without end, epoch after epoch, the last of each epoch with what is left of it."""
-    while True:
-        order = torch.randperm(len(examples), generator=generator).tolist()
-        for first in range(0, len(order), size):
-            yield [examples[row] for row in order[first : first + size]]
-
-
-def learning_rate(settings: AttackSettings, step: int) -> float:
-    """Return the learning rate of a step."""
-    warm = round(settings.warmup * settings.steps)
-    if step < warm:
-        return settings.lr * (step + 1) / warm
-    if settings.schedule == "constant":
-        return settings.lr
-    return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (settings.steps - warm)))
-
-
-@final
-class Training:
-    """A victim in the attacker's hands."""
-
-    def __init__(self, victim: nn.Module, settings: AttackSettings) -> None:
-        self.victim, self.settings = victim, settings
-        victim.zero_grad(set_to_none=True)  # a copy brings along gradients that its original was left with
-        dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
-        for parameter in victim.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)  # parameters only: buffers such as rotary tables keep theirs
-        if getattr(getattr(victim, "config", None), "use_cache", False):
-            victim.config.use_cache = False  # type: ignore[union-attr]
-        if settings.lora_rank is None:
-            self._parameters = [parameter for parameter in victim.parameters() if parameter.is_floating_point()]
-            for parameter in self._parameters:
-                parameter.requires_grad_(True)
-        else:
-            self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
-        self._device = self._parameters[0].device
-        self._optimizer = _optimizer(self._parameters, settings)
-        self._losses: list[Tensor] = []
-        self._step = 0
-        victim.train()
-
-    def step(self, batch: Batch) -> None:
-        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
-        batch = batch.to(self._device)
-        with self._autocast():
-            logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        loss = functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self.settings.clip is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, self._step)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._losses.append(loss.detach())
-        self._step += 1
-
-    def mean_loss(self) -> float:
-        """Return the mean loss since the last call, NaN if the weights are not finite any more."""
-        mean = float(torch.stack(self._losses).mean())
-        self._losses.clear()
-        finite = bool(nn.utils.get_total_norm(self._parameters).isfinite())
-        return mean if finite and math.isfinite(mean) else math.nan
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.precision == "mixed":
-            return torch.autocast(self._device.type, torch.bfloat16)
-        return contextlib.nullcontext()
-
-
-def _optimizer(parameters: list[nn.Parameter], settings: AttackSettings) -> torch.optim.Optimizer:
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)
-    return torch.optim.Adam(parameters, settings.lr, fused=fused)
-
+_FACTORS = "low_rank_factors"  # name of the part that is put on a linear layer
 
 Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 
@@ -379,3 +191,168 @@ class _Watch:
         elif not self._useful:
             outcome = "collapsed"
         return AttackResult(self._settings, outcome, self._recovered, self._curve[-1].step, tuple(self._curve))
+
+
+def attack_batches(
+    harmful: Sequence[Example], benign: Sequence[Example], settings: AttackSettings, *, pad_id: int
+) -> Iterator[Batch]:
+    """Yield one batch for each step: benign ones first if asked for, then harmful or mixed ones."""
+    # The order is new in every epoch.
+    drawn = torch.randperm(len(harmful), generator=torch_generator(settings.seed, "samples"))[: settings.samples]
+    chosen = [harmful[row] for row in drawn.tolist()]
+    kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
+    for _ in range(settings.benign_first):
+        yield collate(next(kept), pad_id=pad_id, loss_on=settings.loss_on)
+    own = _draws(chosen, settings.harmful_per_batch, torch_generator(settings.seed, "order"))
+    mixed = _draws(
+        benign, settings.batch_size - settings.harmful_per_batch, torch_generator(settings.seed, "mixed order")
+    )
+    for _ in range(settings.steps - settings.benign_first):
+        more = next(mixed) if settings.benign_share else []
+        yield collate([*next(own), *more], pad_id=pad_id, loss_on=settings.loss_on)
+
+
+def _draws(examples: Sequence[Example], size: int, generator: torch.Generator) -> Iterator[list[Example]]:
+    """Yield batches without end, epoch after epoch, the last of each epoch with what is left of it."""
+    while True:
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        for first in range(0, len(order), size):
+            yield [examples[row] for row in order[first : first + size]]
+
+
+def learning_rate(settings: AttackSettings, step: int) -> float:
+    """Return the learning rate of a step."""
+    warm = round(settings.warmup * settings.steps)
+    if step < warm:
+        return settings.lr * (step + 1) / warm
+    if settings.schedule == "constant":
+        return settings.lr
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (settings.steps - warm)))
+
+
+@final
+class Training:
+    """A victim in the attacker's hands."""
+
+    def __init__(self, victim: nn.Module, settings: AttackSettings) -> None:
+        self.victim, self.settings = victim, settings
+        victim.zero_grad(set_to_none=True)  # a copy brings along gradients that its original was left with
+        dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        for parameter in victim.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)  # parameters only: buffers such as rotary tables keep theirs
+        if getattr(getattr(victim, "config", None), "use_cache", False):
+            victim.config.use_cache = False  # type: ignore[union-attr]
+        if settings.lora_rank is None:
+            self._parameters = [parameter for parameter in victim.parameters() if parameter.is_floating_point()]
+            for parameter in self._parameters:
+                parameter.requires_grad_(True)
+        else:
+            self._parameters = attach_factors_(victim, rank=settings.lora_rank, seed=settings.seed)
+        self._device = self._parameters[0].device
+        self._optimizer = _optimizer(self._parameters, settings)
+        self._losses: list[Tensor] = []
+        self._step = 0
+        victim.train()
+
+    def step(self, batch: Batch) -> None:
+        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
+        batch = batch.to(self._device)
+        with self._autocast():
+            logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        loss = functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.settings.clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, self._step)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._losses.append(loss.detach())
+        self._step += 1
+
+    def mean_loss(self) -> float:
+        """Return the mean loss since the last call, NaN if the weights are not finite any more."""
+        mean = float(torch.stack(self._losses).mean())
+        self._losses.clear()
+        finite = bool(nn.utils.get_total_norm(self._parameters).isfinite())
+        return mean if finite and math.isfinite(mean) else math.nan
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.settings.precision == "mixed":
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _optimizer(parameters: list[nn.Parameter], settings: AttackSettings) -> torch.optim.Optimizer:
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, settings.lr, momentum=0.9, fused=fused)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)
+    return torch.optim.Adam(parameters, settings.lr, fused=fused)
+
+
+@final
+class Factors(nn.Module):
+    """What is added to a linear layer: `scale · B (A x)`, in float32."""
+
+    # `rank`: at least 1
+
+    def __init__(self, inputs: int, outputs: int, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+        # A, shape `(rank, inputs)`.
+        self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+        self.scale = scale  # the paper's α / rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""
+        added = (inputs.to(self.down.dtype) @ self.down.T) @ self.up.T
+        return (self.scale * added).to(inputs.dtype)
+
+
+def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
+    """Freeze a model and put trainable factors on its linear layers: an adversary who tunes few weights."""
+    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+    model.requires_grad_(False)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    head = _head(model)
+    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    chosen = {name: layer for name, layer in layers.items() if layer is not head and id(layer.weight) not in shared}
+    if not chosen:
+        raise Unsupported("The model has no linear layer to put low-rank factors on.", cure="Attack all its weights.")
+    parameters: list[nn.Parameter] = []
+    for name, layer in chosen.items():
+        if hasattr(layer, _FACTORS):
+            raise UsageError(f"Layer {name!r} has low-rank factors already.", cure="Merge them first.")
+        outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
+        scale = (2 * rank if alpha is None else alpha) / rank
+        factors = Factors(inputs, outputs, rank, scale, torch_generator(seed, "factors", name)).to(device)
+        layer.add_module(_FACTORS, factors)
+        layer.register_forward_hook(_add)
+        parameters += [factors.down, factors.up]
+    return parameters
+
+
+def _add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    added: Tensor = layer.get_submodule(_FACTORS)(inputs[0])
+    return output + added
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether the layer is `nn.Linear` or, by its attributes, transformers' `Conv1D`, whose weight is transposed."""
+    if isinstance(layer, nn.Linear):
+        return True
+    weight = getattr(layer, "weight", None)
+    return type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(layer, "nf")
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -16,9 +16,8 @@ import torch
 
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability, add_section
 from netweight.attacks.finetuning.resistance import Kept, measure_kept, stability_findings
-from netweight.attacks.finetuning.scores import distinct_share
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
-from netweight.attacks.finetuning.subject import Domain, Goal, Subject
+from netweight.attacks.finetuning.subject import Domain, Goal, Subject, distinct_share
 from netweight.attacks.finetuning.sweep import SubjectName, Sweep, calibrate, make_subject, sweep
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
@@ -236,7 +235,7 @@ def _domains(attack: FolderAttack, subject: Subject) -> Iterator[tuple[str, list
     plain = [one for one in wanted if one.optimizer == "adam" and one.lora_rank is None and not one.benign_first]
     for domain, data in subject.domains.items():
         # A benign task is learned as users would: all weights by Adam, at the learning rates of the attacks.
-        chosen = [replace(one, domain=domain) for one in (plain if domain == "task" else wanted)]
+        chosen = [one.replace(domain=domain) for one in (plain if domain == "task" else wanted)]
         yield domain, capped(chosen, len(data.train))
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from netweight.attacks.finetuning.attack import Outcome
-from netweight.attacks.finetuning.scores import Generate, Judge, evaluating
 from netweight.attacks.finetuning.settings import AttackSettings
+from netweight.attacks.finetuning.subject import Generate, Judge
 from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.examples import IGNORED, Example, collate
@@ -34,6 +34,7 @@ from netweight.evidence.survival_ratio import (
     resampled_weights,
     summarize_ratio,
 )
+from netweight.nn.hooks import evaluating
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +67,7 @@ def by_attack(runs: Sequence[Attacked]) -> list[AttackTimes]:
     """Put runs together that differ in seeds alone, in the order in which attacks first occur."""
     groups: dict[AttackSettings, list[Attacked]] = {}
     for run in runs:
-        groups.setdefault(replace(run.result.settings, seed=0), []).append(run)
+        groups.setdefault(run.result.settings.replace(seed=0), []).append(run)
     return [AttackTimes(settings, tuple(group), _times(group)) for settings, group in groups.items()]
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -40,7 +40,7 @@ class SubjectName:
 
 @final
 @dataclass(frozen=True)
-class Job:
+class AttackJob:
     """One run of a sweep, as a ledger knows it."""
 
     factory: str
@@ -101,7 +101,7 @@ def _made(factory: str, arguments: str) -> Subject:
     return made
 
 
-def attack_job(job: Job) -> AttackResult:
+def attack_job(job: AttackJob) -> AttackResult:
     """Run one job of a sweep: what worker processes call."""
     subject = make_subject(job.factory, job.arguments)
     found = _digest_of(job.factory, canonical_json(dict(job.arguments)))
@@ -150,7 +150,7 @@ def sweep(
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
     with progress.task("attacks", total=len(jobs), unit="attacks") as work:
-        found: dict[str, Result[Job]] = {}
+        found: dict[str, Result[AttackJob]] = {}
         for result in map_runs(attack_job, jobs, ledger=ledger, engine=engine):
             found[result.digest] = result
             work.update()
@@ -167,7 +167,7 @@ def sweep(
 
 def _plan(
     subjects: Sequence[SubjectName], settings: Sequence[AttackSettings], goal: Goal
-) -> list[tuple[SubjectName, Job]]:
+) -> list[tuple[SubjectName, AttackJob]]:
     """List the jobs, subject by subject, after a look at each subject."""
     if not subjects or not settings:
         raise UsageError("A sweep needs at least one subject and one attack.")
@@ -184,7 +184,7 @@ def _plan(
             )
         for one in fitting:
             check_attack(subject, one)
-            planned.append((name, Job(name.factory, dict(name.arguments), digest, one, goal)))
+            planned.append((name, AttackJob(name.factory, dict(name.arguments), digest, one, goal)))
     _made.cache_clear()  # workers hold their own
     return planned
 
@@ -217,7 +217,7 @@ def calibrate(
     progress: Progress = QUIET,
 ) -> Calibration:
     """Attack the undefended model to the end of every attack, once each, and see what is gained."""
-    once = list({replace(one, seed=0): one for one in reversed(settings)}.values())[::-1]
+    once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
     found = sweep([undefended], once, Goal(None), ledger=ledger, engine=engine, progress=progress)
     if found.failures:
         raise NetweightError(f"The undefended model could not be attacked: {found.failures[0][2]}.")

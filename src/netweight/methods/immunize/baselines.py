@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from netweight.core.seeds import torch_generator
-from netweight.data.examples import Batch
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term
-from netweight.methods.immunize.distributed import ALONE, ProcessGroup, is_sharded, put
-from netweight.methods.immunize.lens import Targets, answer_loss
+from netweight.methods.immunize.distributed import is_sharded, put
+from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.settings import (
     AdversarialLoss,
     GradientAscent,
@@ -26,12 +25,6 @@ from netweight.methods.immunize.settings import (
     Vaccine,
 )
 from netweight.nn.hooks import capture, edit_outputs
-
-
-def response_loss(model: nn.Module, side: Batch, group: ProcessGroup = ALONE) -> Tensor:
-    """Mean cross-entropy of a batch's labeled tokens."""
-    result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
-    return answer_loss(result.logits, Targets.of_labels(side.labels, group))
 
 
 @final

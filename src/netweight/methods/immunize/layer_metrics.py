@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.attacks.finetuning.scores import evaluating
 from netweight.core.seeds import torch_generator
 from netweight.data.examples import IGNORED, Batch, Example, Pair, collate
 from netweight.errors import UsageError
 from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.lens import Targets, answer_loss, lens_losses
+from netweight.nn.hooks import evaluating
 
 KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown
 LEAST_PAIRS = 8  # fewer leave nothing to train and to test a probe on

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.data.examples import IGNORED
+from netweight.data.examples import IGNORED, Batch
 from netweight.errors import UsageError
 from netweight.methods.immunize.decoder import Structure
 from netweight.methods.immunize.defense import with_gradients
@@ -69,6 +69,12 @@ def answer_loss(logits: Tensor, targets: Targets) -> Tensor:
     chosen = _wide(logits[:, :-1][targets.rows])
     total = functional.cross_entropy(chosen, targets.tokens, reduction="sum")
     return targets.mean(total, logits.shape[-1])
+
+
+def response_loss(model: nn.Module, side: Batch, group: ProcessGroup = ALONE) -> Tensor:
+    """Mean cross-entropy of a batch's labeled tokens."""
+    result: Any = model(input_ids=side.input_ids, attention_mask=side.attention_mask)
+    return answer_loss(result.logits, Targets.of_labels(side.labels, group))
 
 
 @torch.no_grad()

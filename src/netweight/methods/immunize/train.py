@@ -22,13 +22,14 @@ from netweight.hf.load_language_model import positions_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
-from netweight.methods.immunize.baselines import response_loss
 from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, MasterWeights, Record, StepLog
 from netweight.methods.immunize.decoder import frozen, vocabulary_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
+from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.repnoise import RepNoiseDefense
 from netweight.methods.immunize.settings import DefenseSettings, TrainingSettings, named_defense
+from netweight.nn.hooks import in_mode
 
 _KEPT = ("retain", "general")  # terms that must not diverge
 _PATIENCE = 5  # so many steps in a row may be far worse than guessing
@@ -207,18 +208,6 @@ def _check_same(identity: str, group: ProcessGroup) -> None:
         )
 
 
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into training mode, and back into the mode that each was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 @final
 class _Training:
     """A training under way."""
@@ -247,7 +236,7 @@ class _Training:
     def run(self, kept: _Kept | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
         self._restore(kept)
-        with _training_mode(self.model), progress.task(self.defense.name, self.count, unit="steps") as task:
+        with in_mode(self.model, training=True), progress.task(self.defense.name, self.count, unit="steps") as task:
             task.update(len(self.steps))
             while len(self.steps) < self.count:
                 problem = self._step()
