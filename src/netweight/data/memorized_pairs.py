@@ -41,8 +41,8 @@ def check_pairs(path: str | Path) -> Rows:
         raise NameNotFound(error.reason, cure=f"Rename one in the table; it has: {known}.") from None
     errors = RowErrors(rows.name)
     for row in rows.rows:
-        for error in _wrong(row, Path(path).parent):
-            errors.add(row.where, error)
+        for problem in _wrong(row, Path(path).parent):
+            errors.add(row.where, problem)
     errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
     return rows
 
