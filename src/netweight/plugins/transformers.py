@@ -69,8 +69,7 @@ class NetweightQuantizer(HfQuantizer):
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Put the name of the weights back where `netweight compress` wrote a sentence for loaders without
-        netweight.
-        """
+        netweight."""
         # Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
         # that of the first tensor, since transformers would find that of the compressed bytes.
         weights = self.quantization_config.weights
