@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
+from netweight.report.report import read_report
 from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.hf.load_language_model import load_causal_lm
 from netweight.methods.immunize.checkpoint import Record
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from netweight.data.images.sources import decode_splits
 from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.errors import NameNotFound
-from netweight.evidence.copy_metrics import Kind
+from netweight.metrics.copies import Kind
 from netweight.nn.text_to_image import TextToImage
 
 

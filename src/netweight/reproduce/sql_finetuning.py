@@ -150,7 +150,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         the way cannot run here, only missing: the reason.
     """
     from netweight.data.corpora import wikisql
-    from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+    from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 
     given = FineTuning(**config)
     training, asked = wikisql("train")[given.first :], wikisql("test")[: given.tests]

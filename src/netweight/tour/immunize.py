@@ -17,10 +17,10 @@ from netweight.attacks.finetuning.sweep import SubjectName, Sweep, make_subject,
 from netweight.core import digest
 from netweight.core.engines import in_process
 from netweight.core.progress import Progress
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.report import Report
 from netweight.methods.immunize.layer_metrics import DepthAnalysis, analyze_layers, weight_changes
 from netweight.methods.immunize.report import ATTACKED, DEPTH, TREATMENT, add_depth_section
+from netweight.report.finding import Chapter
+from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys import language_subjects as small_world_subjects
 from netweight.toys.language import ALIGNED, cipher_world
@@ -73,7 +73,7 @@ def make_stop(place: Place) -> Stop:
     return handed_over(report, _chapter(found), seeds=(_SEED, 42), inputs=inputs, models={"the immunized model": _FILE})
 
 
-def _chapter(found: Sweep) -> ChapterDocument:
+def _chapter(found: Sweep) -> Chapter:
     recovered = sum(run.result.outcome == "recovered" for run in found.of(_DEFENDED))
     attacks = len(found.of(_DEFENDED))
     verdict = (
@@ -81,7 +81,7 @@ def _chapter(found: Sweep) -> ChapterDocument:
         if recovered
         else f"Withstood both attacks of {ATTACK_STEPS} steps; that is no proof against longer ones."
     )
-    return ChapterDocument(
+    return Chapter(
         title="immunize: weights that resist harmful fine-tuning",
         question="A model refuses something. How long does it take somebody with its weights to undo that?",
         conclusion=f"{_words(found).capitalize()}.",

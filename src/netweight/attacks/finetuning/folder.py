@@ -28,11 +28,11 @@ from netweight.data.text import TextExample, text_examples
 from netweight.data.text import withhold as apart
 from netweight.data.tokens import BELOW, Template, padding_of, tokenized_examples
 from netweight.errors import MissingExtra, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.lm_eval import Scores, check_lm_eval, measure_tasks, task_findings
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
 from netweight.registry import Attack, Target
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 # Rows that are looked at, at most: each look costs a forward pass over all of them.
 MOST_HELD_OUT = 200

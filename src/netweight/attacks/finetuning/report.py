@@ -24,14 +24,11 @@ from netweight.attacks.finetuning.resistance import (
 )
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.statistics import proportion, t_interval
-from netweight.evidence.survival import Survival
-from netweight.evidence.survival_findings import failures_finding, steps_finding
-from netweight.evidence.survival_ratio import TimesRatio
-from netweight.evidence.time_rows import TimeRow, time_rows
+from netweight.metrics.intervals import proportion, t_interval
+from netweight.metrics.survival import Survival, TimesRatio, failures_finding, steps_finding
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import TimeRow, lines, time_rows
+from netweight.report.report import Report
 
 # Name of a defended subject → findings about what its defense cost before any attack.
 Stability: TypeAlias = Mapping[str, Sequence[Finding]]

@@ -23,18 +23,22 @@ from netweight.attacks.finetuning.sweep import Attacked
 from netweight.core.seeds import derive
 from netweight.data.examples import IGNORED, Example, collate
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.perplexity import Losses, compare, perplexity
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
-from netweight.evidence.survival import LogRank, Survival, Times, kaplan_meier, log_rank
-from netweight.evidence.survival_ratio import (
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, Interval, bootstrap
+from netweight.metrics.perplexity import Losses, compare, perplexity
+from netweight.metrics.survival import (
+    LogRank,
+    Survival,
+    Times,
     TimesRatio,
     divide,
+    kaplan_meier,
+    log_rank,
     median_times,
     resampled_weights,
     summarize_ratio,
 )
 from netweight.nn.hooks import evaluating
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
     import numpy as np

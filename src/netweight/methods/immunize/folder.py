@@ -15,7 +15,6 @@ from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.text import text_examples, text_pairs, withhold
 from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pairs
-from netweight.evidence.report import Column, Report, Table, read_report
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.checkpoint import RECORD, Record
@@ -30,6 +29,8 @@ from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TR
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize
 from netweight.registry import Method
+from netweight.report.finding import Column, Table
+from netweight.report.report import Report, read_report
 
 
 @final

@@ -14,12 +14,12 @@ from netweight.attacks.finetuning.report import ResistanceConfig, resistance_fin
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table, read_report
-from netweight.evidence.statistics import t_interval
 from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
+from netweight.metrics.intervals import t_interval
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import canvas, series_color, to_figure
+from netweight.report.report import Report, read_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
