@@ -39,6 +39,7 @@ check-the-rest:
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
 	$(BIN)/python scripts/public_docstrings.py
+	$(BIN)/python scripts/house.py
 	$(BIN)/python -m mkdocs build
 
 docs: $(VENV)/dev.stamp

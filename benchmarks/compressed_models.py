@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 import netweight
 from netweight.codec import active_path
 from netweight.core.environment import describe
-from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 
 PARTS = ("memory", "training", "inference")
 VARIANTS = ("plain", "layerwise", "compressed", "activations")

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from netweight import codec
 from netweight.codec.fixed import decode_fixed, encode_fixed, read_layout
 from netweight.core.environment import describe
-from netweight.evidence.timing import Case, interleave
+from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
 
 SEED = 0

@@ -26,7 +26,6 @@ from forget_edits import Bench
 
 from netweight.core.environment import describe
 from netweight.core.units import Units
-from netweight.evidence.copy_metrics import copies_of_prompt
 from netweight.methods.forget.detect import calibrate, detect, first_step, greatest
 from netweight.methods.forget.layers import value_layers
 from netweight.methods.forget.localize import localize_prompt
@@ -35,6 +34,7 @@ from netweight.methods.forget.search import Predictions, Trials, blocked_by_laye
 from netweight.methods.forget.settings import LocalizationConfig
 from netweight.methods.forget.similarity import pairwise
 from netweight.methods.forget.statistics import measure_statistics, text_activations
+from netweight.metrics.copies import copies_of_prompt
 from netweight.nn.batching import Batches, Costs
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 

@@ -32,8 +32,6 @@ from netweight_experiments.toys.small_diffusion import GUIDANCE, STEPS
 from netweight.core.environment import describe
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import COPY, copies_of_prompt
-from netweight.evidence.descriptors import CenteredPixels, described
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, roc
 from netweight.methods.forget.edit import deactivated
@@ -41,6 +39,7 @@ from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.mitigation import neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.copies import COPY, CenteredPixels, copies_of_prompt, described
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
 

@@ -26,7 +26,6 @@ from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
@@ -36,6 +35,7 @@ from netweight.methods.forget.localize import localize
 from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.report.report import Report
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 

@@ -22,9 +22,9 @@ from torch import nn
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters
 from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
 from netweight.core.environment import describe
-from netweight.evidence.image_metrics import psnr, ssim
-from netweight.evidence.statistics import bootstrap
 from netweight.methods.federate.folder import small_cnn
+from netweight.metrics.images import psnr, ssim
+from netweight.metrics.intervals import bootstrap
 
 SEED, MEAN, STD, CLASSES = 0, 0.1307, 0.3081, 26
 

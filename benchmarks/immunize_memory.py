@@ -25,13 +25,13 @@ import time
 from pathlib import Path
 
 import torch
-from netweight.metrics.memory import TensorLedger
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from netweight.core.environment import describe
 from netweight.data.examples import Pair, collate
 from netweight.methods.immunize.settings import ImmunizeSettings, TrainingSettings, named_defense
 from netweight.methods.immunize.train import immunize
+from netweight.metrics.memory import TensorLedger
 
 EVERY = TrainingSettings().measure_every  # steps, of which one measures gradient norms
 

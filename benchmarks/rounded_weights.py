@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from netweight import codec
 from netweight.codec import lossy
 from netweight.core.environment import describe
-from netweight.evidence.timing import Case, interleave
+from netweight.metrics.timing import Case, interleave
 from netweight.toys import minilm
 
 SEED = 0

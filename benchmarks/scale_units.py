@@ -98,8 +98,7 @@ def checkpoint(work, sizes):
 
 
 def statistics(work, sizes):
-    from netweight.evidence.survival import Times
-    from netweight.evidence.survival_ratio import ratio_of_times
+    from netweight.metrics.survival import Times, ratio_of_times
 
     rows = []
     for count in sizes:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from netweight.core.environment import describe
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.toys.faces_pipeline import FACES_BANK
 
 HERE = Path(__file__).parent

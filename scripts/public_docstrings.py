@@ -28,7 +28,7 @@ from pathlib import Path
 
 from public_sources import SOURCES
 
-PACKAGES = ("codec", "store", "probe", "generate", "evidence", "attacks", "methods", "integrations")
+PACKAGES = ("codec", "store", "probe", "generate", "report", "metrics", "attacks", "methods", "integrations")
 EXTENDED = ("HfQuantizer", "DiffusersQuantizer", "Trainer", "Strategy", "_Base")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

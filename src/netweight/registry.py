@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar, final
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import audits_of, missing_audits
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
+from netweight.report.audit import audits_of, missing_audits
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 S = TypeVar("S")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from netweight.evidence import run_audits
+from netweight.report import run_audits
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-method.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: o
 def here(tmp_path, monkeypatch):
     """The page's package and a small model, in the current folder; nothing of it stays registered."""
     from netweight import registry
-    from netweight.evidence import audit
+    from netweight.report import audit
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -64,8 +64,9 @@ def test_its_audits_notice_what_is_wrong(here):
     save_file(tensors, "made/model.safetensors")
     subject = (Path("made"), Path("my-model"))
     found = run_audits("prune", subject, PruneConfig(0.6), seed=0)
-    assert [finding.passed for finding in found["untouched"]] == [False, False]
-    assert [finding.passed for finding in run_audits("prune", subject, PruneConfig(0.9), seed=0)["zeros"]] == [False]
+    assert [finding.passed for finding in found["untouched"].findings] == [False, False]
+    zeros = run_audits("prune", subject, PruneConfig(0.9), seed=0)["zeros"]
+    assert [finding.passed for finding in zeros.findings] == [False]
 
 
 def test_settings_are_checked(here):

@@ -15,10 +15,10 @@ pytest.importorskip("PIL", reason="Pillow is in the federated extra")
 import small_pipelines
 
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
 from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.prompt_tokens import one_token_words, padding_masks
 from netweight.methods.forget.baselines import AttentionScaling, RandomTokens
+from netweight.metrics.images import write_png
 
 PROMPTS = ["a red square", "the large blue circle"]
 

@@ -21,7 +21,7 @@ from netweight.cli import netweight
 from netweight.core.engines import in_process
 from netweight.data.examples import Example, collate
 from netweight.errors import UsageError
-from netweight.evidence.report import read_report
+from netweight.report.report import read_report
 
 FACTORY = "netweight.attacks.finetuning.folder:subject_from_files"
 

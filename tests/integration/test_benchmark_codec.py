@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from netweight import codec
 from netweight.cli import netweight
 from netweight.errors import NetweightError, Unsupported
-from netweight.evidence.timing import Samples
+from netweight.metrics.timing import Samples
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
-from netweight.report.report import read_report
 from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
 from netweight.cli import netweight
 from netweight.hf.load_language_model import load_causal_lm
 from netweight.methods.immunize.checkpoint import Record
+from netweight.report.report import read_report
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     assert training.missing_audits == ("fine-tuning attack",)
     assert [len(depth.figures), len(depth.tables)] == [4, 2]
     assert [row[0] for row in depth.tables[0].rows][:2] == ["model.layers.0", "model.layers.1"]
-    harmful = next(part.finding() for part in depth.findings if "harmful answers, mean" in part.name)
+    harmful = next(part for part in depth.findings if "harmful answers, mean" in part.name)
     assert harmful.value > harmful.baseline
     again = call(case, tmp_path / "defended")
     assert again.exit_code == 2

@@ -12,10 +12,10 @@ from spaces_under_test import random_adapters
 from netweight import compress_folder, decompress_folder, verify
 from netweight.cli import netweight
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.methods.space.space import WeightSpace
 from netweight.plugins.model_card import CARD, add_evidence, update_card
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter, write_adapter
 

@@ -11,9 +11,9 @@ pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
-from netweight.evidence.report import read_report
 from netweight.methods.federate.engine import CHECKPOINT
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 
 SHIPPED = Path(__file__).parents[2] / "recipes" / "federate.yaml"
 SMALL = '{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, workers: 1, model: "tiny_networks:halves"}'

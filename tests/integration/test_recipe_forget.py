@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
-from netweight.evidence.report import read_report
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 

@@ -11,10 +11,10 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
-from netweight.report.report import read_report
 from tiny_llama import immunization_files
 
 from netweight.cli import netweight
+from netweight.report.report import read_report
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ", lr: [3e-3], max_steps: 8, check_every: 4, threshold: 0.2, least_resistance: 0}"

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from spaces_under_test import random_adapters
 
 from netweight.cli import netweight
-from netweight.evidence.report import read_report
 from netweight.methods.space.points import read_points
 from netweight.methods.space.space import WeightSpace
+from netweight.report.report import read_report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter, write_adapter
 

@@ -16,9 +16,9 @@ from tiny_llama import immunization_files
 
 from netweight import decompress_folder, verify
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
-from netweight.evidence.report import read_report
 from netweight.hf.load_language_model import load_causal_lm
+from netweight.metrics.images import write_png
+from netweight.report.report import read_report
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -146,7 +146,7 @@ def test_the_papers_scale_takes_what_a_recipe_names(tmp_path, out):
 
 def own_files(folder, out):
     """A recipe of the miniature's own files, a face network with random weights, and a CLIP of transformers."""
-    from netweight.evidence.image_files import write_png
+    from netweight.metrics.images import write_png
     from netweight.toys.faces_pipeline import FACES_FOLDER, FACES_LABELS
 
     ground = ground_of("small")

@@ -15,7 +15,7 @@ from netweight_experiments.toys import decoder as shapes
 
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
-from netweight.evidence import memory_ledger
+from netweight.metrics import memory as memory_ledger
 from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
 

@@ -17,8 +17,8 @@ from netweight_experiments.toys import small_diffusion as small_diffusion_traini
 from netweight_experiments.toys.fitting import DenoiserRecipe  # noqa: E402
 from netweight_experiments.toys.small_diffusion import GUIDANCE, main, trained  # noqa: E402
 
-from netweight.evidence.copy_metrics import copies_of_prompt, similarity_to_memorized  # noqa: E402
 from netweight.hf.load_pipeline import text_to_image  # noqa: E402
+from netweight.metrics.copies import copies_of_prompt, similarity_to_memorized  # noqa: E402
 from netweight.toys.diffusion import (  # noqa: E402
     SHAPES_FOLDER,
     DiffusionShape,

@@ -13,9 +13,9 @@ pytest.importorskip("peft", reason="peft is not installed")
 import small_pipelines
 
 from netweight.cli import netweight
-from netweight.evidence.image_files import write_png
 from netweight.methods.space.points import read_direction, read_points
 from netweight.methods.space.space import WeightSpace
+from netweight.metrics.images import write_png
 from netweight.nn import Adapter, LowRank
 from netweight.nn.apply_lora import linear_layers, merge_
 from netweight.store.bank.bank import AdapterBank

@@ -3,7 +3,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.evidence import Finding
+from netweight.report import Finding
 
 numbers = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), st.floats(width=64))
 values = st.recursive(

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from netweight.evidence.memory_ledger import PrivateMemory, private_bytes
+from netweight.metrics.memory import PrivateMemory, private_bytes
 
 
 def allocate(sizes):

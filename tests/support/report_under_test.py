@@ -4,8 +4,10 @@ import math
 
 import numpy
 
-from netweight.evidence import Finding, figures
-from netweight.evidence.report import Column, Report, Table
+from netweight.report import Finding
+from netweight.report import plots as figures
+from netweight.report.finding import Column, Table
+from netweight.report.report import Report
 
 ENVIRONMENT = {"netweight": "0.1.0", "packages": {"torch": "2.13.0"}, "cpu_flags": ["avx2", "avx512f"], "gpu": None}
 

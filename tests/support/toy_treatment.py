@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.registry import Method, register
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 CALLS: list[str] = []
 ALL_MOMENTS = ["repeat", "length", "start"] * 2

@@ -1,7 +1,19 @@
 import pytest
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence import Finding, audit, missing_audits, register_audit, register_treatment, run_audits
+from netweight.report import (
+    Column,
+    Finding,
+    Section,
+    Table,
+    audit,
+    missing_audits,
+    register_audit,
+    register_treatment,
+    run_audits,
+)
+from netweight.report.audit import of_treatment
+from netweight.report.report import Report
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +34,23 @@ def test_a_treatment_runs_its_audits_in_order_and_what_is_left_out_is_known():
     assert audit.unwritten_audits("shrink") == ()
     found = run_audits("shrink", "model", "config", seed=3)
     assert list(found) == ["identity", "speed"]
-    assert found["identity"] == [Finding("model config", 3, seeds=(3,))]
+    assert found["identity"].findings == (Finding("model config", 3, seeds=(3,)),)
     assert missing_audits("shrink", found) == ()
     assert missing_audits("shrink", run_audits("shrink", 0, 0, seed=0, only=["speed"])) == ("identity",)
+
+
+def test_an_audit_returns_a_section_and_the_report_says_what_did_not_run():
+    register_treatment("shrink", audits=("identity", "speed"))
+    table = Table("Sizes", ["name", Column("size", "MB")], [["a", 1.5]])
+
+    @register_audit("shrink", "identity")
+    def identity(run, settings, *, seed, progress):
+        return Section("Bit for bit", [Finding("same", True, target=True)], tables=[table], question="Is it?")
+
+    section = run_audits("shrink", "model", None, seed=0)["identity"]
+    assert section.tables == (table,)
+    report = Report("t", environment={}).add(of_treatment(section, "shrink", ["identity"]))
+    assert report.sections[0].missing_audits == ("speed",)
 
 
 def test_no_treatment_without_an_audit():

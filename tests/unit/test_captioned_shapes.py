@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import similarity, similarity_to_memorized
-from netweight.evidence.descriptors import CenteredPixels
+from netweight.metrics.copies import CenteredPixels, similarity, similarity_to_memorized
 from netweight.toys.shapes import COLORS, GROUNDS, SHAPES, SIZES, ShapesWorld, agreement, drawn, memorized, read
 
 WORLD = ShapesWorld()

@@ -10,8 +10,8 @@ from small_clip import small_clip
 
 from netweight import compress_folder
 from netweight.errors import UsageError
-from netweight.evidence.image_sets import distance_findings
 from netweight.hf.clip import Clip
+from netweight.metrics.images import distance_findings
 
 PROMPTS = ["a red circle", "a blue square on gray ground"]
 

@@ -106,7 +106,7 @@ def test_it_can_be_forbidden():
 def test_the_doctor_and_reports_name_it():
     program = """
 from netweight.cli import netweight
-from netweight.evidence import report
+from netweight.report import report
 print(report._default_environment()["codec_path"], file=sys.stderr)
 netweight(["doctor", "--json"])
 """

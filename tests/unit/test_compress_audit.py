@@ -5,17 +5,17 @@ import sys
 
 from folders_under_test import simple_weights, transformers_folder
 
-from netweight.evidence import missing_audits, run_audits
-from netweight.evidence.audit import audits_of, treatments, unwritten_audits
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.settings import CompressConfig
 from netweight.methods.compress.verify import TREATMENT, Compressed
+from netweight.report import missing_audits, run_audits
+from netweight.report.audit import audits_of, treatments, unwritten_audits
 
 
 def test_importing_the_method_s_audit_declares_it():
     program = (
         "import netweight.methods.compress.verify\n"
-        "from netweight.evidence.audit import audits_of, treatments\n"
+        "from netweight.report.audit import audits_of, treatments\n"
         "print(treatments(), list(audits_of('compress')))"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -30,12 +30,12 @@ def test_every_audit_that_compression_names_is_written_and_none_is_missing_after
     assert unwritten_audits(TREATMENT) == ()
     assert missing_audits(TREATMENT, found) == ()
     assert missing_audits(TREATMENT, ()) == tuple(audits_of(TREATMENT)) == ("identity",)
-    assert all(finding.passed is not False for finding in found["identity"])
+    assert all(finding.passed is not False for finding in found["identity"].findings)
 
 
 def test_the_audit_fails_where_the_original_is_another(tmp_path):
     compress_folder(transformers_folder(tmp_path / "m"), tmp_path / "net")
     simple_weights(tmp_path / "m" / "model.safetensors", seed=99)
     subject = Compressed(tmp_path / "net", tmp_path / "m")
-    found = run_audits(TREATMENT, subject, CompressConfig(), seed=0)["identity"]
+    found = run_audits(TREATMENT, subject, CompressConfig(), seed=0)["identity"].findings
     assert {finding.name: finding.value for finding in found if finding.passed is False} == {"tensors that differ": 2}

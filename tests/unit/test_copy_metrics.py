@@ -10,16 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import UnsafeInput, UsageError
-from netweight.evidence.copy_metrics import (
+from netweight.metrics.copies import (
+    CenteredPixels,
     Memorized,
+    TorchScriptDescriptor,
     copies_of_prompt,
     copy_findings,
+    described,
     diversity,
     similarity,
     similarity_to_memorized,
+    sscd,
 )
-from netweight.evidence.descriptors import CenteredPixels, TorchScriptDescriptor, described, sscd
-from netweight.evidence.image_sets import distance_findings, frechet_distance, kernel_distance
+from netweight.metrics.images import distance_findings, frechet_distance, kernel_distance
 
 
 def images(n, seed=0, side=6):

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from netweight.errors import UsageError
-from netweight.evidence.audit import audits_of, run_audits
-from netweight.evidence.report import Report
 from netweight.methods.federate import (
     ClientData,
     Federation,
@@ -36,6 +34,8 @@ from netweight.methods.federate.report import (
     observe,
     own_threat,
 )
+from netweight.report.audit import audits_of, run_audits
+from netweight.report.report import Report
 
 ONE_STEP = ThreatModel(first_round=True)
 
@@ -137,14 +137,14 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
     assert set(audits_of("federate")) == {"accuracy", "gradient-inversion"}
     config = AuditConfig(threats=(ONE_STEP,), images=5, summed_over=6)
     found = run_audits("federate", run, config, seed=3)
-    assert {finding.name for finding in found["accuracy"]} >= {"clients left out of rounds"}
-    names = [finding.name for finding in found["gradient-inversion"]]
+    assert {finding.name for finding in found["accuracy"].findings} >= {"clients left out of rounds"}
+    names = [finding.name for finding in found["gradient-inversion"].findings]
     assert any("this run" in name for name in names)
-    targets = [finding for finding in found["gradient-inversion"] if finding.target is not None]
+    targets = [finding for finding in found["gradient-inversion"].findings if finding.target is not None]
     assert targets
     assert all("this run" in finding.name for finding in targets)
     exposures = audit_exposures(run, config, seed=3)
-    assert exposure_findings(exposures, seed=3) == found["gradient-inversion"]
+    assert tuple(exposure_findings(exposures, seed=3)) == found["gradient-inversion"].findings
     assert len(exposure_table(exposures).rows) == 2
     assert exposure_figure(exposures) is not None
     report = Report("test")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from netweight.errors import UsageError
-from netweight.evidence import Finding
-from netweight.evidence.finding import encode_json
+from netweight.report import Finding
+from netweight.report.finding import encode_json
 
 
 @pytest.mark.parametrize(

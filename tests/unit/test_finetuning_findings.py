@@ -6,7 +6,6 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from netweight.report.report import Report
 
 from netweight.attacks.finetuning.attack import AttackResult, Look
 from netweight.attacks.finetuning.report import (
@@ -30,6 +29,7 @@ from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import Attacked, Sweep
 from netweight.errors import UsageError
+from netweight.report.report import Report
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 

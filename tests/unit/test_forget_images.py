@@ -13,11 +13,10 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 from tiny_diffusion import ORDINARY, PLANTED, picture, planted_images, trained
 
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.audit import audits_of, missing_audits, unwritten_audits
-from netweight.evidence.copy_metrics import Memorized
-from netweight.evidence.foreground import foreground_by_color, region_copies, region_findings
 from netweight.methods.forget.images import ImagesConfig, Painted, PaintSettings, image_findings, paint, verdicts
 from netweight.methods.forget.report import TREATMENT, painted, searched
+from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
+from netweight.report.audit import audits_of, missing_audits, unwritten_audits
 
 SETTINGS = PaintSettings(seeds=(3, 4), guidance=3, steps=4)
 

@@ -25,7 +25,7 @@ from netweight.attacks.gradient_inversion.matching import (
 from netweight.attacks.gradient_inversion.registry import run_attack
 from netweight.attacks.gradient_inversion.rog import ROGConfig, rog, rog_client
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.image_metrics import psnr
+from netweight.metrics.images import psnr
 
 
 def network(*, activation=nn.Sigmoid, classes=4, seed=0, dtype=torch.float64, wide=1.0):

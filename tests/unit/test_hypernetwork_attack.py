@@ -18,8 +18,8 @@ from netweight.attacks.gradient_inversion.matching import Block, read_chain
 from netweight.attacks.gradient_inversion.peeling import read_thresholds, separate_clients, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.methods.federate.folder import small_cnn
+from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
 

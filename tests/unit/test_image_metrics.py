@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
-from netweight.evidence.image_files import write_png
-from netweight.evidence.image_metrics import image_findings, match_images, psnr, ssim
-from netweight.evidence.lpips import lpips
+from netweight.metrics.images import image_findings, lpips, match_images, psnr, ssim, write_png
 
 
 def pictures(n, c=1, h=16, w=13, seed=0, noise=0.1):

@@ -7,9 +7,9 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.image_metrics import psnr
 from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, signs_of
 from netweight.methods.federate.folder import small_cnn
+from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
 

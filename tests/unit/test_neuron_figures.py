@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from netweight.core.units import Units
 from netweight.errors import UsageError
-from netweight.evidence.matrix_figures import heat_maps, histogram
-from netweight.evidence.report import Report
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import add_section, counts_figure, overlap, overlap_figure
+from netweight.report.plots import heat_maps, histogram
+from netweight.report.report import Report
 from netweight.reproduce.nemo_shared import clusters
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

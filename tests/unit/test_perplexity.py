@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from netweight.errors import UsageError
-from netweight.evidence.perplexity import (
+from netweight.metrics.perplexity import (
     IGNORED,
     Losses,
     causal_losses,

@@ -8,9 +8,9 @@ import pytest
 import toy_treatment
 
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.report import read_report
 from netweight.recipes import Known, Plan, read_recipe, run
 from netweight.registry import register
+from netweight.report.report import read_report
 
 KILLED = Path(toy_treatment.__file__).with_name("killed_recipe.py")
 

@@ -4,10 +4,9 @@ import math
 import pytest
 
 from netweight.errors import MissingExtra, NameNotFound, NetweightError, OutputExists, Unsupported, UsageError
-from netweight.evidence import Finding
-from netweight.evidence.figures import Figure
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Table
+from netweight.report import Finding
+from netweight.report.finding import Column as ReportColumn
+from netweight.report.finding import Figure, Table
 from netweight.reproduce import Column, Measured, Row, catalog, registry, run_table, table
 from netweight.reproduce.published import Published, published_ids
 from netweight.reproduce.run import compare

@@ -8,8 +8,6 @@ from known_spaces import known_scores
 import netweight.methods.space.report as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.audit import audits_of, run_audits, unwritten_audits
-from netweight.evidence.descriptors import CenteredPixels
 from netweight.methods.space.directions import direction_of, entanglement, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,
@@ -21,6 +19,8 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
+from netweight.metrics.copies import CenteredPixels
+from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
 NAMES = ["red", "green", "blue"]
 
@@ -177,7 +177,7 @@ def test_every_audit_that_is_named_is_written():
 def test_directions_and_samples_are_audited_by_name():
     scores, labels, _ = known_scores(200)
     directions = [fit_direction(scores, labels, name) for name in ("beard", "width")]
-    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"]
+    found = run_audits("space", directions, None, seed=0, only=["directions"])["directions"].findings
     assert [each.name for each in found[:2]] == ["held-out AUC of beard", "held-out R² of width"]
     assert found[2].value == pytest.approx(abs(directions[0].cosine(directions[1])))
     with pytest.raises(UsageError, match="no held-out score"):

@@ -12,7 +12,6 @@ from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge, Ri
 from sklearn.metrics import r2_score, roc_auc_score
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.evidence.prediction_scores import area_under_roc, explained_variance
 from netweight.methods.space.directions import (
     Column,
     Design,
@@ -26,6 +25,7 @@ from netweight.methods.space.directions import (
     read_labels,
     ridge,
 )
+from netweight.metrics.prediction import area_under_roc, explained_variance
 
 few = settings(max_examples=15, deadline=None)
 

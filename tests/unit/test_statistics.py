@@ -5,8 +5,8 @@ import numpy
 import pytest
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.evidence import statistics
-from netweight.evidence.statistics import bootstrap, geometric_mean, paired_ratio, proportion, t_interval
+from netweight.metrics import intervals as statistics
+from netweight.metrics.intervals import bootstrap, geometric_mean, paired_ratio, proportion, t_interval
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is in the evidence extra")
 

@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import MissingExtra, UsageError
-from netweight.evidence import survival_ratio
-from netweight.evidence.survival import Times, kaplan_meier, log_rank
-from netweight.evidence.survival_ratio import median_times, ratio_of_times, resampled_weights, restricted_means
+from netweight.metrics import survival
+from netweight.metrics.survival import (
+    Times,
+    kaplan_meier,
+    log_rank,
+    median_times,
+    ratio_of_times,
+    resampled_weights,
+    restricted_means,
+)
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="scipy is in the evidence extra")
 
@@ -53,6 +60,34 @@ def test_the_textbook_table():
     test = log_rank([(TREATED, PLACEBO)])
     assert test.statistic**2 == pytest.approx(16.79, abs=5e-3)  # the published chi-squared
     assert test.p < 1e-4
+
+
+def by_hand(times, transform, z=1.959963984540054):
+    """Rows of time, at risk, events, share, low and high, by the formulas of Kaplan-Meier and Greenwood."""
+    share, spread = 1.0, 0.0
+    pairs = list(zip(times.values, times.observed, strict=True))
+    for time in sorted({value for value, seen in pairs if seen}):
+        at_risk = sum(value >= time for value, _ in pairs)
+        events = sum(value == time and seen for value, seen in pairs)
+        share *= 1 - events / at_risk
+        if events == at_risk:
+            yield time, at_risk, events, 0.0, 0.0, 1 - 0.025 ** (1 / times.events)
+            continue
+        spread += events / (at_risk * (at_risk - events))
+        half = z * math.sqrt(spread)
+        if transform == "linear":
+            yield time, at_risk, events, share, max(0.0, share * (1 - half)), min(1.0, share * (1 + half))
+        else:
+            factor = math.exp(half / abs(math.log(share)))
+            yield time, at_risk, events, share, share**factor, share ** (1 / factor)
+
+
+@pytest.mark.parametrize("transform", ["log-log", "linear"])
+@given(times=DRAWN)
+def test_curves_and_intervals_are_those_of_the_formulas(transform, times):
+    curve = kaplan_meier(times, transform=transform)
+    rows = list(zip(curve.times, curve.at_risk, curve.events, curve.share, curve.low, curve.high, strict=True))
+    assert rows == [pytest.approx(row, abs=1e-9) for row in by_hand(times, transform)]
 
 
 @pytest.mark.parametrize("transform", ["log-log", "linear"])
@@ -215,10 +250,10 @@ def test_many_runs_are_resampled_in_parts_with_the_same_outcome(monkeypatch, of)
     ]
     whole = ratio_of_times(*groups, seed=0, of=of, resamples=2000)
     sizes = []
-    draw = survival_ratio.resampled_weights
-    monkeypatch.setattr(survival_ratio, "_AT_ONCE", 30 * 300)
+    draw = survival.resampled_weights
+    monkeypatch.setattr(survival, "_AT_ONCE", 30 * 300)
     monkeypatch.setattr(
-        survival_ratio,
+        survival,
         "resampled_weights",
         lambda times, *, resamples, rng: (sizes.append(resamples), draw(times, resamples=resamples, rng=rng))[1],
     )

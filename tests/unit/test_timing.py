@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from netweight.evidence.timing import Case, interleave
+from netweight.metrics.timing import Case, interleave
 
 
 def test_every_case_runs_once_per_round_in_changing_order():
@@ -55,7 +55,7 @@ def test_a_kept_heap_keeps_pages_and_is_given_back():
 
 
 KEPT_HEAP = """
-from netweight.evidence.timing import kept_heap
+from netweight.metrics.timing import kept_heap
 
 def heap_bytes():
     with open("/proc/self/maps") as maps:

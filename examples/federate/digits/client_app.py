@@ -3,8 +3,8 @@
 from flwr.app import Context
 
 from digits.task import client_data, method, model
-from netweight.plugins.flower import client_app
 from netweight.methods.federate import FedTask
+from netweight.plugins.flower import client_app
 
 
 def task(context: Context) -> FedTask:

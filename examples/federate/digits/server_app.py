@@ -3,8 +3,8 @@
 from flwr.app import Context
 
 from digits.task import method, model, settings
-from netweight.plugins.flower import Elsewhere, server_app
 from netweight.methods.federate import FedTask
+from netweight.plugins.flower import Elsewhere, server_app
 
 
 def task(context: Context) -> FedTask:

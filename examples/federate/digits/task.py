@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import nn
 
+from netweight.data.images import load
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Method
 from netweight.methods.federate.catalog import named_method
-from netweight.data.images import load
 from netweight.methods.federate.partition import federated_images
 
 Config = Mapping[str, str | int | float | bool]

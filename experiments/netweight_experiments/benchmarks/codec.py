@@ -19,10 +19,10 @@ from netweight.core.environment import describe, installed_version, usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.errors import MissingExtra, NetweightError, Unsupported
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import write_text
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, paired_ratio
-from netweight.evidence.timing import Case, Samples, interleave, kept_heap
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave, kept_heap
+from netweight.report.finding import Finding
+from netweight.report.report import write_text
 from netweight_experiments.benchmarks import codec as ours
 from netweight_experiments.benchmarks.codec_data import (
     GAUSSIAN,

@@ -19,16 +19,16 @@ from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
-from netweight.evidence.finding import Better, Finding
-from netweight.evidence.statistics import paired_ratio
-from netweight.evidence.timing import Case, Samples, interleave
 from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.direct import without
 from netweight.methods.federate.engine import round_by_round
 from netweight.methods.federate.hyperfl import HYPERNETWORK, HyperFL
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import FedTask
+from netweight.metrics.intervals import paired_ratio
+from netweight.metrics.timing import Case, Samples, interleave
 from netweight.nn import Hypernetwork, ParameterLayout
+from netweight.report.finding import Better, Finding
 
 
 def dense_fedavg(task: FedTask, training: LocalTraining, *, seed: int) -> Callable[[], dict[str, Tensor]]:

@@ -25,9 +25,9 @@ from netweight.core.digest import canonical_json, of_config, of_file
 from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.copy_metrics import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.hf.load_language_model import ABOUT, finished
 from netweight.hf.quiet import silent_bars
+from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
 from netweight.toys.emoji import EmojiWorld
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized

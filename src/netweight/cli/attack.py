@@ -122,7 +122,7 @@ def gradient_inversion(context: click.Context, /, output: Output, **options: Any
     labels_found = found.labels.cpu()[order]
     labels_found = labels_found if labels_found.ndim == 1 else labels_found.argmax(1)
     output.line(f"{found.attack}: {len(images)} images, labels {', '.join(map(str, labels_found.tolist()))}", bold=True)
-    output.table((), [_row(finding) for finding in findings], indent=2)
+    output.findings(findings, met="allowed", missed="NOT ALLOWED")
     output.line(f"Images and report: {page}")
     output.result({
         "attack": found.attack,
@@ -253,11 +253,3 @@ def _digests(options: Mapping[str, Any]) -> dict[str, str]:
 
     paths = [options[key] for key in ("observed", "params", "reference", "lpips_backbone", "lpips_heads")]
     return {path.name: of_file(path) for path in paths if path is not None and path.is_file()}
-
-
-def _row(finding: Any) -> tuple[str, str, str]:
-    if finding.value is None:
-        return finding.name, "–", str(finding.detail.get("reason", ""))
-    ends = "" if finding.ci95 is None else f"{finding.ci95[0]:.4g} to {finding.ci95[1]:.4g}"
-    verdict = {True: "allowed", False: "NOT ALLOWED", None: ""}[finding.passed]
-    return finding.name, f"{finding.value:.4g} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()

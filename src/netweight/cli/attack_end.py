@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from netweight.cli import FINDING_FAILED
-from netweight.cli.finding_row import finding_row
 from netweight.cli.output import Output
 
 if TYPE_CHECKING:
-    from netweight.evidence.finding import Finding
-    from netweight.evidence.report import Report
+    from netweight.report.finding import Finding
+    from netweight.report.report import Report
 
 
 def new_report(title: str, summary: str, *, seed: int, files: Iterable[Path]) -> Report:
     """Begin a report of this command line."""
     from netweight.core.digest import of_file
-    from netweight.evidence.report import Report
+    from netweight.report.report import Report
 
     command = shlex.join(["netweight", *sys.argv[1:]])
     inputs = {path.name: of_file(path) for path in files}
@@ -41,7 +40,7 @@ def end_attack(
 ) -> None:
     """Write the report and tell what was found; exits with 1 if a finding failed."""
     page = report.write(out)
-    output.table((), [finding_row(finding) for finding in findings], indent=2)
+    output.findings(findings)
     for words in verdicts:
         output.line(words, bold=True)
     output.line(f"Report: {page}")

@@ -47,7 +47,7 @@ def finetune(
         f"Fine-tuning attacks on {model.name}", f"Recovered means: {goal}.", seed=seed, files=settings.files
     )
     findings = add_section(report, found.sweep, planned.config, seed=seed, stability=found.stability)
-    conclusion = report.document().sections[0].conclusion
+    conclusion = report.sections[0].conclusion
     end_attack(
         context, output, report, findings, out=out, verdicts=[conclusion],
         result={"threshold": planned.goal.threshold, "verdict": conclusion, "ledger": str(how["ledger"])},

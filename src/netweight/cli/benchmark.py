@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from netweight_experiments.benchmarks.codec import Result
     from netweight_experiments.benchmarks.codec_data import DataSet
 
-    from netweight.evidence.finding import Finding
+    from netweight.report.finding import Finding
 
 RESULTS = Path("benchmarks") / "results"
 QUICK_WEIGHTS = 1 << 20
@@ -94,8 +94,8 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
 
     from netweight.core.environment import describe, usable_cores
     from netweight.core.progress import Progress
-    from netweight.evidence.report import write_text
     from netweight.methods.federate import LocalTraining
+    from netweight.report.report import write_text
 
     clients, images, training = (2, 50, LocalTraining(epochs=1)) if quick else (clients, images, LocalTraining())
     times = time_rounds(
@@ -158,8 +158,8 @@ def gpu(device: str | None, minutes: float, folder: Path, out: Path | None, tria
     ones. Beside netweight stand bf16, offloading, bitsandbytes and nvCOMP where they are installed.
     """
     from netweight.core.progress import Progress
-    from netweight.evidence.page import format_number
-    from netweight.evidence.report import write_text
+    from netweight.report.report import write_text
+    from netweight.report.text import format_number
     from netweight.reproduce.at_size_run import measure_at_size
 
     command = shlex.join(["netweight", *sys.argv[1:]])

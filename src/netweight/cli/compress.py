@@ -16,9 +16,9 @@ from netweight.cli.output import Output, output_option
 
 if TYPE_CHECKING:
     from netweight.core.progress import Progress
-    from netweight.evidence.finding import Finding
     from netweight.methods.compress.folder import Summary
     from netweight.methods.compress.inspect import TensorReport
+    from netweight.report.finding import Finding
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PATH = click.Path(path_type=Path)

@@ -14,10 +14,10 @@ from netweight.cli.output import Output, output_option
 from netweight.core.progress import Progress
 
 if TYPE_CHECKING:
-    from netweight.evidence.report import Table
     from netweight.methods.federate import Run
     from netweight.methods.federate.folder import FederationPlan
     from netweight.methods.federate.report import AuditConfig, ThreatModel
+    from netweight.report.finding import Table
 
 
 @click.group()
@@ -188,7 +188,6 @@ def _finish(
 ) -> None:
     """Audit if asked, write the report, say how it ended."""
     from netweight.cli import FINDING_FAILED
-    from netweight.evidence.report import Report
     from netweight.methods.federate.report import (
         accuracy_findings,
         add_sections,
@@ -196,6 +195,7 @@ def _finish(
         exposure_findings,
         exposure_table,
     )
+    from netweight.report.report import Report
 
     exposures = audit_exposures(run, choice.config(), seed=choice.seed, progress=Progress()) if choice else []
     seed = choice.seed if choice else 0
@@ -226,7 +226,7 @@ def _finish(
 
 
 def _show_exposures(output: Output, table: Table) -> None:
-    from netweight.evidence.page import format_number
+    from netweight.report.text import format_number
 
     output.line(table.title, bold=True)
     headers = [

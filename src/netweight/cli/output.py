@@ -7,13 +7,14 @@ A command takes `@output_option` and receives `output: Output`. Everything meant
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
 
-_NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
+if TYPE_CHECKING:
+    from netweight.report.finding import Finding
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,18 +36,18 @@ class Output:
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> None:
         """Write a table for people: columns aligned, columns of numbers to the right."""
-        if self.as_json or not rows:
-            return
-        cells = [[str(cell) for cell in row] for row in rows]
-        numeric = [all(_NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = [list(headers), *cells] if headers else cells
-        widths = [max(len(line[i]) for line in lines) for i in range(len(cells[0]))]
-        for number, line in enumerate(lines):
-            text = "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(line, widths, numeric, strict=True)
-            )
-            click.secho(" " * indent + text.rstrip(), bold=bool(headers) and number == 0)
+        if not self.as_json:
+            from netweight.report.text import aligned
+
+            for number, text in enumerate(aligned(headers, rows, indent=indent)):
+                click.secho(text, bold=bool(headers) and number == 0)
+
+    def findings(self, findings: Iterable[Finding], *, indent: int = 2, **words: str) -> None:
+        """Write findings as a table; `words` as for `report.text.finding_row`."""
+        if not self.as_json:
+            from netweight.report.text import finding_row
+
+            self.table((), [finding_row(finding, **words) for finding in findings], indent=indent)
 
     def result(self, payload: Mapping[str, Any]) -> None:
         """Write the command's result as one JSON object, if a machine reads."""

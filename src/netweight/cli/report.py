@@ -21,8 +21,8 @@ def report(run: Path, model: Path | None, output: Output) -> None:
     records in its folder tell of what was done to it; see docs/ecosystem.md. Ends with exit code 2 when there is no
     report.json in RUN, or it does not fit the schema.
     """
-    from netweight.evidence.page import verdict
-    from netweight.evidence.report import read_report, rewrite
+    from netweight.report.report import read_report, rewrite
+    from netweight.report.text import verdict
 
     page = rewrite(run)
     document = read_report(run)

@@ -106,7 +106,7 @@ def _told(item: Item) -> str:
 
 
 def _show(result: Reproduction, output: Output) -> None:
-    from netweight.evidence.page import format_number
+    from netweight.report.text import format_number
 
     numbers = result.published
     where = f"{numbers.table}, {numbers.title}" if numbers else "no published numbers"

@@ -15,7 +15,6 @@ from netweight.core.progress import Progress
 
 if TYPE_CHECKING:
     from netweight import recipes
-    from netweight.evidence.finding import Finding
 
 
 def _print_schema(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -98,13 +97,8 @@ def _show(output: Output, done: list[recipes.Done]) -> None:
             _show_left_out(output, entry.step)
         else:
             output.line(f"{entry.step.number}. attack {entry.step.verb} on {entry.path}", bold=True)
-        output.table((), [_row(finding) for found in entry.findings.values() for finding in found], indent=3)
-
-
-def _row(finding: Finding) -> tuple[str, str, str]:
-    value = f"{finding.value:.6g}" if isinstance(finding.value, float) else str(finding.value)
-    verdict = {True: "passed", False: "FAILED", None: ""}[finding.passed]
-    return finding.name, f"{value} {finding.unit}".rstrip(), verdict
+        findings = [finding for found in entry.findings.values() for finding in found]
+        output.findings(findings, indent=3, met="passed", missed="FAILED")
 
 
 def _as_json(entry: recipes.Done) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from netweight.cli.finding_row import finding_row
 from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
@@ -57,7 +56,7 @@ def direction(
     write_direction(found, out, overwrite=overwrite)
     known = int(labels[column].known.sum())
     output.line(f"{column}, {labels[column].kind}, known of {known} of {len(space.names)} models: {out}")
-    output.table((), [finding_row(each) for each in findings], indent=2)
+    output.findings(findings)
     output.line(f"One standard deviation of the models is {found.deviation:.4g}, the farthest {found.reach:.4g}.")
     output.result({
         "direction": str(out), "column": column, "kind": found.kind, "known": known, "deviation": found.deviation,

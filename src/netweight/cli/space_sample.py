@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from netweight.cli.finding_row import finding_row
 from netweight.cli.opened_space import opened, space_argument
 from netweight.cli.output import Output, output_option
 from netweight.cli.paths import FILE, NEW
@@ -51,7 +50,7 @@ def sample(folder: Path, bank: Path | None, overwrite: bool, out: Path, output: 
     enough = min(how.count, len(space.names)) >= _LEAST_AUDITED
     findings = neighbor_findings(points.scores, space.scores) if enough else []
     output.line(f"{how.count} {'point' if how.count == 1 else 'points'} by {how.sampler}: {out}")
-    output.table((), [finding_row(each) for each in findings], indent=2)
+    output.findings(findings)
     output.result({"points": str(out), "names": list(points.names), "findings": [each.to_json() for each in findings]})
 
 

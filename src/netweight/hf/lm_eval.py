@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from netweight.errors import MissingExtra, NameNotFound
-from netweight.evidence.finding import Finding
 from netweight.hf.load_language_model import load_causal_lm
+from netweight.report.finding import Finding
 
 # Task and metric → score, standard error, number of examples.
 Scores: TypeAlias = Mapping[tuple[str, str], tuple[float, float | None, int | None]]

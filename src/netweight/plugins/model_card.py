@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from netweight.core.environment import netweight_version
 from netweight.errors import UsageError
-from netweight.evidence.document import FindingDocument, ReportDocument, SectionDocument
-from netweight.evidence.page import format_number
-from netweight.evidence.report import read_report
 from netweight.methods.compress.folder import write_side_file
 from netweight.methods.compress.manifest import MANIFEST, Manifest
 from netweight.methods.forget.edit import FOLDER as EDITS
@@ -20,6 +17,8 @@ from netweight.methods.forget.edit import read_records
 from netweight.methods.immunize.checkpoint import RECORD as IMMUNIZED
 from netweight.methods.immunize.checkpoint import Record
 from netweight.methods.space.folder import EXPORTED, ExportRecord
+from netweight.report.report import Report, read_report
+from netweight.report.text import markdown_table, render_markdown
 
 
 @final
@@ -146,7 +145,7 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
     lines = ["## What was done to this model", ""]
     for entry in entries:
         lines += [f"### {entry.title}", "", entry.text, ""]
-        lines += _table(("", ""), entry.facts)
+        lines += markdown_table(("", ""), entry.facts)
     lines += [f"Made by: `{command}`", ""] if command else []
     lines += [_license(folder, text), "", f"Written by netweight {netweight_version()}."]
     return _write(folder, _with(text, "done", lines))
@@ -159,48 +158,17 @@ def add_evidence(folder: str | Path, run: str | Path) -> Path:
     return _write(folder, _with(text, "evidence", _evidence(read_report(run))))
 
 
-def _evidence(report: ReportDocument) -> list[str]:
+def _evidence(report: Report) -> list[str]:
     lines = ["## Evidence", "", f"From the report {report.title!r} of {report.provenance.created[:10]}."]
     if report.summary:
         lines += ["", report.summary]
     for section in report.sections:
-        found = _section(section)
+        found = render_markdown(section)
         if found:
             lines += ["", f"### {section.title}", "", *found]
     if report.provenance.command:
         lines += ["", f"Made by: `{report.provenance.command}`"]
     return [*lines, ""]
-
-
-def _section(section: SectionDocument) -> list[str]:
-    lines = []
-    if section.missing_audits:
-        lines += [f"**Not proved**: {section.treatment} without its audits {', '.join(section.missing_audits)}.", ""]
-    if section.conclusion:
-        lines += [section.conclusion, ""]
-    rows = [_row(found) for found in section.findings]
-    return [*lines, *_table(("finding", "value", "95 % interval", "target", ""), rows)][: None if rows or lines else 0]
-
-
-def _row(found: FindingDocument) -> tuple[str, ...]:
-    finding = found.finding()
-    interval = "" if finding.ci95 is None else " to ".join(format_number(end) for end in finding.ci95)
-    target = finding.target
-    ends = target if isinstance(target, tuple) else (target,)
-    wanted = "" if target is None else " to ".join(format_number(end) for end in ends)
-    verdict = {True: "passed", False: "**missed**", None: ""}[finding.passed]
-    return finding.name, f"{format_number(finding.value)} {finding.unit}".rstrip(), interval, wanted, verdict
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    if not cells:
-        return []
-    return [_cells(head), _cells(["---"] * len(head)), *(_cells(row) for row in cells), ""]
-
-
-def _cells(row: Sequence[str]) -> str:
-    return "| " + " | ".join(row) + " |"
 
 
 def _begun(folder: Path, entries: Sequence[Entry], base_model: str | None) -> str:

@@ -68,8 +68,7 @@ class NetweightQuantizer(HfQuantizer):
         refuse_disk(device_map)
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Put the name of the weights back where `netweight compress` wrote a sentence for loaders without
-        netweight."""
+        """Restore the weights' name, which `netweight compress` replaced by a hint for programs without netweight."""
         # Called before files are looked for; transformers has no better place. A configuration that names no dtype gets
         # that of the first tensor, since transformers would find that of the compressed bytes.
         weights = self.quantization_config.weights

@@ -10,11 +10,11 @@ from typing import final
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Ledger
 from netweight.errors import CorruptBlob
-from netweight.evidence.audit import run_audits
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.recipes.plan import LEDGER, AttackStep, Plan, Step, audit_key, digest_of, keys_of
 from netweight.registry import Target
+from netweight.report.audit import run_audits
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 
 @final
@@ -102,7 +102,7 @@ def _audit(
         about = audit_key(key, name, seed)
         if about not in ledger.records:
             subject, config = step.chosen.what.examine(name, path, source, step.chosen.config, progress)
-            found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name]
+            found = run_audits(step.verb, subject, config, seed=seed, progress=progress, only=[name])[name].findings
             ledger.append({"digest": about, "audit": name, "findings": [finding.to_json() for finding in found]})
         findings[name] = [Finding.from_json(finding) for finding in ledger.records[about]["findings"]]
     return findings

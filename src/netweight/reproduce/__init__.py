@@ -6,7 +6,8 @@ papers show, `run.py` lays measured beside published. The other modules define t
 
 from __future__ import annotations
 
-from netweight.reproduce.registry import Column, Measured, Row, table
+from netweight.report.finding import Column
+from netweight.reproduce.registry import Measured, Row, table
 from netweight.reproduce.run import Reproduction, run_table
 
 __all__ = ["Column", "Measured", "Reproduction", "Row", "run_table", "table"]

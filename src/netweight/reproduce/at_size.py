@@ -176,7 +176,7 @@ def in_turns(
     Returns:
         Seconds of one run, by name.
     """
-    from netweight.evidence.timing import Case, interleave
+    from netweight.metrics.timing import Case, interleave
 
     def repeated(run: Callable[[], object]) -> Callable[[Any], object]:
         def go(_: Any) -> None:

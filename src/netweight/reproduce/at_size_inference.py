@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import MissingExtra, Unsupported
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Table
 from netweight.hf.quantizers import held_bytes, linear_layers, quantize_, quantizers
+from netweight.report.finding import Column, Finding, Table
 from netweight.reproduce.at_size import PAPER, SEED, TRIAL, Run, chosen_device, in_turns, random_model
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
     import torch

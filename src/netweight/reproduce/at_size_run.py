@@ -17,8 +17,8 @@ from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import NetweightError
-from netweight.evidence.finding import encode_json
-from netweight.evidence.report import Report, Table
+from netweight.report.finding import Table, encode_json
+from netweight.report.report import Report
 from netweight.reproduce.at_size import PAPER, TRIAL, Extent, chosen_device, runs_of
 from netweight.reproduce.at_size_inference import WAYS, infer, measured_inference
 from netweight.reproduce.at_size_throughput import measured_throughput, throughput

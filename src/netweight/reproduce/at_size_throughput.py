@@ -14,8 +14,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.errors import MissingExtra, NetweightError, Unsupported
+from netweight.report.finding import Column
 from netweight.reproduce.at_size import PAPER, SEED, chosen_device, in_turns
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
         found: What `throughput` returned.
         device: Where it was measured.
     """
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     columns = (
         Column("packing", "GiB/s", "higher"),

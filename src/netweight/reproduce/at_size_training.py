@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.core.seeds import torch_generator
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.at_size import PAPER, SEED, Run, chosen_device, random_model, synchronize
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, WAYS, arrange, differing_steps
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Peak:
         self.nbytes = 0
         self._ledger: Any = None
         if device.type != "cuda":
-            from netweight.evidence.memory_ledger import TensorLedger
+            from netweight.metrics.memory import TensorLedger
 
             self._ledger = TensorLedger(model, optimizer)
 

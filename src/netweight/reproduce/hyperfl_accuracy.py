@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.federated_run import FederatedRun, run_all
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["COLUMNS", "METHODS", "runs_of_table1", "table1"]
@@ -185,7 +185,7 @@ def _by_seed(found: Mapping[FederatedRun, Mapping[str, Any]], data: str, clients
 
 
 def _finding(name: str, values: Mapping[int, float], target: float | None, unit: str = "%") -> Finding:
-    from netweight.evidence.statistics import t_interval
+    from netweight.metrics.intervals import t_interval
 
     ci95 = t_interval(list(values.values())).ci95 if len(values) > 1 else None
     return Finding(
@@ -209,7 +209,7 @@ def figure4(scale: Scale, out: Path, *, rounds: int | None = None) -> Measured:
         out: Finished runs are kept here.
         rounds: Another number of rounds, at least 2.
     """
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     data, usual = (MINIATURE, 10) if scale == "small" else ("emnist-letters", 50)
     rounds = rounds or usual

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from netweight.evidence.figures import Figure
+from netweight.report.finding import Figure
 from netweight.reproduce.hyperfl_attacks import DATA, IG, ROG, TAILORED, Line, attacked, measured
 from netweight.reproduce.inversion_run import AttackRun
 from netweight.reproduce.kept_pictures import picture
@@ -61,7 +61,7 @@ def _drawn(lines: Sequence[Line], scale: Scale, out: Path, attack: str) -> Measu
 
 
 def _grid(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], data: str, attack: str) -> Figure:
-    from netweight.evidence.figures import image_grid
+    from netweight.report.plots import image_grid
 
     here = {(run.image, run.method, run.attack): value for run, value in found.items() if run.data == data}
     shown = sorted({image for image, _, _ in here})[:_SHOWN]

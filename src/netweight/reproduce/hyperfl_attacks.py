@@ -10,9 +10,9 @@ from statistics import mean
 from typing import Any, final
 
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.inversion_run import AttackRun, attack_all
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.resumed import chosen, finished
 
 __all__ = ["DATA", "IG", "ROG", "TAILORED", "Line", "attacked", "measured", "runs_of", "table3", "table5"]
@@ -204,7 +204,7 @@ def _findings(values: Sequence[Mapping[str, Any]], line: Line, data: str, scale:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+    from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
 
     if len(values) < 2:
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.federated_run import FederatedRun, plan_of
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["figure8"]
 
@@ -94,7 +94,7 @@ def _permutation_test(embeddings: Tensor, groups: list[int], *, seed: int, draws
 
 
 def _label_figure(counts: Tensor) -> Figure:
-    from netweight.evidence.figures import canvas, to_figure
+    from netweight.report.plots import canvas, to_figure
 
     with canvas(1) as (drawing, (axes,)):
         clients, classes = (range(size) for size in counts.shape)
@@ -115,7 +115,7 @@ def _label_figure(counts: Tensor) -> Figure:
 def _map(embeddings: Tensor, groups: list[int], seed: int) -> Figure:
     from sklearn.manifold import TSNE  # type: ignore[import-untyped]
 
-    from netweight.evidence.figures import canvas, series_color, to_figure
+    from netweight.report.plots import canvas, series_color, to_figure
 
     places = TSNE(perplexity=5, random_state=seed, init="pca").fit_transform(embeddings.numpy())
     with canvas(1) as (drawing, (axes,)):

@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column
+from netweight.reproduce.registry import Measured, Row, Scale, table
 
 if TYPE_CHECKING:
     from netweight_experiments.benchmarks.federate import Contender

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 from netweight.reproduce.inference_ways import BLOCKS, Way
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.inference_rows import SEED, Outcome
 from netweight.reproduce.inference_ways import BITS, BLOCKS
 

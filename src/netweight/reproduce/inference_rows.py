@@ -16,10 +16,10 @@ from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Ledger
 from netweight.errors import Unsupported
-from netweight.evidence.perplexity import Losses, compare, perplexity
-from netweight.evidence.statistics import Interval, paired_ratio
-from netweight.evidence.timing import Case, interleave
 from netweight.hf.quantizers import held_bytes, linear_layers
+from netweight.metrics.intervals import Interval, paired_ratio
+from netweight.metrics.perplexity import Losses, compare, perplexity
+from netweight.metrics.timing import Case, interleave
 from netweight.reproduce.inference_ways import Way, apply, reason_missing
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from netweight.core.digest import of_file
 from netweight.core.progress import Progress
 from netweight.data.corpora import Pair, count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import UsageError
-from netweight.evidence.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight.hf.load_language_model import language_model
+from netweight.metrics.perplexity import Losses, causal_losses, cut_windows, encoder_decoder_losses
 from netweight.reproduce.inference_rows import Subject, Text
 from netweight.reproduce.registry import Scale
 

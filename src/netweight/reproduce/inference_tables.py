@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Table
+from netweight.report.finding import Column, Table
 from netweight.reproduce.inference_ways import BITS, BLOCKS
 from netweight.reproduce.published import Published, published
 
@@ -40,8 +39,8 @@ def ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Published
         ("speed", "higher", _faster),
     ):
         own, cells = kind(opened, outcomes)
-        columns: list[ReportColumn | str] = ["way", *(ReportColumn(model, "published") for model in models)]
-        columns += [ReportColumn(name, "measured", cast("Any", better)), *own]
+        columns: list[Column | str] = ["way", *(Column(model, "published") for model in models)]
+        columns += [Column(name, "measured", cast("Any", better)), *own]
         rows = [
             (outcome.way.name, *(papers.get((model, outcome.way.name, what)) for model in models), *measured)
             for outcome, measured in zip(outcomes, cells, strict=True)
@@ -51,7 +50,7 @@ def ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Published
     return tuple(made)
 
 
-_Ratios = tuple[list["ReportColumn | str"], list[list[Any]]]
+_Ratios = tuple[list["Column | str"], list[list[Any]]]
 
 
 def _worse(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
@@ -62,7 +61,7 @@ def _worse(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
             continue
         ratio = outcome.against(outcomes[0], opened.subject.texts[0].name)
         cells.append([ratio.estimate, f"{ratio.low:.4f}–{ratio.high:.4f}", outcome.bits])
-    return ["95 % interval", ReportColumn("per converted weight", "bits", "lower")], cells
+    return ["95 % interval", Column("per converted weight", "bits", "lower")], cells
 
 
 def _held(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
@@ -71,7 +70,7 @@ def _held(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
         [None, None] if outcome.missing else [outcome.held / vanilla.held, outcome.layers / vanilla.layers]
         for outcome in outcomes
     ]
-    return [ReportColumn("converted layers alone", "measured", "lower")], cells
+    return [Column("converted layers alone", "measured", "lower")], cells
 
 
 def _faster(opened: Opened, outcomes: Sequence[Outcome]) -> _Ratios:
@@ -107,9 +106,9 @@ def block_table(opened: Opened, by_way: Mapping[tuple[int, int | None, str], Out
         by_way: Lossy outcomes by bits, block and fidelity.
     """
     numbers = published("neuzip-table4")
-    columns: list[ReportColumn | str] = ["way"]
+    columns: list[Column | str] = ["way"]
     for block in BLOCKS[:-1]:
-        columns += [ReportColumn(f"perplexity, block {block}", "× block 512"), ReportColumn("memory", "× block 512")]
+        columns += [Column(f"perplexity, block {block}", "× block 512"), Column("memory", "× block 512")]
     rows: list[Sequence[Any]] = []
     for row in numbers.rows if numbers else ():
         *cells, last, base = row.values

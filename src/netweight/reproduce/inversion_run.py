@@ -85,8 +85,8 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     """
     import torch
 
-    from netweight.evidence.image_metrics import psnr, ssim
     from netweight.methods.federate.report import ThreatModel, observe
+    from netweight.metrics.images import psnr, ssim
 
     images = images_of(run.data)
     victim = _victim(run, images)

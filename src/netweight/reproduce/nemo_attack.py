@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.nemo_ground import Ground
 from netweight.reproduce.nemo_painting import mitigated, shown
 from netweight.reproduce.nemo_ways import Way
@@ -105,7 +105,7 @@ def attack_one(run: Attack, *, ground: Ground, tell: Callable[[int], None]) -> d
 
 def attack_findings(found: Mapping[Attack, Mapping[str, Any]], ground: Ground) -> list[Finding]:
     """Return how many images came back under search, planted and never-trained ones apart; none without a search."""
-    from netweight.evidence.statistics import proportion
+    from netweight.metrics.intervals import proportion
 
     findings = []
     for what in ("planted", "never trained"):

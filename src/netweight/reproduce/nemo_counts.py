@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.evidence.report import Table
+from netweight.report.finding import Column, Table
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes
 from netweight.reproduce.nemo_painting import kinds_of
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.published import Published, published
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
     from netweight.methods.forget.localize import Localization
+    from netweight.report.finding import Figure
 
 __all__ = ["NOT_THE_PAPER", "beside", "by_kind", "figure5", "rerun_layers", "rerun_neurons"]
 

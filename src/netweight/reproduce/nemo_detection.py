@@ -8,16 +8,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import scores_of, statistics_of, threshold_of
 from netweight.reproduce.nemo_painting import kinds_of, paint, painting
 from netweight.reproduce.nemo_rows import KINDS, middle, percent
 from netweight.reproduce.nemo_ways import NONE
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
     from netweight.methods.forget.detect import Score
+    from netweight.report.finding import Figure
 
 __all__ = ["figure3", "ssim_by_type"]
 
@@ -164,7 +165,7 @@ def _columns() -> tuple[Column, ...]:
 
 
 def _similarities(groups: Mapping[str, Sequence[float]], caption: str) -> Figure:
-    from netweight.evidence.matrix_figures import histogram
+    from netweight.report.plots import histogram
 
     words = "; ".join(f"{name}: median {median(values):.2f}" for name, values in groups.items() if values)
     return histogram(groups, alt=f"Histogram of similarities. {words}.", caption=caption, xlabel="similarity",
@@ -173,7 +174,7 @@ def _similarities(groups: Mapping[str, Sequence[float]], caption: str) -> Figure
 
 def _activations(deviations: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     """Of each prompt the neuron that lies farthest out; all neurons would hide it among hundreds."""
-    from netweight.evidence.matrix_figures import histogram
+    from netweight.report.plots import histogram
 
     highest = {name: [max(values) for values in prompts] for name, prompts in deviations.items()}
     words = "; ".join(f"{name}: median {median(values):.1f}" for name, values in highest.items())

@@ -20,11 +20,10 @@ from netweight.core.digest import of_tensor
 from netweight.data.memorized_pairs import check_pairs, painted_size, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
-from netweight.evidence.descriptors import Descriptor, TorchScriptDescriptor, sscd
-from netweight.evidence.image_sets import frechet_distance, kernel_distance
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.settings import DetectionConfig
+from netweight.metrics.copies import Descriptor, Memorized, TorchScriptDescriptor, sscd
+from netweight.metrics.images import frechet_distance, kernel_distance
 from netweight.recipes.entries import configured
 from netweight.recipes.recipe import read_mapping, refusal
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.attacks.embedding_search.settings import SearchSettings
-    from netweight.evidence.copy_metrics import Memorized
-    from netweight.evidence.descriptors import Descriptor
     from netweight.hf.load_pipeline import PipelineModel
     from netweight.methods.forget.settings import DetectionConfig
+    from netweight.metrics.copies import Descriptor, Memorized
 
 __all__ = ["DETECTION_SEEDS", "NEEDS", "PAPER_NEEDS", "Ground", "folder_of", "ground_of", "nemo_table"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
-from netweight.evidence.descriptors import CenteredPixels
-from netweight.evidence.image_sets import kernel_distance
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.forget.settings import DetectionConfig
+from netweight.metrics.copies import CenteredPixels
+from netweight.metrics.images import kernel_distance
 from netweight.reproduce.nemo_ground import DETECTION_SEEDS, Ground
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized

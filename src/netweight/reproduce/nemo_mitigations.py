@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.nemo_attack import attack_findings, attacked
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, threshold_of
@@ -173,7 +173,7 @@ def _outcomes(painted: Painted) -> list[Finding]:
 
 def _copied(painted: Painted) -> list[Finding]:
     """Medians and shares with intervals, without a mitigation and with NeMo's neurons off."""
-    from netweight.evidence.copy_metrics import copy_findings
+    from netweight.metrics.copies import copy_findings
 
     found = []
     for line in painted.lines:

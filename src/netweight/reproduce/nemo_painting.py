@@ -22,7 +22,7 @@ from netweight.reproduce.resumed import run_each
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.evidence.copy_metrics import Kind, Memorized
+    from netweight.metrics.copies import Kind, Memorized
     from netweight.nn.text_to_image import TextToImage
 
 __all__ = ["Painting", "Results", "kinds_of", "paint", "painting", "shown"]
@@ -103,7 +103,7 @@ def kinds_of(ground: Ground, folder: Path) -> dict[str, Kind]:
 
     Source: NeMo's rule for SSCD, over the images of the model as it is.
     """
-    from netweight.evidence.copy_metrics import COPY
+    from netweight.metrics.copies import COPY
 
     if ground.labelled:
         return {each.prompt: each.kind for each in ground.memorized}
@@ -136,7 +136,7 @@ class Painter:
 
     def own(self, way: Way, prompt: str) -> dict[str, Any]:
         """Paint a memorized prompt."""
-        from netweight.evidence.copy_metrics import copies_of_prompt
+        from netweight.metrics.copies import copies_of_prompt
 
         ground, own = self._ground, self._memorized[prompt]
         seeds = list(range(ground.images))
@@ -154,7 +154,7 @@ class Painter:
     def ordinary(self, way: Way, prompt: str) -> dict[str, Any]:
         """Paint ordinary prompts, one image each."""
         from netweight.attacks.embedding_search.search import paired
-        from netweight.evidence.copy_metrics import COPY, similarity_to_memorized
+        from netweight.metrics.copies import COPY, similarity_to_memorized
 
         ground = self._ground
         captions = list(ground.quality)
@@ -174,7 +174,7 @@ class Painter:
         """Paint other memorized prompts, two images each."""
         import torch
 
-        from netweight.evidence.copy_metrics import copies_of_prompt
+        from netweight.metrics.copies import copies_of_prompt
 
         ground = self._ground
         others = [each for each in ground.memorized if each.prompt != prompt][:_OTHERS]
@@ -222,7 +222,7 @@ def images_of(ground: Ground, model: TextToImage, prompts: Sequence[str], seeds:
 
 def _ssim(own: Memorized, images: Tensor) -> list[float] | None:
     """Structural similarity to the training image, where sizes allow it."""
-    from netweight.evidence.image_metrics import ssim
+    from netweight.metrics.images import ssim
 
     if own.image.shape != images.shape[1:] or min(images.shape[2:]) < 11:
         return None

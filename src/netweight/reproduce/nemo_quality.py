@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, union
 from netweight.reproduce.nemo_painting import Painting, Results, paint, painting
@@ -22,10 +23,10 @@ from netweight.reproduce.nemo_rows import (
     spared_values,
 )
 from netweight.reproduce.nemo_ways import NONE, Way, off, random_off
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["figure6", "figure7"]
 
@@ -128,7 +129,7 @@ def _drawn_quality(
     edits: Mapping[int, Way],
     drawn: Mapping[int, Way | None],
 ) -> tuple[Figure, ...]:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     figures = []
     for place, column in enumerate(_quality_columns(ground, runs)):
@@ -160,7 +161,7 @@ def _short(name: str) -> str:
 
 
 def _drawn_factors(painted: Painted) -> Figure:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     series: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     bands: dict[str, tuple[Sequence[float], Sequence[float]]] = {}

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.evidence.report import Table
+from netweight.report.finding import Column, Table
 from netweight.reproduce.nemo_ground import Ground
 from netweight.reproduce.nemo_painting import Painting, Results, kinds_of, paint, painting
 from netweight.reproduce.nemo_ways import Way
-from netweight.reproduce.registry import Column, Row
+from netweight.reproduce.registry import Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.copy_metrics import PromptCopies
+    from netweight.metrics.copies import PromptCopies
 
 __all__ = [
     "KINDS",
@@ -210,7 +210,7 @@ def spared_values(ordinary: Sequence[Mapping[str, Any]], others: Sequence[Mappin
 
 def copies(found: Mapping[str, Any]) -> PromptCopies:
     """Return an own run as `PromptCopies`."""
-    from netweight.evidence.copy_metrics import PromptCopies
+    from netweight.metrics.copies import PromptCopies
 
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value := found[name], list) else value

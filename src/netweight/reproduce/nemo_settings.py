@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from netweight.report.finding import Column
 from netweight.reproduce.nemo_counts import by_kind
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, threshold_of
 from netweight.reproduce.nemo_rows import KINDS, Line, Painted, copies, middle, painted_lines, percent
 from netweight.reproduce.nemo_ways import off
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.reproduce.registry import Measured, Row
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
-    from netweight.evidence.finding import Number
     from netweight.methods.forget.localize import Localization
+    from netweight.report.finding import Figure, Number
 
 __all__ = ["runtime", "thresholds"]
 
@@ -165,7 +165,7 @@ def _heat(
     rows: Mapping[tuple[_Cell, str], tuple[Number | None, ...]],
 ) -> tuple[Figure, ...]:
     """One figure for what is counted in neurons, one for what is painted without them."""
-    from netweight.evidence.matrix_figures import heat_maps
+    from netweight.report.plots import heat_maps
 
     def matrix(kind: str, column: int) -> list[list[float | None]]:
         def value(initial: float, refinement: float) -> float | None:

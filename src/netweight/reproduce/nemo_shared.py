@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Table
+from netweight.report.finding import Column, Finding, Table
 from netweight.reproduce.nemo_counts import NOT_THE_PAPER, beside, by_kind
 from netweight.reproduce.nemo_ground import Ground, nemo_table
 from netweight.reproduce.nemo_neurons import neurons_of, searched, status_notes, union

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.figures import Figure
+from netweight.report.finding import Figure
 from netweight.reproduce.kept_pictures import picture
 from netweight.reproduce.nemo_attack import Attack
 from netweight.reproduce.nemo_painting import shown
@@ -34,7 +34,7 @@ def image_figure(
         searches: What an adversary found in the models with neurons off; may be empty.
         found: Neurons, whose numbers are named.
     """
-    from netweight.evidence.figures import image_grid
+    from netweight.report.plots import image_grid
 
     memorized = painted.ground.memorized[:_ROWS]
     attacks = {run.prompt: value["picture"] for run, value in searches.items() if run.what == "planted"}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from netweight.core.digest import of_file
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.toys import minilm
 
 if TYPE_CHECKING:

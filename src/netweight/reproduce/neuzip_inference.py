@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.core.progress import Progress
+from netweight.report.finding import Column
 from netweight.reproduce.inference_tables import block_table, ratio_tables
 from netweight.reproduce.inference_ways import BITS, BLOCKS, ways
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 
 if TYPE_CHECKING:
     from netweight.reproduce.inference_rows import Outcome

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.neuzip_training import digests_of_texts, pretrained
 from netweight.reproduce.pretraining import Pretraining
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["figure2"]
 
@@ -38,7 +38,7 @@ def figure2(scale: Scale, out: Path) -> Measured:
     Raises:
         NetweightError: A run failed.
     """
-    from netweight.evidence.memory_ledger import PARTS
+    from netweight.metrics.memory import PARTS
 
     asked = [(optimizer, label) for optimizer in _OPTIMIZERS for label in _STACKS]
     configs = [
@@ -97,8 +97,8 @@ def _totals(result: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _stacked_bars(parts: Mapping[tuple[str, str], Mapping[str, int]]) -> Figure:
-    from netweight.evidence.figures import canvas, series_color, to_figure
-    from netweight.evidence.memory_ledger import PARTS
+    from netweight.metrics.memory import PARTS
+    from netweight.report.plots import canvas, series_color, to_figure
 
     totals = {key: sum(values.values()) / _MIB for key, values in parts.items()}
     with canvas(len(_OPTIMIZERS), height=3.6) as (drawing, panels):

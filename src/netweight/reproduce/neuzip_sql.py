@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.sql_finetuning import ADAPTERS, BASE, BY_ADAMW, FineTuning
 from netweight.reproduce.training_ways import (
     COMPRESSED,
@@ -25,7 +25,7 @@ from netweight.reproduce.training_ways import (
 )
 
 if TYPE_CHECKING:
-    from netweight.evidence.statistics import Interval
+    from netweight.metrics.intervals import Interval
 
 __all__ = ["table2"]
 
@@ -221,7 +221,7 @@ def _sampled(found: Mapping[str, Any]) -> str:
 
 def fine_tune(config: FineTuning) -> Any:
     """One run in a fresh process."""
-    from netweight.evidence.memory_ledger import in_fresh_process
+    from netweight.metrics.memory import in_fresh_process
     from netweight.reproduce.sql_finetuning import run
 
     return in_fresh_process(run, asdict(config))
@@ -242,7 +242,7 @@ def _runs(configs: Sequence[FineTuning], out: Path) -> list[Any]:
 def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
     """CPU seconds per update of each way, all in this process, round by round."""
     from netweight.data.corpora import wikisql
-    from netweight.evidence.timing import Case, interleave
+    from netweight.metrics.timing import Case, interleave
     from netweight.reproduce.sql_finetuning import Student
 
     configs = [FineTuning(**fields) for fields in given["configs"]]
@@ -254,13 +254,13 @@ def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def time_ways(given: Mapping[str, Any]) -> Any:
     """`take_turns` in a fresh process with one thread."""
-    from netweight.evidence.memory_ledger import in_fresh_process
+    from netweight.metrics.memory import in_fresh_process
 
     return in_fresh_process(take_turns, given)
 
 
 def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
-    from netweight.evidence.statistics import paired_ratio
+    from netweight.metrics.intervals import paired_ratio
 
     return paired_ratio(base, contender, seed=FineTuning.seed)
 

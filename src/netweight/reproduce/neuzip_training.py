@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from netweight_experiments.toys.decoder import MINIATURE, SHAPES
 
 from netweight.errors import NetweightError, UsageError
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Column, Finding
 from netweight.reproduce.pretraining import Pretraining
 from netweight.reproduce.published import published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.training_ways import (
     COMPRESSED,
     LOMO,
@@ -27,7 +27,7 @@ from netweight.reproduce.training_ways import (
 )
 
 if TYPE_CHECKING:
-    from netweight.evidence.statistics import Interval
+    from netweight.metrics.intervals import Interval
 
 __all__ = ["digests_of_texts", "memory_needed", "pretrained", "table1"]
 
@@ -183,7 +183,7 @@ def _sampled(found: Mapping[str, Any]) -> str:
 
 def pretrain(config: Pretraining) -> Any:
     """One run in a fresh process."""
-    from netweight.evidence.memory_ledger import in_fresh_process
+    from netweight.metrics.memory import in_fresh_process
     from netweight.reproduce.pretraining import run
 
     return in_fresh_process(run, asdict(config))
@@ -216,7 +216,7 @@ def pretrained(configs: Sequence[Pretraining], out: Path) -> list[Any]:
 def take_turns(rounds: int) -> dict[str, list[float]]:
     """CPU seconds per update of each way, all in this process, round by round."""
     from netweight.data.corpora import wikitext2
-    from netweight.evidence.timing import Case, interleave
+    from netweight.metrics.timing import Case, interleave
     from netweight.reproduce.pretraining import Trainee
 
     trainees = {way: Trainee(Pretraining(way), wikitext2("valid")) for way in WAYS}
@@ -227,13 +227,13 @@ def take_turns(rounds: int) -> dict[str, list[float]]:
 
 def time_ways(rounds: int) -> Any:
     """`take_turns` in a fresh process with one thread."""
-    from netweight.evidence.memory_ledger import in_fresh_process
+    from netweight.metrics.memory import in_fresh_process
 
     return in_fresh_process(take_turns, rounds)
 
 
 def _ratio(base: Sequence[float], contender: Sequence[float]) -> Interval:
-    from netweight.evidence.statistics import paired_ratio
+    from netweight.metrics.intervals import paired_ratio
 
     return paired_ratio(base, contender, seed=Pretraining(VANILLA).seed)
 

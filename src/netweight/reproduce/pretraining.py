@@ -113,7 +113,7 @@ class Trainee:
 
 
 def run(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, in a fresh process: see `netweight.evidence.memory_ledger.in_fresh_process`.
+    """Train, in a fresh process: see `netweight.metrics.memory.in_fresh_process`.
 
     The second update is counted tensor by tensor, the next three are sampled; the others are timed.
 
@@ -127,7 +127,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from netweight.data.corpora import wikitext2
-    from netweight.evidence.memory_ledger import PrivateMemory, TensorLedger, private_bytes
+    from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
 
     given = Pretraining(**config)
     warm: Any = _model(Pretraining(given.way), tiny=True)  # libraries take once what they need

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from netweight.errors import NetweightError, Unsupported
-from netweight.reproduce.registry import Column, Row
+from netweight.report.finding import Column
+from netweight.reproduce.registry import Row
 
 __all__ = ["Published", "published", "published_folder", "published_ids"]
 

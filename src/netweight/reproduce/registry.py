@@ -17,9 +17,7 @@ from typing import Literal, TypeAlias
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number
-from netweight.evidence.report import Table
+from netweight.report.finding import Column, Figure, Finding, Number, Table
 
 __all__ = ["MODULES", "Column", "Measured", "Row", "Scale", "TableEntry", "find", "registered", "table", "unmet"]
 
@@ -66,21 +64,6 @@ _EXTRAS = {
     "evidence": "matplotlib",
     "bench": "zipnn",
 }
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a published or measured table.
-
-    Attributes:
-        name: Heading; a measured column is laid beside the published one of the same name.
-        unit: Unit of its values, in plain text.
-        better: Which direction is better, or None.
-    """
-
-    name: str
-    unit: str = ""
-    better: Literal["higher", "lower"] | None = None
 
 
 @dataclass(frozen=True)

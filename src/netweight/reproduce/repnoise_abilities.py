@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from netweight.errors import TrainingStopped, Unsupported, UsageError
-from netweight.evidence.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Attack, Line, grid, runs_of
 from netweight.reproduce.repnoise_ground import share_of
 from netweight.reproduce.repnoise_models import defended_model, folder_of

@@ -6,7 +6,7 @@ import dataclasses
 from statistics import median
 from typing import Any
 
-from netweight.evidence.finding import Finding
+from netweight.report.finding import Finding
 from netweight.reproduce.registry import Measured
 from netweight.reproduce.repnoise_grid import CORRECTED, REPNOISE, STRONGEST, TABLE1, Line
 from netweight.reproduce.repnoise_models import Defended

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, TABLE1, Attack, Line
 from netweight.reproduce.repnoise_models import Defended
 from netweight.reproduce.repnoise_plan import Plan, plan

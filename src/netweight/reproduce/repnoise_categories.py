@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, REPNOISE, Attack, Results
 from netweight.reproduce.repnoise_ground import ground_of
 from netweight.reproduce.repnoise_models import folder_of

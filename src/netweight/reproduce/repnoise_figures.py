@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row, Scale, table
+from netweight.report.finding import Column, Figure, Finding
+from netweight.reproduce.registry import Measured, Row, Scale, table
 from netweight.reproduce.repnoise_grid import BASE, CORRECTED, REPNOISE, STRONGEST, Line
 from netweight.reproduce.repnoise_ground import Ground, ground_of, share_of
 from netweight.reproduce.repnoise_models import Defended, defended_model, folder_of
@@ -105,7 +104,7 @@ def _slope(title: str, found: Sequence[LayerChange]) -> Finding:
 
 
 def _distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     return lines(
         {title: (range(len(found)), [change.distance for change in found]) for title, found in changes.items()},
@@ -184,8 +183,8 @@ def _plane_figure(seen: Mapping[str, tuple[list[Tensor], list[Tensor]]]) -> Figu
     """The deepest representations, in the plane of the undefended model's."""
     import torch
 
-    from netweight.evidence.figures import canvas, series_color, to_figure
     from netweight.methods.immunize.layer_metrics import Plane
+    from netweight.report.plots import canvas, series_color, to_figure
 
     before = seen[BASE.title]
     plane = Plane.fit(torch.cat([before[0][-1], before[1][-1]]))

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Table
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding, Table
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.repnoise_ground import HARMFUL, Ground
 from netweight.reproduce.repnoise_models import Defended
 from netweight.reproduce.repnoise_run import RECOVERED, AttackRun

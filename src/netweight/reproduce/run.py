@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
-from netweight.evidence.figures import Figure
-from netweight.evidence.finding import Finding, Number, decode_json, encode_json
-from netweight.evidence.report import Column as ReportColumn
-from netweight.evidence.report import Report, Table, make_folder, write_text
+from netweight.report.finding import Column, Figure, Finding, Number, Table, decode_json, encode_json
+from netweight.report.report import Report, make_folder, write_text
 from netweight.reproduce.catalog import title_of
 from netweight.reproduce.published import Published, published
-from netweight.reproduce.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
+from netweight.reproduce.registry import Measured, Row, Scale, TableEntry, find, unmet
 
 __all__ = ["Comparison", "Reproduction", "compare", "run_table"]
 
@@ -248,7 +246,7 @@ def _comparison_table(result: Reproduction) -> Table:
     rows = list(zip(*columns, strict=True))
     notes = [*result.measured.notes, *(f"Differs from the paper: {sentence}" for sentence in result.measured.differs)]
     title = f"{result.published_name.capitalize()} beside measured" if result.published else "Measured"
-    return Table(title, [ReportColumn(name) for name in ("row", "column", *shown)], rows, notes)
+    return Table(title, [Column(name) for name in ("row", "column", *shown)], rows, notes)
 
 
 def _checked_options(entry: TableEntry, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,7 +319,7 @@ def _load(file: Path, options: Mapping[str, Any]) -> Measured:
 
 
 def _table(data: dict[str, Any]) -> Table:
-    columns = [ReportColumn(**column) if isinstance(column, dict) else column for column in data["columns"]]
+    columns = [Column(**column) if isinstance(column, dict) else column for column in data["columns"]]
     rows = cast("list[list[Any]]", decode_json(data["rows"]))
     return Table(data["title"], tuple(columns), tuple(tuple(row) for row in rows), tuple(data["notes"]))
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import bootstrap
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.metrics.intervals import bootstrap
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.resumed import run_each
 from netweight.reproduce.space_edits import direction_of, measured, painted
 from netweight.reproduce.space_fits import SPACE, Fit, Met, met
 from netweight.reproduce.space_ground import Ground, Wanted, space_table
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
     from netweight.methods.space.directions import Entanglement
+    from netweight.report.finding import Figure
 
 __all__ = ["components", "figure8"]
 
@@ -197,7 +197,7 @@ def _curves(
     edits: Sequence[Sequence[Mapping[str, list[float]]]],
     sizes: Sequence[int],
 ) -> tuple[Figure, ...]:
-    from netweight.evidence.figures import lines
+    from netweight.report.plots import lines
 
     kept = [mean(value for each in group for value in each["identity"]) for group in edits]
     return (

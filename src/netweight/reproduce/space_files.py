@@ -16,13 +16,13 @@ from netweight.data.images.sources import decode_splits
 from netweight.data.memorized_pairs import painted_size
 from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
-from netweight.evidence.descriptors import TorchScriptDescriptor
 from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 from netweight.hf.train_adapters import ATTENTION
 from netweight.methods.space.directions import read_labels
 from netweight.methods.space.edits import perceptual_distance
 from netweight.methods.space.inversion import SETTINGS
 from netweight.methods.space.space import WeightSpace
+from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.recipes.entries import configured

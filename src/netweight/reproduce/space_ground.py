@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from netweight.evidence.descriptors import Descriptor
     from netweight.hf.load_pipeline import PipelineModel
     from netweight.methods.space.directions import Labels
     from netweight.methods.space.edits import Compare
     from netweight.methods.space.inversion import InversionSettings
     from netweight.methods.space.space import WeightSpace
+    from netweight.metrics.copies import Descriptor
     from netweight.nn.lora import Adapter
     from netweight.nn.train_lora import AdapterRecipe
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from netweight.evidence.finding import Finding
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_edits import painted
 from netweight.reproduce.space_ground import Ground, space_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["histograms", "traversal"]
 
@@ -102,7 +102,7 @@ def _shares(ground: Ground) -> list[float]:
 
 
 def _histogram(ground: Ground, scores: Any) -> Figure:
-    from netweight.evidence.matrix_figures import histogram
+    from netweight.report.plots import histogram
 
     columns = list(scores.T)
     count = len(columns[0])
@@ -139,7 +139,7 @@ def _most(names: Sequence[str], readings: Sequence[Sequence[float]]) -> list[Fin
 
 
 def _pictures(images: Tensor) -> Figure:
-    from netweight.evidence.figures import image_grid
+    from netweight.report.plots import image_grid
 
     return image_grid(
         [[each[0].permute(1, 2, 0) for each in row] for row in images],

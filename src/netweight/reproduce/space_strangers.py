@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import Interval, bootstrap
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.metrics.intervals import Interval, bootstrap
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_fits import MANY, ONE, SPACE, Fit, Met, met
 from netweight.reproduce.space_ground import Ground, space_table
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from netweight.evidence.finding import Finding
-from netweight.evidence.statistics import bootstrap
-from netweight.reproduce.registry import Column, Measured, Row
+from netweight.metrics.intervals import bootstrap
+from netweight.report.finding import Column, Finding
+from netweight.reproduce.registry import Measured, Row
 from netweight.reproduce.space_edits import STRENGTHS, Edited, Way, direction_of, edited, painted
 from netweight.reproduce.space_ground import Ground, space_table
 
 if TYPE_CHECKING:
-    from netweight.evidence.figures import Figure
+    from netweight.report.finding import Figure
 
 __all__ = ["table1"]
 
@@ -120,8 +120,8 @@ def _missed(found: Mapping[tuple[str, Way], Edited]) -> Sequence[str]:
 
 def _figure(ground: Ground, found: Mapping[tuple[str, Way], Edited]) -> Figure:
     """People before and after the edits along directions."""
-    from netweight.evidence.figures import image_grid
     from netweight.methods.space.edits import Move, edit
+    from netweight.report.plots import image_grid
 
     rows, names = [], []
     for wanted in ground.wanted:

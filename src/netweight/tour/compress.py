@@ -18,14 +18,14 @@ from typing import Any, final
 import netweight.methods.compress.verify  # noqa: F401  # declares the treatment and its audit
 from netweight.core import digest
 from netweight.core.progress import Progress
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, bars
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspect import BitStatistics, TensorReport, bits_figure, inspect_tensors, merge
 from netweight.methods.compress.runtime.model import memory_footprint
 from netweight.methods.compress.verify import verify
+from netweight.report.conclusions import by_targets
+from netweight.report.finding import Chapter, Column, Figure, Finding, Table
+from netweight.report.plots import bars
+from netweight.report.report import Report
 from netweight.tour.everything import add_everything, all_others, computed
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys import minilm
@@ -47,6 +47,24 @@ SENTENCES = (
 LEAST_RATIO = {"fp32, as published": 1.22, "bf16": 1.51}
 """What the ratio of whole files must reach at least."""
 
+_CHAPTER = by_targets(
+    "tour: compress",
+    met="Of a model of 22.7 million weights {saved} are saved; it and {others} models of this tour come back bit for "
+    "bit, and compute the same numbers with compressed weights.",
+    missed="Not as it should be: {missed}.",
+)
+_VERDICT = by_targets(
+    "tour: compress, verdict",
+    met="Nothing is lost: every bit is there.",
+    missed="Something differs or is too large.",
+)
+_SMALLER = by_targets(
+    "tour: compress, smaller",
+    met="Of all bytes of the weights {saved} are saved.",
+    missed="Saved are {saved} of the weights, less than it should be.",
+)
+_IDENTICAL = by_targets("tour: compress, identical", met="Nothing is lost.", missed="Something differs.")
+_USEFUL = by_targets("tour: compress, used", met="The outputs are equal to the last bit.", missed="The outputs differ.")
 _KINDS = ("all tensors", "embeddings", "attention", "feed-forward", "the rest")
 _MB = 1e6
 
@@ -120,22 +138,22 @@ def make_stop(place: Place) -> Stop:
     return handed_over(report, _chapter(report, variants, len(others)), inputs=inputs, models={})
 
 
-def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> ChapterDocument:
-    document = report.document()
-    missed = [part.name for section in document.sections for part in section.findings if part.passed is False]
-    saved = " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
-    return ChapterDocument(
+def _chapter(report: Report, variants: Sequence[_Variant], others: int) -> Chapter:
+    missed = "; ".join(finding.name for finding in report.findings if finding.passed is False)
+    outcome, verdict = _VERDICT(report.findings)
+    return Chapter(
         title="compress: everything smaller, bit for bit",
         question="How much smaller do real models get without losing a bit, and do they run that way?",
-        conclusion=f"Of a model of 22.7 million weights {saved} are saved; it and {others} models of this tour come "
-        "back bit for bit, and compute the same numbers with compressed weights."
-        if not missed
-        else f"Not as it should be: {'; '.join(missed)}.",
-        verdict="Nothing is lost: every bit is there." if not missed else "Something differs or is too large.",
-        outcome="holds" if not missed else "broken",
+        conclusion=_CHAPTER(report.findings, saved=_saved(variants), others=str(others), missed=missed)[1],
+        verdict=verdict,
+        outcome=outcome,
         command="netweight tour --only compress",
         intro="Here nothing is drawn at random, so there is no seed, and a count of differences needs no interval.",
     )
+
+
+def _saved(variants: Sequence[_Variant]) -> str:
+    return " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
 
 
 def _take(name: str, source: Path, beside: Path, progress: Progress, say: Callable[[str], None]) -> _Variant:
@@ -208,7 +226,6 @@ def _smaller(report: Report, variants: Sequence[_Variant]) -> None:
         )
         for v in variants
     ]
-    saved = " and ".join(f"{100 * (1 - 1 / v.compressed.ratio):.1f} % as {v.short}" for v in variants)
     report.section(
         "Smaller",
         findings,
@@ -225,7 +242,7 @@ def _smaller(report: Report, variants: Sequence[_Variant]) -> None:
         intro="The model is compressed as it was published, in fp32, and rounded to bf16 first, as most models are "
         "published today; the rounding is done before and is no part of the compression. A compressed model is still "
         "an ordinary safetensors file.",
-        conclusion=f"Of all bytes of the weights {saved} are saved.",
+        conclusion=_SMALLER(findings, saved=_saved(variants))[1],
     )
 
 
@@ -255,7 +272,7 @@ def _identical(report: Report, variants: Sequence[_Variant]) -> None:
         intro="Every tensor of the compressed model is decoded and compared with the original, and with its own "
         "recorded digest. Then the folder is restored and compared file by file: weights, configuration, tokenizer, "
         "readme.",
-        conclusion="Nothing is lost." if all(f.passed for f in findings) else "Something differs.",
+        conclusion=_IDENTICAL(findings)[1],
         treatment="compress",
         audits=("identity",),
     )
@@ -284,9 +301,7 @@ def _useful(report: Report, variants: Sequence[_Variant]) -> None:
         f"{len(SENTENCES)} sentences with transformers, in one process; what they return is compared bit by bit, not "
         "by closeness. The table shows that a working model does it: for every sentence, the one nearest in meaning is "
         "found.",
-        conclusion="The outputs are equal to the last bit."
-        if all(f.passed for f in findings)
-        else "The outputs differ.",
+        conclusion=_USEFUL(findings)[1],
     )
 
 

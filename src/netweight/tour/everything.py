@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core import digest
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.compress.folder import compress_folder, decompress_folder
 from netweight.methods.compress.runtime.model import compress_, memory_footprint
 from netweight.methods.compress.verify import TREATMENT, verify
+from netweight.report.conclusions import by_targets
+from netweight.report.finding import Column, Finding, Table
+from netweight.report.report import Report
 from netweight.tour.stop import Place
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.faces_pipeline import FACES_BANK
@@ -25,6 +26,9 @@ from netweight.toys.shapes import ShapesWorld
 
 __all__ = ["Other", "Ran", "add_everything", "all_others", "computed"]
 
+_OTHERS = by_targets(
+    "tour: compress, other models", met="All of them are bit for bit as they were.", missed="Something differs."
+)
 _COMMAND = "netweight tour"  # alone it has no other stops' models
 _IMAGES, _ROWS = 4, 32  # that a model paints, and examples that a model answers, before and after
 
@@ -159,9 +163,7 @@ def add_everything(report: Report, others: Sequence[Other], ran: Sequence[Ran]) 
         question="Does the same hold for every model of this tour?",
         intro="Models that the other stops have made, and the bank of adapters, are compressed, verified tensor by "
         "tensor, restored and compared file by file. Small files gain less, since each tensor carries a header.",
-        conclusion="All of them are bit for bit as they were."
-        if not any(finding.passed is False for finding in findings)
-        else "Something differs.",
+        conclusion=_OTHERS(findings)[1],
         treatment=TREATMENT,
         audits=("identity",),
     )

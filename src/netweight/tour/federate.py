@@ -18,11 +18,6 @@ from netweight.attacks.gradient_inversion.peeling import read_thresholds, thresh
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate import Run, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
 from netweight.methods.federate.folder import FederationPlan
@@ -42,6 +37,11 @@ from netweight.methods.federate.report import (
     read_update,
 )
 from netweight.methods.federate.settings import LocalTraining
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.report.conclusions import Conclusion, Criterion, Words
+from netweight.report.finding import Chapter, Figure, Finding, Table
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 
 __all__ = ["IMAGES", "PEELING", "ROUNDS", "make_stop", "settings"]
@@ -59,6 +59,35 @@ _IN_A_SUM = ThreatModel(first_round=True, summed_over=_SITES)
 _FEDAVG, _HYPERFL, _NOISY, _SUMMED = "FedAvg", "HyperFL", "HyperFL, noise added", "HyperFL, in a secure sum"
 _EXACT = 0.99
 """Cosine from which on a gradient counts as taken."""
+_TAKEN = f"{_SUMMED}, a server that lies: single gradients taken"
+
+
+def _images(name: str, threat: ThreatModel, *, needed: bool) -> Criterion:
+    """Good is that reconstructions are no better than a guess that needs no update."""
+    return Criterion(f"{name}: PSNR, {threat.label}", "lower", margin=MARGIN_PSNR, needed=needed)
+
+
+def _judged(plain: bool, noisy: bool | None, summed: bool | None, taken: bool | None) -> Words:
+    if plain:
+        return "told", "No image came out of HyperFL's update here; that is no proof that none can."
+    verdict = "HyperFL alone hides no image: one step gives it away, as under FedAvg."
+    held = [name for name, good in (("noise", noisy), ("a secure sum", summed)) if good]
+    if held:
+        verdict += f" With {' or '.join(held)} it does not"
+        verdict += ", but a server that lies takes the sum apart." if taken is False and summed else "."
+    return "broken", verdict
+
+
+_VERDICT = Conclusion(
+    "tour: federate",
+    [
+        _images(_HYPERFL, _ONE_STEP, needed=True),
+        _images(_NOISY, _ONE_STEP, needed=False),
+        _images(_SUMMED, _IN_A_SUM, needed=False),
+        Criterion(_TAKEN, "lower", than=0, needed=False),
+    ],
+    _judged,
+)
 
 
 def settings() -> Mapping[str, Any]:
@@ -121,7 +150,7 @@ def make_stop(place: Place) -> Stop:
         save_file({key: value.contiguous() for key, value in runs[name].state.items()}, place.folder / file)
     data = [tensor for site in runs[_FEDAVG].task.clients for tensor in runs[_FEDAVG].task.client(site).train]
     inputs = {"digits, as split among sites": digest.of_config([digest.of_tensor(tensor) for tensor in data])}
-    return handed_over(report, _chapter(seen), seeds=(_SEED,), inputs=inputs, models=models)
+    return handed_over(report, _chapter(report, seen), seeds=(_SEED,), inputs=inputs, models=models)
 
 
 def _trained(method: str, place: Place) -> Run:
@@ -213,10 +242,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _gives_images(one: Exposure) -> bool:
-    return bool(one.psnr) and _mean(one.psnr) > one.guess + MARGIN_PSNR
-
-
 def _images_in_words(seen: _Seen) -> str:
     guess = seen.one_step[_FEDAVG].guess
     told = "; ".join(f"{name} {_mean(one.psnr):.1f} dB" for name, one in seen.one_step.items() if one.psnr)
@@ -231,23 +256,14 @@ def _sums_in_words(sums: _Sums) -> str:
     )
 
 
-def _chapter(seen: _Seen) -> ChapterDocument:
-    plain, noisy, summed = (seen.one_step[name] for name in (_HYPERFL, _NOISY, _SUMMED))
-    lies = sum(cosine >= _EXACT for cosine in seen.sums.cosines)
-    if not _gives_images(plain):
-        outcome, verdict = "told", "No image came out of HyperFL's update here; that is no proof that none can."
-    else:
-        outcome, verdict = "broken", "HyperFL alone hides no image: one step gives it away, as under FedAvg."
-        held = [name for name, one in (("noise", noisy), ("a secure sum", summed)) if not _gives_images(one)]
-        if held:
-            verdict += f" With {' or '.join(held)} it does not"
-            verdict += ", but a server that lies takes the sum apart." if lies and "a secure sum" in held else "."
-    return ChapterDocument(
+def _chapter(report: Report, seen: _Seen) -> Chapter:
+    outcome, verdict = _VERDICT(report.findings)
+    return Chapter(
         title="federate: sites train together",
         question="Ten sites train one model and show a server no image. What can the server still see?",
         conclusion=f"{_images_in_words(seen)} {_sums_in_words(seen.sums)}",
         verdict=verdict,
-        outcome=outcome,  # type: ignore[arg-type]  # one of the words above
+        outcome=outcome,
         command="netweight tour --only federate",
         intro="FedAvg sends a network to a server, HyperFL a hypernetwork that generates one, so that the network "
         "which looks at the images stays at its site. Both are trained on scikit-learn's handwritten digits, split "
@@ -323,6 +339,8 @@ def _add_protections(report: Report, seen: _Seen) -> None:
     findings += [
         _of_cosines(f"{_NOISY}: gradient by the update's strongest direction", seen.strongest, _mean(noisy.aggregate)),
         _of_cosines(f"{_SUMMED}, a server that lies: gradient", seen.sums.cosines, _mean(summed.aggregate)),
+        Finding(_TAKEN, sum(cosine >= _EXACT for cosine in seen.sums.cosines), n=len(seen.sums.cosines), seeds=(_SEED,),
+                detail={"from a cosine of": _EXACT}),
         Finding(f"{_SUMMED}, a server that lies: sites that refuse, if they look", seen.sums.refused,
                 n=len(seen.sums.cosines), seeds=(_SEED,)),
     ]  # fmt: skip

@@ -14,16 +14,12 @@ from typing import Any, final
 import torch
 
 from netweight.attacks.embedding_search.compare import Comparison, Subject, Target, compare, turned
-from netweight.attacks.embedding_search.report import Wanted, add_section, times_of, verdict
+from netweight.attacks.embedding_search.report import Wanted, add_section, verdict
 from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core import digest
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import Pair
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
-from netweight.evidence.statistics import bootstrap
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, look_of
 from netweight.methods.forget.edit import apply_edit_, deactivated
@@ -43,8 +39,12 @@ from netweight.methods.forget.report import (
 )
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.intervals import bootstrap
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.conclusions import Conclusion, Criterion, Words
+from netweight.report.finding import Chapter, Finding
+from netweight.report.report import Report
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
@@ -64,6 +64,32 @@ _LOOK = DetectionConfig(tuple(range(6)))
 _TITLE = "Forgotten"
 _ORIGINAL, _EDITED, _HARDENED = "original", "edited", "hardened"
 _FOLDERS = {"the painting model, neurons off": _EDITED, "the painting model, hardened": _HARDENED}
+
+_SEARCHED = [Criterion(f"planted images brought back, {name}", "lower", than=0) for name in (_EDITED, _HARDENED)]
+
+
+def _judged(edited: bool, hardened: bool) -> Words:
+    if edited and hardened:
+        return "told", f"Neither was broken in {SEARCH_STEPS} steps; that is no proof of forgetting."
+    if hardened:
+        return "partly", (
+            "Switching neurons off is broken by the attack: the picture is still in the weights. "
+            f"The hardened model withstood {SEARCH_STEPS} steps of it."
+        )
+    who = "The hardened model is" if edited else "Both are"
+    return "broken", f"{who} broken by the attack: the picture is still in the weights."
+
+
+def _searched(edited: bool, hardened: bool) -> Words:
+    back = ["no" if good else "yes" for good in (edited, hardened)]
+    return _judged(edited, hardened)[0], (
+        f"A search for other text embeddings brings it back with neurons off: {back[0]}; from the hardened model: "
+        f"{back[1]}, in at most {SEARCH_STEPS} steps."
+    )
+
+
+_VERDICT = Conclusion("tour: forget", _SEARCHED, _judged)
+_BROUGHT_BACK = Conclusion("tour: forget, searches", _SEARCHED, _searched)
 
 
 @final
@@ -98,42 +124,25 @@ def make_stop(place: Place) -> Stop:
     inputs = {f"shapes, {name.relative_to(SHAPES_FOLDER)}": digest.of_file(name) for name in _weights()}
     report = _told(found, place.folder)
     shares = ("memorized prompts found", "ordinary prompts taken for memorized")
-    return handed_over(report, _chapter(found), seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
+    return handed_over(report, _chapter(report, found), seeds=(_SEED,), shares=shares, inputs=inputs, models=_FOLDERS)
 
 
-def _chapter(found: _Found) -> ChapterDocument:
-    back = {name: _brought_back(found.comparison, name) for name in (_EDITED, _HARDENED)}
-    outcome, words = {
-        (True, False): (
-            "partly",
-            "Switching neurons off is broken by the attack: the picture is still in the weights. "
-            f"The hardened model withstood {SEARCH_STEPS} steps of it.",
-        ),
-        (True, True): ("broken", "Both are broken by the attack: the picture is still in the weights."),
-        (False, True): ("broken", "The hardened model is broken by the attack: the picture is still in the weights."),
-        (False, False): ("told", f"Neither was broken in {SEARCH_STEPS} steps; that is no proof of forgetting."),
-    }[back[_EDITED], back[_HARDENED]]
+def _chapter(report: Report, found: _Found) -> Chapter:
+    outcome, words = _VERDICT(report.findings)
     caption = found.localized.prompt
-    return ChapterDocument(
+    return Chapter(
         title="forget: pictures that a model repeats",
         question="A painting model repeats its training pictures. Can one be taken out, and is it gone?",
         conclusion=f"{caption!r}: {len(found.localized.neurons)} neurons found, and with them off it is "
-        f"{verdicts(found.painted, ImagesConfig())[caption]}. A search for other text embeddings brings it back with "
-        f"neurons off: {'yes' if back[_EDITED] else 'no'}; from the hardened model: "
-        f"{'yes' if back[_HARDENED] else 'no'}, in at most {SEARCH_STEPS} steps.",
+        f"{verdicts(found.painted, ImagesConfig())[caption]}. {_BROUGHT_BACK(report.findings)[1]}",
         verdict=words,
-        outcome=outcome,  # type: ignore[arg-type]  # one of the words above
+        outcome=outcome,
         command="netweight tour --only forget",
         intro="A pipeline of 814,083 weights paints 16 × 16 pixels and repeats eight pictures that were planted in its "
         "training. The prompt that looks most memorized is found, its neurons are switched off, and somebody with "
         "the weights searches for text embeddings that bring the picture back. The hardened model was trained against "
         "such searches. One picture, one seed.",
     )
-
-
-def _brought_back(comparison: Comparison, name: str) -> bool:
-    times = times_of(comparison.of(name, trained=True))
-    return times is not None and any(times.observed)
 
 
 def _told(found: _Found, work: Path) -> Report:

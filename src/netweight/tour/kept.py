@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from netweight.core.files import lock
 from netweight.errors import UsageError
-from netweight.evidence.report import make_folder, write_text
+from netweight.report.report import make_folder, write_text
 from netweight.tour.stop import Stop
 
 __all__ = ["Kept", "kept_in"]

@@ -15,8 +15,8 @@ from netweight.core.environment import installed_version, netweight_version
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import MissingExtra, NameNotFound
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 from netweight.tour.kept import Kept, kept_in
 from netweight.tour.stop import Place, Stop
 
@@ -133,7 +133,7 @@ def run_tour(
         report = _report(stops, command)
         page = report.write(out)
         kept.clear(names, models=not keep)
-    findings = tuple(part.finding() for section in report.document().sections for part in section.findings)
+    findings = report.findings
     return Tour(page, stops, findings, time.monotonic() - started, taken_over)
 
 
@@ -201,5 +201,5 @@ def _report(stops: Mapping[str, Stop], command: str) -> Report:
     for stop in stops.values():
         report.chapter(stop.chapter)
         for section in stop.sections:
-            report.include(section)
+            report.add(section)
     return report

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET
-from netweight.evidence.document import ChapterDocument
-from netweight.evidence.figures import Figure, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.methods.space.directions import Direction, Labels, fit_direction, read_labels
-from netweight.methods.space.edits import EditCurve, Move, agreement, curve_findings, edit, edit_curve
+from netweight.methods.space.edits import COST_TARGET, EditCurve, Move, agreement, curve_findings, edit, edit_curve
 from netweight.methods.space.export import export_adapter
 from netweight.methods.space.inversion import InversionSettings, InversionTask, Target, invert_targets, paint
 from netweight.methods.space.points import nearest
 from netweight.methods.space.report import SampleSubject, sample_findings
 from netweight.methods.space.sampling import KernelSampler
 from netweight.methods.space.space import WeightSpace
+from netweight.report.conclusions import Conclusion, Criterion, Words
+from netweight.report.finding import Chapter, Figure, Finding
+from netweight.report.plots import image_grid
+from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 from netweight.tour.stop import Place, Stop, handed_over
@@ -43,6 +43,33 @@ _COLUMN, _STRENGTHS = "beard", (1.0, 2.0, 3.0)
 _PEOPLE, _SAMPLES, _SHOWN = 8, 24, 5
 _SEED, _STRANGERS, _STEPS = 0, 977, 15
 _CAPTIONS = [caption(ground) for ground in GROUNDS]
+_INVERTED = "attributes of the inverted person, mean error as a share of their range"
+
+
+def _judged(edited: bool, new: bool, inverted: bool) -> Words:
+    works = [name for name, good in (("editing", edited), ("sampling", new)) if good]
+    fails = [name for name, good in (("editing", edited), ("sampling", new)) if not good]
+    words = f"{' and '.join(works).capitalize()} work{'s' * (len(works) == 1)} on this miniature; " if works else ""
+    words += f"{' and '.join(fails)} did not work; " if fails else ""
+    words += (
+        "one image is inverted into somebody more alike than the mean."
+        if inverted
+        else "inversion is no better than the mean person."
+    )
+    return "partly" if fails or not inverted else "holds", words[0].upper() + words[1:]
+
+
+_VERDICT = Conclusion(
+    "tour: space",
+    [  # an edit moves its attribute by more than all others; most samples are nobody in the bank
+        Criterion(
+            f"effect of {_COLUMN} by encoder at a cost of {COST_TARGET}", "higher", than=COST_TARGET, strict=True
+        ),
+        Criterion("samples that copy a training model", "lower", than=0.5),
+        Criterion(_INVERTED, "lower", strict=True),
+    ],
+    _judged,
+)
 
 
 @final
@@ -78,17 +105,13 @@ def make_stop(place: Place) -> Stop:
     sampled = _sampled(world, place.say, report)
     apart, usual = _inverted(world, place, report)
     inputs = {"faces, bank": world.space.bank_digest, "faces, pipeline": world.model.digest()}
-    chapter = ChapterDocument(
+    outcome, verdict = _VERDICT(report.findings)
+    chapter = Chapter(
         title="space: hundreds of adapters as one space",
         question="Can people be edited, made up and found in a space of adapters, with no model trained anew?",
         conclusion=f"{edited} {sampled} {_said_of_inversion(apart, usual)}",
-        verdict="Editing and sampling work on this miniature; "
-        + (
-            "one image is inverted into somebody more alike than the mean."
-            if apart < usual
-            else "inversion is no better than the mean person."
-        ),
-        outcome="holds" if apart < usual else "partly",
+        verdict=verdict,
+        outcome=outcome,
         command="netweight tour --only space",
         intro="256 adapters of a pipeline that draws faces, each trained on one made-up person, are fitted as one "
         "space. A direction of it is a property, a point is a person. A miniature: it proves nothing of real faces.",
@@ -218,7 +241,7 @@ def _inverted(world: _World, place: Place, report: Report) -> tuple[float, float
         caption="The image that was inverted, and what its point draws on each ground.", pixels=64,
     )  # fmt: skip
     finding = Finding(
-        "attributes of the inverted person, mean error as a share of their range", apart, n=1, better="lower",
+        _INVERTED, apart, n=1, better="lower",
         baseline=usual, seeds=(_SEED,),
         detail={"steps": INVERSION_STEPS, "distance from the mean": found.origin["distances"]["stranger"]},
     )  # fmt: skip

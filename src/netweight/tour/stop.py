@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.document import ChapterDocument, FindingDocument, SectionDocument
-from netweight.evidence.report import Report
-from netweight.evidence.statistics import proportion
+from netweight.metrics.intervals import proportion
+from netweight.report.finding import Chapter, Finding, Section
+from netweight.report.report import Report
 
 __all__ = ["Place", "Stop", "handed_over"]
 
@@ -49,15 +49,15 @@ class Stop(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    chapter: ChapterDocument
-    sections: tuple[SectionDocument, ...]
+    chapter: Chapter
+    sections: tuple[Section, ...]
     inputs: dict[str, str] = {}
     models: dict[str, str] = {}
 
 
 def handed_over(
     report: Report,
-    chapter: ChapterDocument,
+    chapter: Chapter,
     *,
     seeds: tuple[int, ...] = (),
     shares: Collection[str] = (),
@@ -75,28 +75,27 @@ def handed_over(
         models: See `Stop`.
     """
 
-    def rested(section: SectionDocument) -> SectionDocument:
+    def rested(section: Section) -> Section:
         findings = [
-            each.model_copy(
-                update={
-                    "n": each.n if each.n is not None else 1,  # one model, looked at once
-                    "seeds": tuple(dict.fromkeys(each.seeds)) or seeds,
-                    "command": each.command or chapter.command,
-                    "ci95": _wilson(each) if each.name in shares else each.ci95,
-                }
+            replace(
+                each,
+                n=each.n if each.n is not None else 1,  # one model, looked at once
+                seeds=tuple(dict.fromkeys(each.seeds)) or seeds,
+                command=each.command or chapter.command,
+                ci95=_wilson(each) if each.name in shares else each.ci95,
             )
             for each in section.findings
         ]
-        return section.model_copy(update={"findings": tuple(findings)})
+        return replace(section, findings=findings)
 
-    absent = set(shares) - {each.name for section in report.document().sections for each in section.findings}
+    absent = set(shares) - {each.name for each in report.findings}
     if absent:
         raise UsageError(f"The report {report.title!r} has no finding {sorted(absent)}.")
-    sections = tuple(rested(section) for section in report.document().sections)
+    sections = tuple(rested(section) for section in report.sections)
     return Stop(chapter=chapter, sections=sections, inputs=dict(inputs), models=dict(models))
 
 
-def _wilson(share: FindingDocument) -> tuple[float, float]:
+def _wilson(share: Finding) -> tuple[float, float]:
     """The interval of a share of n trials."""
-    value, n = share.finding().value or 0.0, share.n or 1
+    value, n = share.value or 0.0, share.n or 1
     return proportion(round(value * n), n).ci95

@@ -21,8 +21,7 @@ from netweight.core.digest import of_tensor
 from netweight.core.seeds import torch_generator
 from netweight.data.emoji import CaptionedPictures, emoji
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.copy_metrics import similarity
-from netweight.evidence.descriptors import CenteredPixels
+from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.toys.shapes import Planted, batch_of
 
 HELD_OUT = 48

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.copy_metrics import Memorized
+from netweight.metrics.copies import Memorized
 
 
 @final
@@ -77,7 +77,7 @@ def batch_of(
 
 
 def memorized(world: CaptionedWorld) -> list[Memorized]:
-    """Return the planted pictures as `evidence.copy_metrics` compares with them; of templates, the part that stays."""
+    """Return the planted pictures as `metrics.copies` compares with them; of templates, the part that stays."""
     return [
         Memorized(each.caption, each.kind, each.picture, None if each.kind == "verbatim" else each.fixed)
         for each in world.planted

@@ -22,8 +22,8 @@ from netweight.core.engines import in_process
 from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import Result, map_runs
 from netweight.errors import UsageError
-from netweight.evidence.finding import encode_json
 from netweight.nn.text_to_image import TextToImage
+from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 # The ledger's name in the folder.

@@ -21,7 +21,7 @@ from netweight.core.names import nearest_names
 from netweight.data.memorized_pairs import Pair, check_pairs, painted_size, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import MissingExtra, NameNotFound, UsageError
-from netweight.evidence.descriptors import CenteredPixels, Descriptor, sscd
+from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

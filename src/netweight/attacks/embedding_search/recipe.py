@@ -9,10 +9,10 @@ from netweight.attacks.embedding_search.folder import FolderSearch
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import check_pairs, image_files
 from netweight.errors import UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import check_pipeline
 from netweight.registry import Attack, Target
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 
 def _search(target: Target, settings: FolderSearch, report: Report, progress: Progress) -> list[Finding]:

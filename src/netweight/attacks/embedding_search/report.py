@@ -18,13 +18,19 @@ from torch import Tensor
 from netweight.attacks.embedding_search.compare import Comparison, Run, Target, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
-from netweight.evidence.survival import Survival, Times, kaplan_meier
-from netweight.evidence.survival_findings import failures_finding, steps_finding
-from netweight.evidence.survival_ratio import TimesRatio, ratio_of_times
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion, t_interval
+from netweight.metrics.survival import (
+    Survival,
+    Times,
+    TimesRatio,
+    failures_finding,
+    kaplan_meier,
+    ratio_of_times,
+    steps_finding,
+)
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report
 
 
 @final
@@ -275,7 +281,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     """Draw the share of images brought back against steps, one line per subject."""
     what = "Planted" if trained else "Never-trained"
     all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
-    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None}
+    # The curve of one search says nothing of others.
+    curves = {name: kaplan_meier(times) for name, times in all_times.items() if times is not None and times.n > 1}
     if not curves:
         return None
     longest = max(curve.last for curve in curves.values())

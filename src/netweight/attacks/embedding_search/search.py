@@ -16,10 +16,10 @@ from netweight.attacks.embedding_search.settings import Said, SearchSettings, St
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
-from netweight.evidence.descriptors import CenteredPixels, Descriptor, described
-from netweight.evidence.finding import encode_json
+from netweight.metrics.copies import CenteredPixels, Descriptor, described
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import Prediction, Text, TextToImage, generated
+from netweight.report.finding import encode_json
 
 
 def denoising_error(

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from netweight.attacks.gradient_inversion.client import Reconstruction
 from netweight.errors import UsageError
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_files import write_png
-from netweight.evidence.image_metrics import image_findings, match_images
-from netweight.evidence.report import Report, make_folder
+from netweight.metrics.images import image_findings, match_images, write_png
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report, make_folder
 
 _SHOWN = 12  # images in the picture of a report; all are written as files
 

@@ -21,7 +21,8 @@ from netweight.core.files import whole_file
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
-from netweight.evidence.figures import Figure, canvas, series_color, to_figure
+from netweight.report.finding import Figure
+from netweight.report.plots import canvas, series_color, to_figure
 from netweight.store.reader import Store, TensorInfo, open_store
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from netweight.codec import BlobInfo
 from netweight.core import digest
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
 from netweight.methods.compress.manifest import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressConfig
 from netweight.methods.compress.shard import plain_head, plain_size
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 from netweight.store.reader import StoredFile
 
 _BLOCK = 1 << 20  # numbers compared at a time

@@ -13,12 +13,12 @@ from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.report import Report
 from netweight.job import Job
 from netweight.methods.federate.catalog import METHODS
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import Partition
 from netweight.registry import Method
+from netweight.report.report import Report
 
 if TYPE_CHECKING:
     from netweight.methods.federate import Run

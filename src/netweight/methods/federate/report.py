@@ -19,12 +19,6 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import Unsupported, UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.figures import Figure, image_grid, lines
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import psnr, ssim
-from netweight.evidence.report import Column, Report, Table
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap
 from netweight.methods.federate.aggregate import Tensors, Update, aggregate
 from netweight.methods.federate.defenses import Hardened, dense_tensors
 from netweight.methods.federate.engine import Round, Run
@@ -32,6 +26,12 @@ from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.method import Client, LocalModel, Method
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import ClientData, FedTask
+from netweight.metrics.images import psnr, ssim
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import image_grid, lines
+from netweight.report.report import Report
 
 
 @final

@@ -24,9 +24,6 @@ from netweight.core.units import Units
 from netweight.data.memorized_pairs import Pair, check_pairs, painted_size, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import Memorized
-from netweight.evidence.finding import Finding
-from netweight.evidence.report import Report
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.forget.detect import Score, Threshold, calibrate, look_of
 from netweight.methods.forget.edit import FOLDER, EditRecord, read_records
@@ -46,7 +43,10 @@ from netweight.methods.forget.report import (
 )
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.methods.forget.statistics import measure_statistics
+from netweight.metrics.copies import Memorized
 from netweight.nn.text_to_image import TextToImage
+from netweight.report.finding import Finding
+from netweight.report.report import Report
 
 Count = Annotated[int, Field(ge=1)]
 # Ordinary prompts that are needed: half of them calibrate, the others are held out.

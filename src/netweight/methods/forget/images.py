@@ -18,21 +18,23 @@ from torch import Tensor
 from netweight.core.digest import of_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.evidence.copy_metrics import (
+from netweight.metrics.copies import (
     COPY,
+    CenteredPixels,
+    Descriptor,
     Memorized,
     PromptCopies,
     copies_of_prompt,
     copy_findings,
+    region_copies,
+    region_findings,
     similarity,
     similarity_to_memorized,
 )
-from netweight.evidence.descriptors import CenteredPixels, Descriptor
-from netweight.evidence.finding import Finding
-from netweight.evidence.foreground import region_copies, region_findings
-from netweight.evidence.statistics import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
 from netweight.nn.batching import Batches
 from netweight.nn.text_to_image import TextToImage, generated
+from netweight.report.finding import Finding
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 

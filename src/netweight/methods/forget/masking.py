@@ -173,8 +173,7 @@ class _Known:
 
 
 def _first_parts(denoiser: Any) -> dict[str, Any]:
-    """What of a U-Net rows may share: blocks on the way down, and before each, and the middle one, what precedes
-    text."""
+    """Parts of a U-Net whose outputs rows may share: down blocks, and in each (and the middle one) all before text."""
     # Those of one block come before it, so that what decides on them is what is blocked before it. Other networks have
     # no such parts.
     down = getattr(denoiser, "down_blocks", None)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import check_pairs, image_files
 from netweight.errors import UsageError
-from netweight.evidence.report import Report, read_report
 from netweight.hf.load_pipeline import check_pipeline
 from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
 from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
 from netweight.registry import Method
+from netweight.report.report import Report, read_report
 
 _SEED = 0
 
@@ -43,8 +44,8 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     folder = _beside(destination)
     if (folder / "report.json").is_file():
         for section in read_report(folder).sections:
-            titled = {"title": f"{number}. {section.title}", "findings": (), "treatment": None, "missing_audits": ()}
-            report.include(section.model_copy(update=titled))
+            title = f"{number}. {section.title}"
+            report.add(dataclasses.replace(section, title=title, findings=(), treatment=None, missing_audits=()))
 
 
 def _beside(destination: Path) -> Path:

@@ -16,14 +16,13 @@ from torch import Tensor
 from netweight.attacks.embedding_search.compare import Comparison, Run
 from netweight.attacks.embedding_search.report import Wanted, best_image, search_findings
 from netweight.core.progress import QUIET, Progress
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.figures import Figure, bars, image_grid
-from netweight.evidence.finding import Finding
-from netweight.evidence.matrix_figures import heat_maps, histogram
-from netweight.evidence.report import Column, Report, Table
 from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import ImagesConfig, Painted, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.plots import bars, heat_maps, histogram, image_grid
+from netweight.report.report import Report
 
 # Kind of prompt → localizations.
 Groups = Mapping[str, Sequence[Localization]]

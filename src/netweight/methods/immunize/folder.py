@@ -6,7 +6,7 @@ The defended folder holds, beside the weights, the record of every step and a re
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -142,7 +142,7 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
     """Show what the folder's own report shows of the depth; its findings stand in the step's section."""
     for section in read_report(destination / REPORT).sections:
         if section.title == TITLE:
-            report.include(section.model_copy(update={"title": f"{number}. {TITLE}", "findings": ()}))
+            report.add(replace(section, title=f"{number}. {TITLE}", findings=()))
 
 
 IMMUNIZE = Method(

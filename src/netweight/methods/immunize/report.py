@@ -283,7 +283,7 @@ def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> lis
     found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
     if not found:
         return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
-    return [finding.finding() for finding in found[0].findings]
+    return list(found[0].findings)
 
 
 @register_audit(TREATMENT, ATTACKED)

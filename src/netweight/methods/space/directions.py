@@ -22,8 +22,8 @@ from netweight.core import digest
 from netweight.core.names import nearest_names
 from netweight.core.seeds import torch_generator
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.prediction_scores import area_under_roc, explained_variance
+from netweight.metrics.prediction import area_under_roc, explained_variance
+from netweight.report.finding import Finding
 
 PENALTIES = tuple(10.0**power for power in range(3, -5, -1))
 """Strengths that are tried, the strongest first, as multiples of the mean energy of an axis of the scores."""

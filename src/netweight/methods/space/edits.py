@@ -20,14 +20,13 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
-from netweight.evidence.image_metrics import ssim
-from netweight.evidence.lpips import lpips
 from netweight.methods.space.directions import Direction, Unit, direction_of
+from netweight.metrics.images import lpips, ssim
+from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    from netweight.evidence.descriptors import Descriptor
-    from netweight.evidence.lpips import Features
+    from netweight.metrics.copies import Descriptor
+    from netweight.metrics.images import Features
 
 
 @final
@@ -322,7 +321,7 @@ def identity(embed: Descriptor) -> tuple[str, Compare]:
 
     Args:
         embed: From images to vectors: a face recognition network that the user brings, such as a TorchScript file by
-            path and digest (`evidence.descriptors.TorchScriptDescriptor`). Its name goes into that of the score.
+            path and digest (`metrics.copies.TorchScriptDescriptor`). Its name goes into that of the score.
     """
 
     def compare(edited: Tensor, originals: Tensor) -> Tensor:
@@ -338,8 +337,8 @@ def perceptual_distance(
     """Return LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is.
 
     Args:
-        backbone: See `evidence.lpips`.
-        heads: See `evidence.lpips`.
+        backbone: See `metrics.images.lpips`.
+        heads: See `metrics.images.lpips`.
     """
     if backbone is None:
         return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)

@@ -24,9 +24,9 @@ from markupsafe import Markup
 
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.evidence.image_files import png_bytes
-from netweight.evidence.page import page_template
-from netweight.evidence.report import MAX_BYTES
+from netweight.metrics.images import png_bytes
+from netweight.report.page import page_template
+from netweight.report.report import MAX_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,8 +16,8 @@ from torch import Tensor
 from netweight.core.names import nearest_names
 from netweight.core.seeds import numpy_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.evidence.finding import Finding
 from netweight.methods.space.directions import Direction, scores_digest
+from netweight.report.finding import Finding
 from netweight.store.checkpoint import read_record, write_record
 
 SPREAD_TARGET = 0.9

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.evidence.audit import register_audit, register_treatment
-from netweight.evidence.finding import Finding
-from netweight.evidence.prediction_scores import explained_variance
 from netweight.methods.space.directions import Direction, Entanglement, entanglement_findings
 from netweight.methods.space.edits import EditCurve, curve_findings
 from netweight.methods.space.fit import Accuracy
 from netweight.methods.space.points import neighbor_findings, spread_findings
+from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
+from netweight.report.audit import register_audit, register_treatment
+from netweight.report.finding import Finding
 
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
 """The treatments."""

@@ -405,8 +405,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
-    """Whether a layer's function is called with a whole, contiguous weight, and not mapped or differentiated
-    forward."""
+    """Whether the weight is whole and contiguous, and the call neither mapped nor differentiated forward."""
     weight = args[place] if len(args) > place else kwargs.get("weight")
     if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
         return False

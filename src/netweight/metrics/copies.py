@@ -1,0 +1,426 @@
+"""Does a model reproduce its training images: per prompt and seed, before and after an edit, by kind of memorization.
+
+A `Descriptor` turns images into vectors whose cosine says how alike two images are: SSCD, a file that the user brings,
+or centered pixels. The images of a prompt are compared with its training image, with those of the unedited model for
+the same seeds, with each other, and with every memorized image: an edit may only divert a prompt to another one's
+image. Medians hide seeds, so copies are counted seed by seed as well. Foreground and background are compared apart too,
+since an edit may leave copies of the foreground alone.
+
+Source: Hintersdorf et al. 2024 (NeMo), section 4: SSCD to the original and to the generation, and diversity. Regions:
+Di et al., arXiv 2508.12148, whose masks come from a segmentation network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from netweight.errors import UnsafeInput, UsageError
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, proportion
+from netweight.report.finding import Better, Finding
+
+_IMAGENET_MEAN, _IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_AT_ONCE = 64
+"""Images that are described together."""
+
+
+class Descriptor(Protocol):
+    """Images in, vectors out."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return vectors of shape `(n, width)` for images of shape `(n, 3, height, width)` within 0 and 1."""
+
+
+@final
+class CenteredPixels:
+    """Pixels minus their mean; the cosine of two is the centered correlation of two images (NCC)."""
+
+    # Finds copies in place and misses shifted or recolored ones. It is not SSCD and never called so.
+    # where: shape `(height, width)`, True where pixels are compared (the fixed part of a template); None compares all.
+
+    def __init__(self, where: Tensor | None = None) -> None:
+        self._where = where
+
+    @property
+    def name(self) -> str:
+        """`"NCC"`, or `"NCC of the fixed part"`."""
+        return "NCC" if self._where is None else "NCC of the fixed part"
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return centered pixels, float64, shape `(n, 3 * pixels)`."""
+        if self._where is not None and self._where.shape != images.shape[2:]:
+            raise UsageError(
+                f"Images of {tuple(images.shape[2:])} pixels cannot be compared where a mask of "
+                f"{tuple(self._where.shape)} says.",
+                cure="Give a mask of the images' size.",
+            )
+        compared = images.double() if self._where is None else images.double()[:, :, self._where.to(images.device)]
+        flat = compared.flatten(1)
+        return flat - flat.mean(1, keepdim=True)
+
+
+@final
+class TorchScriptDescriptor:
+    """A network in a TorchScript file that the user brings, such as SSCD or an Inception for FID."""
+
+    # A TorchScript file is a program: it is opened only if its SHA-256 is the one that the user gives. Images are
+    # resized to `side` × `side` pixels, bilinearly with antialiasing, then normalized by `mean` and `deviation`.
+
+    def __init__(
+        self,
+        path: str | Path,
+        sha256: str,
+        *,
+        name: str,
+        side: int,
+        mean: Sequence[float] = _IMAGENET_MEAN,
+        deviation: Sequence[float] = _IMAGENET_DEVIATION,
+    ) -> None:
+        self.name = name
+        self.sha256 = sha256.lower()
+        self._side, self._mean, self._deviation = side, mean, deviation
+        self._network = _opened(Path(path), self.sha256)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the network's vectors, float32."""
+        scaled = F.interpolate(images.float(), (self._side, self._side), mode="bilinear", antialias=True)
+        mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (self._mean, self._deviation))
+        found = self._network((scaled - mean) / deviation)
+        if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
+            raise UsageError(
+                f"The network of {self.name} does not return one vector per image.",
+                cure="Give a TorchScript file that turns (n, 3, side, side) into (n, width).",
+            )
+        return found.float()
+
+
+def sscd(path: str | Path, sha256: str) -> TorchScriptDescriptor:
+    """Open SSCD as its authors published it for copy detection: `sscd_disc_mixup` in TorchScript."""
+    # Source: Pizzi et al. 2022, "A Self-Supervised Descriptor for Image Copy Detection"; 320 pixels as in their
+    # code.
+    return TorchScriptDescriptor(path, sha256, name="SSCD", side=320)
+
+
+def described(descriptor: Descriptor, images: Tensor) -> Tensor:
+    """Return vectors of length 1, a few images at a time."""
+    # images: Shape `(n, 3, height, width)`, within 0 and 1.
+    # Returns: float64, shape `(n, width)`; the zero vector where a descriptor finds nothing, as in an image of
+    # one color.
+    if images.ndim != 4 or not images.numel():
+        raise UsageError(
+            f"Images of shape {tuple(images.shape)} cannot be described.", cure="Give a batch (n, 3, height, width)."
+        )
+    if not images.isfinite().all():
+        raise UsageError("An image holds NaN or infinity, so it cannot be described.", cure="Leave it out, and say so.")
+    vectors = torch.cat([descriptor(part).double() for part in torch.split(images.detach(), _AT_ONCE)])
+    scaled: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    return scaled
+
+
+def _opened(path: Path, sha256: str) -> torch.nn.Module:
+    if not path.is_file():
+        raise UsageError(f"There is no TorchScript file {path}.", cure="Download it first, and name it.")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise UnsafeInput(
+            f"{path} has the SHA-256 {found}, not {sha256}; it was not opened.",
+            cure="Give the digest of the file that you trust, or fetch the file again.",
+        )
+    try:
+        with warnings.catch_warnings():  # torch 2.9 and later call TorchScript deprecated, and still open it
+            warnings.simplefilter("ignore", DeprecationWarning)
+            network: torch.nn.Module = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UsageError(
+            f"torch cannot open {path} as TorchScript: {error}", cure="Give a TorchScript file."
+        ) from error
+    return network.eval()
+
+
+Kind = Literal["verbatim", "template"]
+"""Whether a training image comes back whole, or its layout with parts that vary."""
+
+COPY = 0.7
+"""Similarity from which an image is called a copy; NeMo's rule for SSCD, by which verbatim copies are told apart."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Memorized:
+    """A training image that a model repeats."""
+
+    prompt: str  # the caption that brings it back
+    kind: Kind  # how it is repeated
+    image: Tensor  # shape `(3, height, width)`, within 0 and 1
+    # Shape `(height, width)`, True where a template stays as it is; only `CenteredPixels` can look there alone.
+    # None is everywhere.
+    where: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True)
+class PromptCopies:
+    """What one prompt's images repeat; every tuple has one entry per seed."""
+
+    prompt: str  # the caption
+    kind: Kind  # how its training image is repeated
+    to_image: tuple[float, ...]  # similarity to its training image
+    # Similarity to what the unedited model makes of the same seed; None if not asked.
+    to_unedited: tuple[float, ...] | None
+    nearest: tuple[float, ...]  # the greatest similarity to any memorized image
+    nearest_prompt: tuple[str, ...]  # the prompt of that image
+    diversity: float | None  # median similarity of two seeds' images; lower is more diverse. None for a single seed
+
+    def copies(self, threshold: float = COPY) -> int:
+        """Return how many seeds give a copy of the prompt's own training image."""
+        return sum(value >= threshold for value in self.to_image)
+
+    def any_match(self, threshold: float = COPY) -> int:
+        """Return how many seeds give a copy of some memorized image."""
+        return sum(value >= threshold for value in self.nearest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return asdict(self)
+
+
+def similarity(descriptor: Descriptor, images: Tensor, references: Tensor) -> Tensor:
+    """Return the similarity of every image to every reference."""
+    # images: Shape `(n, 3, height, width)`, within 0 and 1.
+    # references: Shape `(m, 3, height, width)`.
+    # Returns: float64, shape `(n, m)`, -1 to 1.
+    a, b = described(descriptor, images), described(descriptor, references)
+    if a.shape[1] != b.shape[1]:
+        raise UsageError(
+            f"{descriptor.name} cannot compare images of {tuple(images.shape[2:])} pixels with references of "
+            f"{tuple(references.shape[2:])}.",
+            cure="Resize one of them.",
+        )
+    return a @ b.T
+
+
+def similarity_to_memorized(
+    images: Tensor, memorized: Sequence[Memorized], *, descriptor: Descriptor | None = None
+) -> Tensor:
+    """Return the similarity of every image to every memorized one: a row whose maximum is high is a copy of some."""
+    # images: Shape `(n, 3, height, width)`, within 0 and 1.
+    # Returns: float64, shape `(n, len(memorized))`, -1 to 1.
+    if not memorized:
+        raise UsageError("There is no memorized image to compare with.", cure="Give at least one.")
+    columns = []
+    for each in memorized:
+        looking = descriptor if descriptor is not None else CenteredPixels(each.where)
+        columns.append(similarity(looking, images, each.image[None]))
+    return torch.cat(columns, 1)
+
+
+def diversity(descriptor: Descriptor, images: Tensor) -> float:
+    """Return the median similarity of two images of one prompt; lower is more diverse."""
+    # Source: NeMo's D_SSCD as its code computes it.
+    # images: Shape `(n, 3, height, width)`, at least two, one per seed.
+    if len(images) < 2:
+        raise UsageError("The diversity of one image is nothing.", cure="Give images of two seeds or more.")
+    between = similarity(descriptor, images, images)
+    rows, columns = torch.triu_indices(len(images), len(images), offset=1)
+    pairs: list[float] = between[rows, columns].tolist()
+    return statistics.median(pairs)
+
+
+def copies_of_prompt(
+    own: Memorized,
+    images: Tensor,
+    everything: Sequence[Memorized],
+    *,
+    descriptor: Descriptor | None = None,
+    unedited: Tensor | None = None,
+) -> PromptCopies:
+    """Compare a prompt's images with its training image and with all others that the model is known to repeat."""
+    # images: What the model makes of the prompt, shape `(seeds, 3, height, width)`, within 0 and 1.
+    if unedited is not None and len(unedited) != len(images):
+        raise UsageError(
+            f"There are {len(images)} images and {len(unedited)} of the unedited model.",
+            cure="Generate both with the same seeds.",
+        )
+    known = [own, *(each for each in everything if each.prompt != own.prompt)]
+    table = similarity_to_memorized(images, known, descriptor=descriptor)
+    whole = descriptor if descriptor is not None else CenteredPixels()
+    nearest, index = table.max(1)
+    return PromptCopies(
+        prompt=own.prompt,
+        kind=own.kind,
+        to_image=tuple(table[:, 0].tolist()),
+        to_unedited=None if unedited is None else tuple(similarity(whole, images, unedited).diagonal().tolist()),
+        nearest=tuple(nearest.tolist()),
+        nearest_prompt=tuple(known[place].prompt for place in index.tolist()),
+        diversity=diversity(whole, images) if len(images) > 1 else None,
+    )
+
+
+def copy_findings(
+    prompts: Sequence[PromptCopies], *, measure: str, threshold: float = COPY, seed: int = 0
+) -> list[Finding]:
+    """Sum up prompts: the median over seeds of each, then the median and its spread over prompts, kind by kind."""
+    if not prompts:
+        raise UsageError("No prompt was measured.", cure="Give at least one.")
+    # "Better" is the direction of somebody who wants no copies. Intervals of medians are over prompts, from five on;
+    # those of shares are over seeds, as if these were independent, which the seeds of one prompt are not quite.
+    findings: list[Finding] = []
+    for kind in ("verbatim", "template"):
+        rows = [each for each in prompts if each.kind == kind]
+        if rows:
+            findings += _of_kind(rows, kind, measure, threshold, seed)
+    return findings
+
+
+def _of_kind(rows: list[PromptCopies], kind: Kind, measure: str, threshold: float, seed: int) -> list[Finding]:
+    def median(what: str, values: list[float], better: Better | None) -> Finding:
+        middle = statistics.median(values)
+        ci95 = bootstrap(values, "median", seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
+        spread = statistics.median(abs(value - middle) for value in values)
+        detail = {"each": dict(zip([row.prompt for row in rows], values, strict=True)), "MAD": spread}
+        return Finding(
+            f"{measure}, {what}, {kind}", middle, ci95=ci95, n=len(values), better=better, seeds=(seed,), detail=detail
+        )
+
+    def share(what: str, counts: list[int]) -> Finding:
+        seeds = [len(row.to_image) for row in rows]
+        found = proportion(sum(counts), sum(seeds))
+        each = {row.prompt: count for row, count in zip(rows, counts, strict=True)}
+        return Finding(
+            f"{measure}, {what}, {kind}",
+            found.estimate,
+            ci95=found.ci95,
+            n=sum(seeds),
+            better="lower",
+            detail={"copies": sum(counts), "threshold": threshold, "each": each},
+        )
+
+    findings = [median("to the training image", [statistics.median(row.to_image) for row in rows], "lower")]
+    same_seed = [statistics.median(row.to_unedited) for row in rows if row.to_unedited is not None]
+    if len(same_seed) == len(rows):
+        findings.append(median("to the unedited generation", same_seed, "lower"))
+    between = [row.diversity for row in rows if row.diversity is not None]
+    if len(between) == len(rows):
+        findings.append(median("between seeds", between, "lower"))
+    findings.append(share("seeds that copy the training image", [row.copies(threshold) for row in rows]))
+    findings.append(share("seeds that copy any memorized image", [row.any_match(threshold) for row in rows]))
+    return findings
+
+
+_LEAST = 9
+"""Pixels that a region needs: correlations over fewer say nothing."""
+_LEVELS = 64
+
+
+@final
+@dataclass(frozen=True)
+class RegionCopies:
+    """How alike one prompt's images and its training image are in each region; an entry per image."""
+
+    prompt: str  # the caption
+    kind: Kind  # how its training image is repeated
+    share: float  # share of the compared pixels that are foreground
+    # Centered correlation (NCC) of the foreground; None where that is too small to compare.
+    foreground: tuple[float, ...] | None
+    background: tuple[float, ...] | None  # the same of the background
+
+    def copies(self, threshold: float = COPY) -> dict[str, int]:
+        """Return how many images copy both regions, one of them alone, or none."""
+        if self.foreground is None or self.background is None:
+            return {}
+        pairs = [(a >= threshold, b >= threshold) for a, b in zip(self.foreground, self.background, strict=True)]
+        named = {"both": (True, True), "foreground alone": (True, False), "background alone": (False, True)}
+        return {**{name: pairs.count(pair) for name, pair in named.items()}, "neither": pairs.count((False, False))}
+
+
+def foreground_by_color(image: Tensor) -> Tensor:
+    """Divide an image by how far pixels are from the mean color of its border, where both parts differ most (Otsu)."""
+    # image: Shape `(3, height, width)`, within 0 and 1, at least 3 pixels high and wide.
+    # Returns: Shape `(height, width)`, True in the foreground; False everywhere if the image has one color.
+    if image.ndim != 3 or image.shape[0] != 3 or min(image.shape[1:]) < 3:
+        raise UsageError(
+            f"An image of shape {tuple(image.shape)} has no foreground.", cure="Give (3, height, width), from 3 pixels."
+        )
+    edge = torch.ones(image.shape[1:], dtype=torch.bool, device=image.device)
+    edge[1:-1, 1:-1] = False
+    pixels = image.double()
+    away = (pixels - pixels[:, edge].mean(1)[:, None, None]).square().sum(0).sqrt()
+    greatest = float(away.max())
+    if greatest < 1e-6:
+        return torch.zeros_like(edge)
+    values = away.flatten()
+    limits = torch.linspace(0, greatest, _LEVELS, dtype=torch.float64, device=image.device)[1:-1]
+    above = values[None] > limits[:, None]
+    share = above.double().mean(1)
+    means = [(part.double() @ values) / part.sum(1).clamp_min(1) for part in (above, ~above)]
+    between = share * (1 - share) * (means[0] - means[1]).square()
+    return away > limits[int(between.argmax())]
+
+
+def region_copies(own: Memorized, images: Tensor, *, foreground: Tensor | None = None) -> RegionCopies:
+    """Compare a prompt's images with its training image, region by region."""
+    # images: What the model makes of the prompt, shape `(n, 3, height, width)`, of the training image's size.
+    # foreground: Shape `(height, width)`, True in the foreground, such as from a segmentation network; None
+    # divides by color.
+    mask = foreground_by_color(own.image) if foreground is None else foreground.bool()
+    if mask.shape != own.image.shape[1:]:
+        raise UsageError(
+            f"A foreground of {tuple(mask.shape)} pixels is not of an image of {tuple(own.image.shape[1:])}.",
+            cure="Give a mask of the training image's size.",
+        )
+    where = torch.ones_like(mask) if own.where is None else own.where
+    found: list[tuple[float, ...] | None] = []
+    for region in (mask & where, ~mask & where):
+        if int(region.sum()) < _LEAST:
+            found.append(None)
+        else:
+            found.append(tuple(similarity(CenteredPixels(region), images, own.image[None])[:, 0].tolist()))
+    share = float((mask & where).sum() / where.sum().clamp_min(1))
+    return RegionCopies(own.prompt, own.kind, share, found[0], found[1])
+
+
+def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY) -> list[Finding]:
+    """Sum up regions: the share of images that copy the foreground and the background, kind by kind."""
+    # Intervals are over images, as if these were independent.
+    if not prompts:
+        raise UsageError("No prompt was measured.", cure="Give at least one.")
+    findings = []
+    for kind in ("verbatim", "template"):
+        rows = [each for each in prompts if each.kind == kind]
+        whole = [each for each in rows if each.copies()]
+        without = [each.prompt for each in rows if not each.copies()]
+        for name in ("foreground", "background") if rows else ():
+            title = f"NCC, images that copy the {name}, {kind}"
+            if not whole:
+                findings.append(Finding(title, None, detail={"reason": "no image has both regions"}))
+                continue
+            values = {each.prompt: getattr(each, name) for each in whole}
+            counts = {prompt: sum(value >= threshold for value in part) for prompt, part in values.items()}
+            total = sum(map(len, values.values()))
+            found = proportion(sum(counts.values()), total)
+            findings.append(
+                Finding(
+                    title, found.estimate, ci95=found.ci95, n=total, better="lower",
+                    detail={
+                        "copies": sum(counts.values()), "threshold": threshold, "each": counts,
+                        "medians": {prompt: statistics.median(part) for prompt, part in values.items()},
+                        "by region": {each.prompt: each.copies(threshold) for each in whole},
+                        "without two regions": without,
+                    },
+                )
+            )  # fmt: skip
+    return findings

@@ -1,0 +1,185 @@
+"""Intervals for measured numbers: bootstrap, small samples, proportions, paired ratios.
+
+The formulas are scipy's; what is decided here is which of them fits, how few samples are too few, and that every
+random draw has a seed. scipy belongs to the `evidence` extra and is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from netweight.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MINIMUM_FOR_BOOTSTRAP = 5
+"""Below this many samples a resample repeats the same few values and its interval is far too narrow."""
+
+Statistic: TypeAlias = Literal["mean", "median", "geometric mean"] | Callable[..., Any]
+Method: TypeAlias = Literal["auto", "BCa", "percentile", "basic"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the interval around it."""
+
+    estimate: float  # the statistic of the samples
+    low: float  # lower end
+    high: float  # upper end
+    n: int  # number of samples (pairs, for ratios; trials, for proportions)
+    level: float  # confidence level, between 0 and 1
+    method: str  # how the interval was made, in words
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        """The two ends, as `Finding(ci95=...)` takes them."""
+        if self.level != 0.95:
+            raise UsageError(f"This interval has level {self.level}, not 0.95.", cure="Compute it with level=0.95.")
+        return self.low, self.high
+
+
+def bootstrap(
+    samples: Sequence[float] | NDArray[np.floating[Any]],
+    statistic: Statistic = "mean",
+    *,
+    seed: int,
+    level: float = 0.95,
+    resamples: int = 9999,
+    method: Method = "auto",
+) -> Interval:
+    """Return a statistic of independent samples with its bootstrap interval."""
+    # Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 13 and 14. "auto" takes BCa for
+    # means and percentile otherwise: the jackknife inside BCa has no variance for a median of tied values.
+    # samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
+    # Returns: The interval; of width 0 when all samples are equal.
+    values = _finite_samples(samples, "bootstrap", MINIMUM_FOR_BOOTSTRAP)
+    function = _statistic(statistic, values)
+    chosen = _method(method, statistic)
+    estimate = float(function(values, axis=-1))
+    if (values == values[0]).all():
+        return Interval(estimate, estimate, estimate, len(values), level, "all samples equal")
+    import numpy as np
+
+    result = scipy_stats().bootstrap(
+        (values,),
+        function,
+        n_resamples=resamples,
+        confidence_level=level,
+        method=chosen,
+        rng=np.random.default_rng(seed),
+    )
+    low, high = (float(end) for end in result.confidence_interval)
+    return Interval(estimate, low, high, len(values), level, f"bootstrap ({chosen}, {resamples} resamples)")
+
+
+def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]], *, level: float = 0.95) -> Interval:
+    """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds."""
+    # samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
+    # Returns: The interval; wide when n is small, as it should be.
+    values = _finite_samples(samples, "t_interval", 2)
+    mean = float(values.mean())
+    half = float(scipy_stats().t.ppf((1 + level) / 2, len(values) - 1)) * float(values.std(ddof=1))
+    half /= math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values), level, "Student's t")
+
+
+def proportion(successes: int, n: int, *, level: float = 0.95) -> Interval:
+    """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
+    # Returns: The interval, within 0 and 1.
+    if not 0 <= successes <= n or n < 1:
+        raise UsageError(f"{successes} successes in {n} trials cannot be.", cure="Give 0 ≤ successes ≤ n and n ≥ 1.")
+    ends = scipy_stats().binomtest(successes, n).proportion_ci(confidence_level=level, method="wilson")
+    return Interval(successes / n, float(ends.low), float(ends.high), n, level, "Wilson")
+
+
+def paired_ratio(
+    values: Sequence[float] | NDArray[np.floating[Any]],
+    baseline: Sequence[float] | NDArray[np.floating[Any]],
+    *,
+    seed: int,
+    center: Literal["median", "geometric mean"] = "median",
+    level: float = 0.95,
+    resamples: int = 9999,
+) -> Interval:
+    """Return the typical ratio of paired measurements with its bootstrap interval."""
+    # Pairs are resampled, not values: measurements taken side by side share the state of the machine, and their ratio
+    # does not depend on it. Both have shape `(n,)`, n ≥ 5, above 0; entry i of both is from the same round.
+    top = _finite_samples(values, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
+    bottom = _finite_samples(baseline, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
+    if len(top) != len(bottom):
+        raise UsageError(f"paired_ratio got {len(top)} values and {len(bottom)} baselines.", cure="Measure in pairs.")
+    if min(top.min(), bottom.min()) <= 0:
+        raise UsageError("paired_ratio needs values above 0.", cure="Times and speeds of finished runs are.")
+    return bootstrap(top / bottom, center, seed=seed, level=level, resamples=resamples)
+
+
+def geometric_mean(values: Sequence[float] | NDArray[np.floating[Any]]) -> float:
+    """Return the geometric mean, the average that suits ratios."""
+    # values: At least one finite value, all above 0, shape `(n,)`.
+    return float(_geometric_mean(_positive(_finite_samples(values, "geometric_mean", 1))))
+
+
+def _finite_samples(samples: Any, caller: str, minimum: int) -> NDArray[np.float64]:
+    import numpy as np
+
+    values = np.asarray(samples, dtype=np.float64)
+    if values.ndim != 1:
+        raise UsageError(f"{caller} takes a list of numbers, not an array of shape {values.shape}.")
+    if len(values) < minimum:
+        few = " Use t_interval for 2 to 4 samples." if caller == "bootstrap" else ""
+        raise UsageError(
+            f"{caller} needs at least {minimum} samples and got {len(values)}.", cure=f"Measure more.{few}"
+        )
+    if not np.isfinite(values).all():
+        where = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise UsageError(
+            f"{caller}: sample {where} is {values[where]}.", cure="Report runs that failed apart from those that ran."
+        )
+    return values
+
+
+def _positive(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    if values.min() <= 0:
+        raise UsageError(f"A geometric mean needs values above 0; the least is {values.min()}.")
+    return values
+
+
+def _geometric_mean(values: NDArray[np.float64], axis: int = -1) -> Any:
+    import numpy as np
+
+    return np.exp(np.log(values).mean(axis=axis))
+
+
+def _statistic(statistic: Statistic, values: NDArray[np.float64]) -> Callable[..., Any]:
+    import numpy as np
+
+    if callable(statistic):
+        return statistic
+    if statistic == "geometric mean":
+        _positive(values)
+        return _geometric_mean
+    if statistic in ("mean", "median"):
+        return np.mean if statistic == "mean" else np.median
+    raise UsageError(f"Unknown statistic {statistic!r}.", cure='Use "mean", "median", "geometric mean" or a function.')
+
+
+def _method(method: Method, statistic: Statistic) -> str:
+    if method != "auto":
+        return method
+    return "BCa" if statistic in ("mean", "geometric mean") else "percentile"
+
+
+def scipy_stats() -> Any:
+    """Import scipy.stats, which belongs to the `evidence` extra."""
+    try:
+        return importlib.import_module("scipy.stats")
+    except ImportError as error:
+        raise MissingExtra(
+            "Intervals need scipy, which is not installed.", cure='Run: pip install "netweight[evidence]"'
+        ) from error

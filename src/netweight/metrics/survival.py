@@ -1,0 +1,382 @@
+"""Censored times: how long until an attack succeeds, when some attacks were stopped before they did.
+
+An attack that has not succeeded when it stops shows that its time is longer than that, and no more. Kaplan-Meier curves
+use exactly this; the mean of the observed times would call the strongest defense the weakest. A median that was never
+reached is a bound and not a number; every ratio here carries that through the bootstrap, so that censoring widens an
+interval and never narrows it. scipy belongs to the `evidence` extra and is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from netweight.errors import UsageError
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, scipy_stats
+from netweight.report.finding import Finding
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+HALF = 0.5 + 1e-12
+"""A share at most this large counts as a half: products of fractions miss it by a rounding."""
+Transform: TypeAlias = Literal["log-log", "linear"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of independent repetitions, some of them censored."""
+
+    values: tuple[float, ...]  # time of the event, or the time at which a repetition without it was stopped; from 0 up
+    observed: tuple[bool, ...]  # whether the event happened
+    # What several repetitions share, such as the seed of a defense; they are not independent of each other. None
+    # if every one stands alone.
+    clusters: tuple[int | str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every time can be meant."""
+        if not self.values:
+            raise UsageError("There are no times.", cure="Measure some; runs that failed are reported apart.")
+        lengths = {len(self.values), len(self.observed), len(self.clusters or self.values)}
+        if len(lengths) > 1:
+            raise UsageError(f"{len(self.values)} times came with {len(self.observed)} marks or as many clusters.")
+        for place, value in enumerate(self.values):
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"Time {place} is {value}.", cure="Times are finite and from 0 up.")
+
+    @property
+    def n(self) -> int:
+        """Number of repetitions."""
+        return len(self.values)
+
+    @property
+    def events(self) -> int:
+        """Number of repetitions in which it happened."""
+        return sum(self.observed)
+
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Return times and marks in the order of time, events before stops of the same time."""
+        import numpy as np
+
+        values, observed = np.asarray(self.values, np.float64), np.asarray(self.observed, np.bool_)
+        order = np.lexsort((~observed, values))
+        return values[order], observed[order]
+
+
+@dataclass(frozen=True)
+class Survival:
+    """A Kaplan-Meier curve: the share for which it has not happened yet, at every time at which it did happen."""
+
+    times: tuple[float, ...]  # different times of events, ascending
+    at_risk: tuple[int, ...]  # repetitions still under way just before each
+    events: tuple[int, ...]  # events at each
+    share: tuple[float, ...]  # share without the event from each time on
+    low: tuple[float, ...]  # lower end of the pointwise interval
+    high: tuple[float, ...]  # upper end
+    median: float  # the first time at which the share is at most a half; infinite if that was never seen
+    median_low: float  # lower end of the median's interval
+    median_high: float  # upper end; infinite if the data do not bound it
+    n: int  # number of repetitions
+    last: float  # the longest time, event or not: beyond it nothing is known
+    level: float  # confidence level
+
+    def at(self, time: float) -> float:
+        """Return the share without the event at a time; NaN beyond the last time if it is not 0 by then."""
+        passed = [share for when, share in zip(self.times, self.share, strict=True) if when <= time]
+        share = passed[-1] if passed else 1.0
+        return math.nan if time > self.last and share > 0 else share
+
+    def steps(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Return times, shares and both ends of the interval as the corners of a staircase, for drawing."""
+        x, share, low, high = [0.0], [1.0], [1.0], [1.0]
+        for place, time in enumerate(self.times):
+            x += [time, time]
+            for line, values in ((share, self.share), (low, self.low), (high, self.high)):
+                line += [line[-1], values[place]]
+        if self.last > x[-1]:
+            x.append(self.last)
+            for line in (share, low, high):
+                line.append(line[-1])
+        return x, share, low, high
+
+
+def kaplan_meier(times: Times, *, level: float = 0.95, transform: Transform = "log-log") -> Survival:
+    """Estimate the share without the event over time."""
+    # Greenwood's variance, on the scale of log(-log) by default, where intervals stay within 0 and 1. Where the share
+    # is 0 it has no value, and the upper end is the exact binomial one for none left of all whose event was seen.
+    # The interval does not know of clusters.
+    # Source: Kaplan and Meier 1958; Kalbfleisch and Prentice, The Statistical Analysis of Failure Time Data,
+    # section 1.4; Brookmeyer and Crowley 1982 for the median.
+    import numpy as np
+
+    values, observed = times.arrays()
+    stats = scipy_stats()
+    when = np.unique(values[observed])
+    at_risk = [int((values >= time).sum()) for time in when]
+    events = [int((observed & (values == time)).sum()) for time in when]
+    share = low = high = np.empty(0)
+    if len(when):
+        curve = stats.ecdf(stats.CensoredData(uncensored=values[observed], right=values[~observed])).sf
+        with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the interval where the share is 0, which is set below
+            ends = curve.confidence_interval(level, method=transform)
+        places = np.searchsorted(curve.quantiles, when)
+        share, low, high = (part.probabilities[places] for part in (curve, ends.low, ends.high))
+        none_left = share <= 0
+        low = np.where(none_left, 0.0, low.clip(0, 1))
+        high = np.where(none_left, 1 - ((1 - level) / 2) ** (1 / times.events), high.clip(0, 1))
+    numbers = [tuple(part.tolist()) for part in (when, share, low, high)]
+    return Survival(
+        times=numbers[0],
+        at_risk=tuple(at_risk),
+        events=tuple(events),
+        share=numbers[1],
+        low=numbers[2],
+        high=numbers[3],
+        median=_first(*numbers[:2]),
+        median_low=_first(numbers[0], numbers[2]),
+        median_high=_first(numbers[0], numbers[3]),
+        n=times.n,
+        last=float(values[-1]),
+        level=level,
+    )
+
+
+def _first(times: Sequence[float], shares: Sequence[float]) -> float:
+    """The first time at which a share is at most a half, or infinity."""
+    return next((time for time, share in zip(times, shares, strict=True) if share <= HALF), math.inf)
+
+
+@dataclass(frozen=True)
+class LogRank:
+    """Whether two groups' curves differ by more than chance."""
+
+    # Standardized difference of observed and expected events; above 0 if the first group's events come later than
+    # those of the second.
+    statistic: float
+    p: float  # two-sided probability of one at least as large if the groups did not differ
+
+
+def log_rank(strata: Sequence[tuple[Times, Times]]) -> LogRank:
+    """Compare two groups within strata, such as each attack setting: only like is compared with like."""
+    # Source: Mantel 1966; Peto and Peto 1972. scipy's logrank gives the same numbers for one stratum, and has no more.
+    import numpy as np
+
+    if not strata:
+        raise UsageError("A log-rank test needs at least one pair of groups.")
+    difference = variance = 0.0
+    for first, second in strata:
+        (x, seen_x), (y, seen_y) = first.arrays(), second.arrays()
+        for time in np.unique(np.concatenate([x[seen_x], y[seen_y]])):
+            risk_x, risk = int((x >= time).sum()), int((x >= time).sum() + (y >= time).sum())
+            events_x = int((seen_x & (x == time)).sum())
+            events = events_x + int((seen_y & (y == time)).sum())
+            difference += events * risk_x / risk - events_x
+            if risk > 1:
+                share = risk_x / risk
+                variance += events * share * (1 - share) * (risk - events) / (risk - 1)
+    if variance == 0:
+        return LogRank(0.0, 1.0)
+    statistic = difference / math.sqrt(variance)
+    return LogRank(statistic, 2 * float(scipy_stats().norm.sf(abs(statistic))))
+
+
+_AT_ONCE = 1 << 22
+"""Numbers of resamples that are drawn together; what is made of them on the way takes some five times as much."""
+
+
+def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw bootstrap resamples: how often each repetition occurs, in the order of `times.arrays()`."""
+    # Clusters are drawn first and then the repetitions within them, so that an interval is as wide as few defense
+    # seeds make it, however many attacks each of them met.
+    # Returns: Shape `(resamples, n)`; every row adds up to at least 1.
+    import numpy as np
+
+    names = times.clusters or (0,) * times.n
+    values, observed = np.asarray(times.values, np.float64), np.asarray(times.observed, np.bool_)
+    order = np.lexsort((~observed, values))
+    groups = [np.flatnonzero([name == one for name in names]) for one in dict.fromkeys(names)]
+    weights = np.zeros((resamples, times.n))
+    drawn = rng.multinomial(len(groups), [1 / len(groups)] * len(groups), size=resamples)
+    for number, rows in enumerate(groups):
+        counts = drawn[:, number] * len(rows)
+        weights[:, rows] = rng.multinomial(counts, [1 / len(rows)] * len(rows))
+    return weights[:, order]
+
+
+def in_parts(times: Times, *, resamples: int, rng: np.random.Generator) -> Iterator[NDArray[np.float64]]:
+    """Draw bootstrap resamples as `resampled_weights` does, in parts where all together would fill the memory."""
+    # Returns: Weights, shape `(part, n)`.
+    most = max(1, _AT_ONCE // times.n)
+    for start in range(0, resamples, most):
+        yield resampled_weights(times, resamples=min(most, resamples - start), rng=rng)
+
+
+def _shares(times: Times, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Kaplan-Meier shares after each repetition in order, one row per resample: shape `(resamples, n)`."""
+    import numpy as np
+
+    _, observed = times.arrays()
+    at_risk = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
+    falls = np.divide(weights * observed, at_risk, out=np.zeros_like(weights), where=at_risk > 0)
+    return np.cumprod(1 - falls, axis=1)
+
+
+def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the medians of resamples, each as the least and the most that it can be."""
+    # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
+    # Returns: Least and most, shape `(resamples,)` each. They are equal where the median was reached; where it
+    # was not, it is at least the resample's longest time, and has no upper bound.
+    import numpy as np
+
+    values, _ = times.arrays()
+    below = _shares(times, weights) <= HALF
+    reached = below.any(axis=1)
+    medians = values[below.argmax(axis=1)]
+    longest = np.where(weights > 0, values, 0.0).max(axis=1)
+    return np.where(reached, medians, longest), np.where(reached, medians, np.inf)
+
+
+def restricted_means(times: Times, weights: NDArray[np.float64], horizon: float) -> NDArray[np.float64]:
+    """Return the mean times within a horizon, resample by resample: areas under their curves up to it."""
+    # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
+    # Returns: Shape `(resamples,)`. A curve whose last repetition was stopped before the horizon goes on as it
+    # was.
+    import numpy as np
+
+    values, _ = times.arrays()
+    ends = np.minimum(np.append(values, horizon), horizon)
+    widths = np.diff(ends, prepend=0.0)
+    shares = np.concatenate([np.ones((len(weights), 1)), _shares(times, weights)], axis=1)
+    total: NDArray[np.float64] = (shares * widths).sum(axis=1)
+    return total
+
+
+@dataclass(frozen=True)
+class TimesRatio:
+    """A ratio of two groups' typical times, with what censoring leaves open."""
+
+    estimate: float  # the ratio; where `bound` is not empty, only a bound on it; NaN if neither median was reached
+    low: float  # lower end of the interval
+    high: float  # upper end; infinite if the data do not bound it
+    # "at least" if the top group's median was never reached, "at most" if the bottom group's was not, "unknown"
+    # if neither was, else empty.
+    bound: Literal["", "at least", "at most", "unknown"]
+    n: tuple[int, int]  # repetitions of both groups
+    level: float  # confidence level
+    method: str  # how the interval was made, in words
+
+
+def ratio_of_times(
+    top: Times,
+    bottom: Times,
+    *,
+    seed: int,
+    of: Literal["median", "restricted mean"] = "median",
+    horizon: float | None = None,
+    level: float = 0.95,
+    resamples: int = 4999,
+) -> TimesRatio:
+    """Return how many times as long one group takes as another, with a bootstrap interval."""
+    # In every resample a median that was not reached is known to lie between the longest time and infinity; the
+    # interval goes from the quantile of the least ratios to that of the greatest, so that censoring widens it and
+    # never narrows it. Groups are resampled each on its own, by clusters where there are any. The restricted mean, of
+    # times cut off at the horizon (by default the shorter of the longest times), is always known, and understates a
+    # ratio if the top group is censored there.
+    # Source: Efron 1981, Censored Data and the Bootstrap.
+    import numpy as np
+
+    for name, group in (("top", top), ("bottom", bottom)):
+        if group.n < MINIMUM_FOR_BOOTSTRAP:
+            raise UsageError(
+                f"A ratio of times needs at least {MINIMUM_FOR_BOOTSTRAP} repetitions, and the {name} group has "
+                f"{group.n}.",
+                cure="Attack with more seeds.",
+            )
+    if max(bottom.values) == 0:
+        raise UsageError("Every time of the bottom group is 0, so there is nothing to divide by.")
+    rng = np.random.default_rng(seed)
+    reach = min(max(top.values), max(bottom.values)) if horizon is None else horizon
+    ends = []
+    for group in (top, bottom):
+        found = []
+        for weights in itertools.chain([np.ones((1, group.n))], in_parts(group, resamples=resamples, rng=rng)):
+            means = restricted_means(group, weights, reach) if of == "restricted mean" else None
+            found.append(median_times(group, weights) if means is None else (means, means))
+        ends.append([np.concatenate(side) for side in zip(*found, strict=True)])  # the sample itself first
+    (top_low, top_high), (bottom_low, bottom_high) = ends
+    return summarize_ratio(
+        divide(top_low, bottom_high), divide(top_high, bottom_low), n=(top.n, bottom.n), level=level, of=of
+    )
+
+
+def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide times, with x / ∞ = 0, and x / 0 = ∞ but 1 for 0 / 0: both groups were there before anything was done."""
+    import numpy as np
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where((top == 0) & (bottom == 0), 1.0, top / bottom)
+    return np.where(np.isinf(bottom), 0.0, ratio)
+
+
+def summarize_ratio(
+    lows: NDArray[np.float64], highs: NDArray[np.float64], *, n: tuple[int, int], level: float, of: str
+) -> TimesRatio:
+    """Make a ratio of its least and greatest value in the sample itself (first) and in resamples (the others)."""
+    # lows: Least values, shape `(1 + resamples,)`.
+    import numpy as np
+
+    least, most = float(lows[0]), float(highs[0])
+    bound: Literal["", "at least", "at most", "unknown"] = ""
+    estimate = least
+    if least != most:
+        bound, estimate = ("at least", least) if math.isinf(most) else ("at most", most)
+        if math.isinf(most) and least == 0:
+            bound, estimate = "unknown", math.nan
+    tail = (1 - level) / 2
+    low = float(np.quantile(lows[1:], tail, method="inverted_cdf"))
+    high = float(np.quantile(highs[1:], 1 - tail, method="inverted_cdf"))
+    method = f"bootstrap of the {of} ({len(lows) - 1} resamples)"
+    return TimesRatio(estimate, low, high, bound, n, level, method)
+
+
+def steps_finding(
+    title: str,
+    curve: Survival | None,
+    *,
+    base: Survival | None,
+    why_none: str,
+    seeds: Sequence[int],
+    detail: Mapping[str, Any],
+) -> Finding:
+    """Return the median steps of an attack, with the interval that its curve has."""
+    if curve is None:
+        return Finding(title, None, unit="steps", detail={"reason": why_none})
+    return Finding(
+        title,
+        curve.median,
+        ci95=(curve.median_low, curve.median_high),
+        n=curve.n,
+        unit="steps",
+        better="higher",
+        baseline=None if base is None else base.median,
+        seeds=tuple(seeds),
+        detail={
+            **detail,
+            "longest run": curve.last,
+            "note": "the median, as far as looks resolve it; infinite if fewer than half of the runs succeeded",
+        },
+    )
+
+
+def failures_finding(title: str, failures: Sequence[tuple[str, str, str]]) -> list[Finding]:
+    """Return a finding that fails if there are failures; none if there are not."""
+    if not failures:
+        return []
+    reasons = [f"{subject}, {what}: {reason}" for subject, what, reason in failures]
+    return [Finding(title, len(reasons), better="lower", target=0, detail={"reasons": reasons})]

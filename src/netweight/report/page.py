@@ -1,0 +1,180 @@
+"""From a report document to one HTML page: how numbers are written, what verdict a section gets, the template.
+
+Used by `report.py`; other pages take templates and the style sheet from here (`page_template`). The page is
+self-contained (style sheet and pictures inline, no script), follows the reader's light or dark setting, and says pass
+and fail in words as well as in color.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from netweight.errors import UsageError
+from netweight.report.finding import Chapter, Figure, Finding, Section, Table, decode_json
+from netweight.report.text import format_number, verdict
+
+
+def render(document: Any) -> str:
+    """Return the HTML page of a `Report`, which stands above this module."""
+    commands = {chapter.title: chapter.command for chapter in document.chapters}
+    sections = [
+        _section(section, number, commands.get(section.chapter))
+        for number, section in enumerate(document.sections, start=1)
+    ]
+    chapters = [
+        _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
+        for number, chapter in enumerate(document.chapters, start=1)
+    ]
+    template = page_template("netweight.report", "template.html")
+    return template.render(
+        report=document, chapters=chapters, sections=sections, environment=_flat(document.provenance.environment)
+    )
+
+
+@cache
+def page_template(package: str, file: str) -> jinja2.Template:
+    """Open the template of a page: values are escaped, and `style` is the style sheet that all pages share."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    style = resources.files("netweight.report").joinpath("page_style.css").read_text(encoding="utf-8")
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
+    environment.globals["style"] = Markup(style)  # our own file
+    return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
+
+
+_OUTCOMES = {"holds": ("pass", "✓"), "partly": ("part", "◐"), "broken": ("fail", "✗"), "told": ("none", "–")}
+"""How the outcome of a chapter is colored, and its sign."""
+
+
+def _chapter(chapter: Chapter, number: int, sections: list[dict[str, Any]]) -> dict[str, Any]:
+    kind, sign = _OUTCOMES[chapter.outcome]
+    return {
+        "anchor": f"chapter-{number}",
+        "part": chapter,
+        "kind": kind,
+        "sign": sign,
+        "paragraphs": _paragraphs(chapter.intro),
+        "sections": sections,
+    }
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part.strip() for part in text.split("\n\n") if part.strip()]
+
+
+def _section(section: Section, number: int, command: str | None) -> dict[str, Any]:
+    """A section as the template takes it; `command` is that of its chapter and need not be repeated."""
+    kind, sentence = verdict(section)
+    return {
+        "anchor": f"section-{number}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
+        "part": section,
+        "kind": kind,
+        "verdict": sentence,
+        "paragraphs": _paragraphs(section.intro),
+        "findings": [_finding(finding, command) for finding in section.findings],
+        "figures": [_figure(figure) for figure in section.figures],
+        "tables": [_table(table) for table in section.tables],
+    }
+
+
+def _finding(finding: Finding, command: str | None) -> dict[str, Any]:
+    ends = finding.interval
+    kind = {True: "pass", False: "fail", None: "none"}[finding.passed]
+    return {
+        "name": finding.name,
+        "value": _telling(finding.value, finding.target),
+        "unit": finding.unit,
+        "interval": f"{format_number(ends[0])} to {format_number(ends[1])}" if ends else "–",
+        "n": format_number(finding.n),
+        "baseline": format_number(finding.baseline),
+        "target": _target(finding.target, finding.better),
+        "kind": kind,
+        "mark": {"pass": "✓ met", "fail": "✗ missed", "none": "– no target"}[kind]
+        if finding.value is not None
+        else "? not measured",
+        "seeds": ", ".join(str(seed) for seed in finding.seeds),
+        "detail": {key: _say(value) for key, value in finding.detail.items()},
+        "command": finding.command if finding.command != command else None,
+    }
+
+
+def _target(target: Any, better: str | None) -> str:
+    if target is None:
+        return "–"
+    if isinstance(target, tuple):
+        return f"{_as_set(target[0])} to {_as_set(target[1])}"
+    sign = {"higher": "≥ ", "lower": "≤ ", None: ""}[better]
+    return sign + _as_set(target)
+
+
+def _as_set(bound: Any) -> str:
+    """A target with as many digits as it was set with."""
+    plain = f"{bound:.10g}" if isinstance(bound, float) and (bound == 0 or 1e-4 <= abs(bound) < 1e7) else None
+    return plain.replace("-", "\u2212") if plain else format_number(bound)
+
+
+def _telling(value: Any, target: Any) -> str:
+    """The value with enough digits to be told from its target: 1.5128 misses 1.513 and must not be shown as 1.513."""
+    bounds = target if isinstance(target, tuple) else (target,)
+    if not isinstance(value, float):
+        return format_number(value)
+    for digits in range(4, 10):
+        text = format_number(value, digits)
+        if all(bound is None or value == bound or text != format_number(float(bound), digits) for bound in bounds):
+            return text
+    return repr(value)
+
+
+def _table(table: Table) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "columns": table.columns,
+        "rows": [[format_number(cell) for cell in row] for row in table.rows],
+        "notes": table.notes,
+        "numeric": [not any(isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))],
+    }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    """A figure with its markup. A report.json may come from anywhere, so nothing in it may run or load code."""
+    if figure.kind == "png":
+        if not re.fullmatch(r"[A-Za-z0-9+/=\s]+", figure.data):
+            raise UsageError("A PNG figure of the report is not base64.", cure="Write the report again.")
+        return {"part": figure, "markup": None}
+    unsafe = re.search(r"<\s*(script|foreignObject|iframe|image|style|a)\b|\son\w+\s*=|javascript:", figure.data, re.I)
+    outside = re.search(r"(href|src)\s*=\s*[\"'](?!#)|url\((?!#)|@import", figure.data, re.I)
+    if unsafe or outside or not figure.data.lstrip().startswith("<svg"):
+        what = (unsafe or outside or re.match(r".{0,20}", figure.data, re.S) or [""])[0]
+        raise UsageError(
+            f"An SVG figure of the report holds {what!r}, which could run or load code.",
+            cure="Draw it with netweight.report.plots.",
+        )
+    return {"part": figure, "markup": Markup(figure.data)}  # checked just above
+
+
+def _flat(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The environment as lines: nested objects by dotted names, lists joined."""
+    lines: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and value.keys() != {"nonfinite"}:
+            lines += _flat(value, f"{name}.")
+        else:
+            lines.append((name.replace("_", " "), _say(decode_json(value))))
+    return lines
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key} = {_say(item)}" for key, item in value.items()) or "–"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_say(item) for item in value) or "–"
+    return format_number(value)

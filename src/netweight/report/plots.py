@@ -1,0 +1,411 @@
+"""Figures of reports: small plot functions that return inline SVG or PNG in one look.
+
+The SVG takes its colors from CSS variables of the page (`--ink`, `--grid`, `--series-1` …) and falls back to fixed
+colors outside of one, so the same figure suits light mode, dark mode and print. matplotlib belongs to the `evidence`
+extra and is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from netweight.errors import MissingExtra, UsageError
+from netweight.report.finding import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
+"""Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
+_LETTERS, _NAME = 15, 20  # of an image grid's names: letters per inch, and in a line of a row's name
+INK, GRID = "#24292f", "#d5d9de"
+INK_MARK, GRID_MARK = "#010101", "#020202"
+SERIES_MARKS = tuple(f"#03030{i}" for i in range(1, len(SERIES) + 1))
+# Colors that matplotlib is told to draw with for a page, and what stands for them in the SVG.
+_MARKS = {
+    INK_MARK: f"var(--ink, {INK})",
+    GRID_MARK: f"var(--grid, {GRID})",
+    **{mark: f"var(--series-{i}, {SERIES[i - 1]})" for i, mark in enumerate(SERIES_MARKS, start=1)},
+}
+
+
+def series_color(index: int) -> str:
+    """Return the color to give matplotlib for the data series `index` (0, 1, …; repeats after six)."""
+    return f"C{index % len(SERIES)}"
+
+
+def bars(
+    groups: Mapping[str, Sequence[float]],
+    labels: Sequence[str],
+    *,
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    log: bool = False,
+    errors: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> Figure:
+    """Draw bars side by side, one group of bars per label."""
+    for name, heights in groups.items():
+        if len(heights) != len(labels):
+            raise UsageError(f"Series {name!r} has {len(heights)} bars for {len(labels)} labels.")
+    with canvas(1) as (drawing, (axes,)):
+        width = 0.8 / max(len(groups), 1)
+        for index, (name, heights) in enumerate(groups.items()):
+            where = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(labels))]
+            axes.bar(where, heights, width * 0.92, color=series_color(index), label=name)
+            for x, (low, high) in zip(where, (errors or {}).get(name, ()), strict=False):
+                axes.plot([x, x], [low, high], color=_ink(), linewidth=1.2)
+        axes.set_xticks(range(len(labels)), labels)
+        _finish(axes, xlabel, ylabel, log=log, legend=len(groups) > 1)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    log: Literal["", "x", "y", "xy"] = "",
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    ylim: tuple[float, float] | None = None,
+) -> Figure:
+    """Draw lines, each with an interval band if it has one."""
+    dashes = ("-", "--", "-.", ":")  # a second cue beside color
+    with canvas(1) as (drawing, (axes,)):
+        for index, (name, (x, y)) in enumerate(series.items()):
+            band = (bands or {}).get(name)
+            if any(len(x) != len(part) for part in (y, *(band or ()))):
+                raise UsageError(f"Line {name!r} has parts of different length.")
+            axes.plot(x, y, dashes[index % 4], color=series_color(index), label=name, linewidth=1.8)
+            if band:
+                axes.fill_between(x, *band, color=series_color(index), alpha=0.18, linewidth=0)
+        _finish(axes, xlabel, ylabel, log="y" in log, legend=len(series) > 1)
+        if "x" in log:
+            axes.set_xscale("log")
+        elif all(isinstance(value, int) for x, _ in series.values() for value in x):  # rounds, steps: no halves
+            axes.locator_params(axis="x", integer=True)
+        if ylim is not None:
+            edge = 0.03 * (ylim[1] - ylim[0])  # so that a line along the end is seen whole
+            axes.set_ylim(ylim[0] - edge, ylim[1] + edge)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def paired_dots(
+    before: Sequence[float],
+    after: Sequence[float],
+    labels: Sequence[str],
+    *,
+    names: tuple[str, str] = ("before", "after"),
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    log: bool = False,
+) -> Figure:
+    """Draw one row per label with two dots and a line between them: what changed, and how far."""
+    if not len(before) == len(after) == len(labels):
+        raise UsageError(f"paired_dots got {len(before)} and {len(after)} values for {len(labels)} labels.")
+    with canvas(1, height=0.7 + 0.28 * len(labels)) as (drawing, (axes,)):
+        rows = range(len(labels))
+        axes.hlines(rows, before, after, color=_ink(), linewidth=1, zorder=1)
+        axes.scatter(before, rows, color=series_color(0), marker="o", label=names[0], zorder=2)
+        axes.scatter(after, rows, color=series_color(1), marker="D", label=names[1], zorder=2)
+        axes.set_yticks(rows, labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        _finish(axes, xlabel, "", log=False, legend=True, grid="x")
+        if log:
+            axes.set_xscale("log")
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def image_grid(
+    images: Sequence[Sequence[Any]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    alt: str,
+    caption: str = "",
+    pixels: int = 96,
+) -> Figure:
+    """Draw images in a labeled grid, as one inline PNG that reads well on light and dark pages."""
+    # Images: arrays or tensors `(height, width)` or `(height, width, 1 | 3)`, uint8, or floating point within 0 and 1
+    # (values outside are clipped); None leaves a cell empty. `pixels` is the height of a cell; small images are
+    # enlarged without smoothing.
+    if len(images) != len(rows) or any(len(row) != len(columns) for row in images):
+        raise UsageError(f"The image grid does not have {len(rows)} rows of {len(columns)} images.")
+    inch = pixels / 96
+    heads = [textwrap.fill(name, max(8, int(inch * _LETTERS))) for name in columns]
+    names = [textwrap.fill(name, _NAME) for name in rows]
+    longest = max((len(line) for name in names for line in name.splitlines()), default=0)
+    lines = max((name.count("\n") + 1 for name in heads), default=1)
+    size = (0.1 + longest / _LETTERS + inch * 1.06 * len(columns), 0.1 + 0.15 * lines + inch * 1.06 * len(rows))
+    with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns), page=False) as (
+        drawing,
+        cells,
+    ):
+        for place, cell in enumerate(cells):
+            row, column = divmod(place, len(columns))
+            _image_cell(cell, images[row][column])
+            if row == 0:
+                cell.set_title(heads[column], fontsize=8, loc="center")
+            if column == 0:
+                cell.set_ylabel(names[row], fontsize=8, rotation=0, ha="right", va="center")
+        file = io.BytesIO()
+        drawing.savefig(file, format="png", dpi=144, facecolor="white", metadata={"Software": None})
+    return Figure("png", base64.b64encode(file.getvalue()).decode(), alt, caption)
+
+
+@contextmanager
+def canvas(
+    panels: int, *, width: float = 6.6, height: float = 2.9, across: int | None = None, page: bool = True
+) -> Iterator[tuple[Canvas, list[Axes]]]:
+    """Open a matplotlib figure in the style of reports, for plots that the functions here do not cover."""
+    # Sizes are inches; `across` is the number of panels per row. Color with `series_color`. With `page` the page sets
+    # the colors and the drawing goes through `to_figure`; without, it has fixed colors on white, for a file.
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as MatplotlibFigure
+    except ImportError as error:
+        raise MissingExtra(
+            "Plots need matplotlib, which is not installed.", cure='Run: pip install "netweight[evidence]"'
+        ) from error
+    across = across or panels
+    with matplotlib.rc_context(_style(page)):
+        drawing = MatplotlibFigure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(drawing)  # without pyplot: no global state, no window, safe in threads
+        axes = drawing.subplots(-(-panels // across), across, squeeze=False).ravel().tolist()
+        yield drawing, axes[:panels]
+
+
+def to_figure(drawing: Canvas, *, alt: str, caption: str = "") -> Figure:
+    """Turn a figure drawn inside `canvas` into inline SVG that follows the colors of the page."""
+    file = io.StringIO()
+    drawing.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Figure("svg", inline_svg(file.getvalue(), alt), alt, caption)
+
+
+def inline_svg(document: str, alt: str) -> str:
+    """Turn an SVG file of matplotlib into an element for a page: own ids, page colors and fonts, a text alternative."""
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)  # it would style the whole page
+    for mark, color in _MARKS.items():
+        svg = svg.replace(mark, color)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
+    prefix = "f" + hashlib.sha256((svg + alt).encode()).hexdigest()[:10]
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    head, body = svg.split(">", 1)
+    box = re.search(r'viewBox="([^"]*)"', head)
+    size = box.group(1) if box else "0 0 475 209"
+    title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size}"'
+    opening += ' stroke-linejoin="round" stroke-linecap="butt"'
+    return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
+
+
+def _style(page: bool) -> Any:
+    from cycler import cycler
+
+    ink, grid = (INK_MARK, GRID_MARK) if page else (INK, GRID)
+    back = "none" if page else "white"
+    colored = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
+    return {
+        "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
+        "svg.hashsalt": "netweight",  # the same plot gives the same bytes
+        "font.size": 9,
+        "axes.titlesize": 9.5,
+        "axes.titlelocation": "left",
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=SERIES_MARKS if page else SERIES),
+        "grid.color": grid,
+        "grid.linewidth": 0.7,
+        "legend.frameon": False,
+        "figure.facecolor": back,
+        "axes.facecolor": back,
+        **dict.fromkeys(colored, ink),
+    }
+
+
+def _ink() -> str:
+    import matplotlib
+
+    return str(matplotlib.rcParams["text.color"])
+
+
+def _finish(axes: Axes, xlabel: str, ylabel: str, *, log: bool, legend: bool, grid: Literal["x", "y"] = "y") -> None:
+    if log:
+        axes.set_yscale("log")
+    axes.grid(axis=grid)
+    axes.tick_params(length=3)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if legend:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, fontsize=8.5)
+
+
+def _image_cell(cell: Axes, image: Any) -> None:
+    import numpy as np
+
+    cell.set_xticks([])
+    cell.set_yticks([])
+    for spine in cell.spines.values():
+        spine.set_visible(False)
+    if image is None:
+        return
+    pixels = np.asarray(image)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.ndim != 2 and (pixels.ndim != 3 or pixels.shape[2] != 3):
+        raise UsageError(f"An image has shape {pixels.shape};", cure="give (height, width) or (height, width, 3).")
+    top = 255 if pixels.dtype == np.uint8 else 1
+    cell.imshow(np.clip(pixels, 0, top), cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+
+
+def heat_maps(
+    panels: Mapping[str, Sequence[Sequence[float | None]]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    digits: int = 2,
+) -> Figure:
+    """Draw matrices side by side, each with its numbers in its cells and a scale of its own."""
+    for title, values in panels.items():
+        if len(values) != len(rows) or any(len(row) != len(columns) for row in values):
+            raise UsageError(f"The matrix {title!r} does not have {len(rows)} rows of {len(columns)} numbers.")
+    if not panels or not rows or not columns:
+        raise UsageError("There is no matrix to draw.", cure="Give one with at least a row and a column.")
+    across = min(2, len(panels))
+    deep = -(-len(panels) // across)
+    size = (max(3.2, 1.4 + 0.55 * len(columns)) * across, (1.1 + 0.34 * len(rows)) * deep)
+    with canvas(len(panels), width=size[0], height=size[1], across=across) as (drawing, places):
+        for axes, (title, values) in zip(places, panels.items(), strict=True):
+            _heat(axes, [[math.nan if value is None else float(value) for value in row] for row in values], digits)
+            axes.set_title(title)
+            axes.set_xticks([place + 0.5 for place in range(len(columns))], columns)
+            axes.set_yticks([place + 0.5 for place in range(len(rows))], rows)
+            axes.tick_params(length=0, labelsize=8)
+            axes.set_xlabel(xlabel)
+            axes.set_ylabel(ylabel)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def _heat(axes: Axes, values: list[list[float]], digits: int) -> None:
+    import numpy as np
+
+    table = np.ma.masked_invalid(np.array(values))
+    known = table.compressed()
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    middle = (low + high) / 2
+    mesh = axes.pcolormesh(
+        np.arange(table.shape[1] + 1), np.arange(table.shape[0] + 1), table, cmap="viridis", vmin=low, vmax=high
+    )
+    mesh.set_rasterized(False)  # an SVG of a report must not hold pictures
+    axes.invert_yaxis()
+    for (row, column), value in np.ndenumerate(np.array(values)):
+        if math.isfinite(value):
+            ink = "#000000" if value > middle else "#ffffff"  # viridis is bright above its middle
+            text = f"{value:.{digits}f}" if digits else f"{value:.0f}"
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink)
+
+
+def histogram(
+    groups: Mapping[str, Sequence[float]],
+    *,
+    alt: str,
+    caption: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    bins: int = 20,
+) -> Figure:
+    """Draw how often values occur, one outline per group over common bins."""
+    filled = {name: [float(value) for value in values] for name, values in groups.items() if len(values)}
+    every = [value for values in filled.values() for value in values]
+    if not every or not all(map(math.isfinite, every)):
+        raise UsageError("A histogram needs values, all of them finite.", cure="Leave out what was not measured.")
+    low, high = min(every), max(every)
+    width = (high - low) / bins or 1.0
+    edges = [low + place * width for place in range(bins + 1)]
+    with canvas(1) as (drawing, (axes,)):
+        for index, (name, values) in enumerate(filled.items()):
+            axes.hist(
+                values, edges, histtype="stepfilled", alpha=0.35, color=series_color(index),
+                edgecolor=series_color(index), linewidth=1.6, label=f"{name} (n = {len(values)})",
+            )  # fmt: skip
+        _finish(axes, xlabel, ylabel, log=False, legend=True)
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+_SPREAD = 0.5  # of the distance between rows, over which equal times are set beside each other
+
+
+@final
+@dataclass(frozen=True)
+class TimeRow:
+    """The times of one group."""
+
+    name: str  # of the group
+    happened: Sequence[float]  # times of events
+    stopped: Sequence[float]  # times at which repetitions ended without one
+    median: float  # of the time; infinite where fewer than half were seen
+    interval: tuple[float, float]  # of the median; ends may be infinite
+
+
+def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: str = "") -> Figure:
+    """Draw one row of marks for each group: dots for events, triangles for repetitions that were stopped before one."""
+    if not rows or not all(row.happened or row.stopped for row in rows):
+        raise UsageError("A picture of times needs a time in every row.", cure="Leave empty rows out.")
+    most = max(time for row in rows for time in (*row.happened, *row.stopped))
+    with canvas(1, height=0.8 + 0.5 * len(rows)) as (drawing, (axes,)):
+        for place, row in enumerate(rows):
+            _draw(axes, place, row, most * 1.08)
+        axes.set_yticks(range(len(rows)), [row.name for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, most * 1.08 or 1)
+        _finish(axes, xlabel, "", log=False, legend=False, grid="x")
+        return to_figure(drawing, alt=alt, caption=caption)
+
+
+def _draw(axes: Axes, place: int, row: TimeRow, end: float) -> None:
+    color = series_color(place)
+    if len(row.happened) + len(row.stopped) > 1:  # a single time has no interval
+        low, high = (min(value, end) for value in row.interval)
+        axes.barh(place, high - low, 0.7, left=low, color=color, alpha=0.18, linewidth=0)
+    if math.isfinite(row.median):
+        axes.plot([row.median] * 2, [place - 0.35, place + 0.35], color=color, linewidth=1.8)
+    for times, marker in ((row.happened, "o"), (row.stopped, ">")):
+        face = color if marker == "o" else "none"
+        axes.scatter(times, _beside(times, place), s=16, marker=marker, facecolors=face, edgecolors=color, zorder=3)
+
+
+def _beside(times: Sequence[float], place: int) -> list[float]:
+    """Heights at which equal times do not hide each other."""
+    count, seen = Counter(times), Counter[float]()
+    heights = []
+    for time in times:
+        seen[time] += 1
+        heights.append(place + _SPREAD * (seen[time] / (count[time] + 1) - 0.5))
+    return heights

@@ -1,0 +1,127 @@
+"""How sections read as text: numbers, verdicts, rows for the terminal, and Markdown for model cards.
+
+The page (`page.py`), commands, and model cards take their words from here, so that a number is written, an interval is
+left out and a target is judged in one way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from netweight.report.finding import Finding, Section
+
+_NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
+
+
+def format_number(value: Any, digits: int = 4) -> str:
+    """Write a cell of a table for people: integers in full, other numbers with at least `digits` significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u2009").replace("-", "\u2212")
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        return {"nan": "not a number", "inf": "∞", "-inf": "\u2212∞"}[str(value)]
+    if value and not 1e-4 <= abs(value) < 1e7:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa} × 10^{int(exponent)}".replace("-", "\u2212")
+    # Digits before the point; for 0.05 it is -2, so that digits are counted from the first that is not 0.
+    whole = len(f"{abs(value):.0f}") - 1 if abs(value) >= 1 else int(f"{value:e}".split("e")[1]) if value else 0
+    return f"{value:,.{max(0, digits - 1 - whole)}f}".replace(",", "\u2009").replace("-", "\u2212")
+
+
+def verdict(section: Section) -> tuple[Literal["pass", "fail", "none"], str]:
+    """Return the verdict on a section, its kind and one sentence, from its findings with targets."""
+    # A missing audit fails a section, whatever its findings say; so does a target that could not be measured.
+    judged = [finding for finding in section.findings if finding.target is not None]
+    missed = [finding.name for finding in judged if finding.passed is False]
+    unmeasured = [finding.name for finding in judged if finding.passed is None]
+    parts = []
+    if missed:
+        parts.append(f"{len(missed)} of {len(judged)} target{'s' * (len(judged) > 1)} missed: {_list(missed)}.")
+    if unmeasured:
+        parts.append(f"Not measured: {_list(unmeasured)}.")
+    if section.missing_audits:
+        parts.append(f"Not audited: {_list(section.missing_audits)}.")
+    if parts:
+        return "fail", " ".join(parts)
+    if not judged:
+        return "none", "Nothing here has a target; the numbers are reported as they are."
+    return "pass", "The target is met." if len(judged) == 1 else f"All {len(judged)} targets are met."
+
+
+def _list(names: Sequence[str], most: int = 4) -> str:
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+def finding_row(finding: Finding, *, met: str = "as wanted", missed: str = "NOT AS WANTED") -> tuple[str, str, str]:
+    """Return a finding as a row for the terminal: name, value, and interval with verdict, or why it has no value."""
+    if finding.value is None:
+        return finding.name, "–", str(finding.detail.get("reason", ""))
+    ends = ""
+    if finding.interval is not None:
+        low, high = finding.interval
+        ends = f"{low:.4g} to {'no bound' if math.isinf(high) else f'{high:.4g}'}"
+    value = f"{finding.value:.4g}" if isinstance(finding.value, float) else format_number(finding.value)
+    verdict = {True: met, False: missed, None: ""}[finding.passed]
+    return finding.name, f"{value} {finding.unit}".rstrip(), f"{ends} {verdict}".strip()
+
+
+def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent: int = 0) -> list[str]:
+    """Return the lines of a table for the terminal, columns of numbers to the right; no headers, no first line."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not cells:
+        return []
+    numeric = [all(_NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = [list(headers), *cells] if headers else cells
+    widths = [max(len(line[i]) for line in lines) for i in range(len(cells[0]))]
+    return [
+        " " * indent
+        + "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def render_text(section: Section) -> str:
+    """Return a section for the terminal: title, findings, what was concluded, and warnings."""
+    kind, sentence = verdict(section)
+    mark = {"pass": "✓", "fail": "✗", "none": "–"}[kind]
+    lines = [section.title, *aligned((), [finding_row(finding) for finding in section.findings], indent=2)]
+    lines += [f"  {mark} {' '.join(filter(None, (section.conclusion, sentence)))}"]
+    return "\n".join([*lines, *(f"  ! {warning}" for warning in section.warnings)])
+
+
+def render_markdown(section: Section) -> list[str]:
+    """Return the lines of a section below its heading in a model card; none if it has nothing to say."""
+    lines = []
+    if section.missing_audits:
+        lines += [f"**Not proved**: {section.treatment} without its audits {', '.join(section.missing_audits)}.", ""]
+    if section.conclusion:
+        lines += [section.conclusion, ""]
+    rows = [_markdown_row(finding) for finding in section.findings]
+    return [*lines, *markdown_table(("finding", "value", "95 % interval", "target", ""), rows)]
+
+
+def _markdown_row(finding: Finding) -> tuple[str, ...]:
+    interval = " to ".join(format_number(end) for end in finding.interval or ())
+    ends = finding.target if isinstance(finding.target, tuple) else (finding.target,)
+    target = "" if finding.target is None else " to ".join(format_number(end) for end in ends)
+    verdict = {True: "passed", False: "**missed**", None: ""}[finding.passed]
+    return finding.name, f"{format_number(finding.value)} {finding.unit}".rstrip(), interval, target, verdict
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table and an empty one; none if there are no rows."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    if not cells:
+        return []
+    return [*("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)), ""]
