@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from netweight.attacks.finetuning.attack import AttackResult, Look
 from netweight.attacks.finetuning.report import (
     ResistanceConfig,
-    add_section,
     attack_findings,
     attack_table,
     resistance_findings,
+    resistance_section,
     score_figure,
     survival_figure,
     verdict,
@@ -191,9 +191,13 @@ def test_verdicts():
     assert verdict(by_attack(BASE)) == "Recovers under every attack: delay, not prevention."
     held = verdict(by_attack(runs("x", [None] * 5) + runs("x", [None] * 5, lr=1e-2)))
     assert held.startswith("Withstood all 10 runs of 2 attacks, up to 200 steps and a learning rate of 1e-02.")
-    assert "not those that exist" in held
+    assert "others exist" in held
     reverse = verdict(by_attack(runs("x", [50] * 5, lr=1e-5) + runs("x", [None] * 5, lr=1e-2)))
-    assert reverse.startswith("Recovers under 1 of 2 attacks")  # a rate below that of a success is not resisted
+    assert reverse.startswith(
+        "Recovers under 1 of 2 attacks, in 5 of 10 runs"
+    )  # a rate below a success is not resisted
+    seldom = verdict(by_attack(runs("x", [50, None, None, None, None])))
+    assert seldom.startswith("Recovers under 1 of 1 attacks, in 1 of 5 runs")
 
 
 def test_a_section_with_figures_and_tables(tmp_path):
@@ -203,7 +207,8 @@ def test_a_section_with_figures_and_tables(tmp_path):
     sweep = swept(BASE, STRONG, task, runs("relearn ceiling", [80] * 5), failures=failures)
     config = ResistanceConfig(controls=("relearn ceiling",), benign=("task",))
     report = Report("Attack")
-    findings = add_section(report, sweep, config, seed=0)
+    section = resistance_section(sweep, config, seed=0)
+    findings = report.add(section).findings
     report.write(tmp_path)
     section = json.loads((tmp_path / "report.json").read_text())["sections"][0]
     assert [finding["name"] for finding in section["findings"]] == [finding.name for finding in findings]
@@ -225,7 +230,7 @@ def test_a_section_with_figures_and_tables(tmp_path):
 def test_a_model_alone_is_told_and_not_compared(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
     report = Report("Attack")
-    findings = by_name(add_section(report, swept(BASE), ResistanceConfig(), seed=0))
+    findings = by_name(report.add(resistance_section(swept(BASE), ResistanceConfig(), seed=0)).findings)
     assert findings["steps to recover, best attack, undefended"].value == 20
     assert all(finding.passed is None for finding in findings.values())
     lost = swept(runs("undefended", [None] * 3, outcome="diverged"))

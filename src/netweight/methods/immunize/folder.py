@@ -21,15 +21,15 @@ from netweight.methods.immunize.checkpoint import RECORD, Record
 from netweight.methods.immunize.layer_metrics import (
     LEAST_PAIRS,
     DepthAnalysis,
-    LayerAnalysis,
     analyze_layers,
     weight_changes,
 )
-from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, add_depth_section
+from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize
 from netweight.registry import Method
-from netweight.report.finding import Column, Table
+from netweight.report.audit import of_treatment
+from netweight.report.finding import Column, Section, Table
 from netweight.report.report import Report, read_report
 
 
@@ -70,8 +70,9 @@ def immunize_folder(
         )
         report = _report(source, destination, settings, record, command, analyzed=before is not None)
         if before is not None:
+            changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
             after = analyze_layers(network, pairs, pad_id=pad)
-            _add_depth(report, source, network, before, after)
+            report.add(depth_section(DepthAnalysis(changes, before, after), seen=True))
         network.save_pretrained(job.tree)
         tokenizer.save_pretrained(job.tree)
         record.write(job.file(RECORD))
@@ -86,13 +87,6 @@ def why_not_analyzed(pairs: int) -> str:
     if missing:
         return f'figures need {" and ".join(missing)}: pip install "netweight[evidence]"'
     return f"{pairs} pairs are fewer than {LEAST_PAIRS}" if pairs < LEAST_PAIRS else ""
-
-
-def _add_depth(report: Report, source: Path, network: Any, before: LayerAnalysis, after: LayerAnalysis) -> None:
-    """Compare weights too: the model before is opened again, beside the one after."""
-    add_depth_section(
-        report, DepthAnalysis(weight_changes(load_causal_lm(source)[0], network), before, after), seen=True
-    )
 
 
 def _report(
@@ -110,14 +104,12 @@ def _report(
     held = f" Layers {settings.frozen} were not trained." if settings.frozen else ""
     away = f" Pairs of {', '.join(settings.withhold)} were kept from it." if settings.withhold else ""
     table = Table("Terms of the loss", ("term", Column("first step"), Column("last step")), record.ends)
-    return report.section(
+    section = Section(
         "Training",
-        [],
         tables=[table] if record.steps else [],
         intro=f"{settings.defense}: {len(record.steps)} steps on {record.trained:,} weights.{held}{away}",
-        treatment=TREATMENT,
-        audits=(DEPTH,) if analyzed else (),
     )
+    return report.add(of_treatment(section, TREATMENT, (DEPTH,) if analyzed else ()))
 
 
 def _apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:

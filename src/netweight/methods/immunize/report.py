@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from netweight.attacks.finetuning.report import ResistanceConfig, resistance_findings
+from netweight.attacks.finetuning.report import ResistanceConfig, resistance_section
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
 from netweight.metrics.intervals import t_interval
 from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
-from netweight.report.report import Report, read_report
+from netweight.report.report import read_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,15 +166,15 @@ _INTRO = (
 )
 
 
-def add_depth_section(report: Report, analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) -> list[Finding]:
-    """Add what a defense did inside of a model."""
+def depth_section(analysis: DepthAnalysis, *, seen: bool, title: str = TITLE) -> Section:
+    """Return what a defense did inside of a model; `seen` says whether it was trained on the pairs."""
     before, after = analysis.before, analysis.after
     depths = len(before.states[KINDS[0]])
     if (depths, before.pairs) != (len(after.states[KINDS[0]]), after.pairs):
         raise UsageError("The two analyses are of different pairs or models.", cure="Analyze the same pairs twice.")
     findings = [_weights(analysis), *(_lens(before, after, kind) for kind in KINDS), _probes(before, after)]
     middle = (depths - 1) // 2
-    report.section(
+    return Section(
         title,
         findings,
         figures=[
@@ -189,7 +189,6 @@ def add_depth_section(report: Report, analysis: DepthAnalysis, *, seen: bool, ti
         question="How deep does the defense go?",
         conclusion=_conclusion(findings),
     )
-    return findings
 
 
 def _weights(analysis: DepthAnalysis) -> Finding:
@@ -278,15 +277,15 @@ register_treatment(TREATMENT, audits=(DEPTH, ATTACKED))
 
 
 @register_audit(TREATMENT, DEPTH)
-def deep(subject: Path, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return what was found inside of a defended model beside the model before."""
-    found = [section for section in read_report(Path(subject) / REPORT).sections if section.title == TITLE]
-    if not found:
-        return [Finding(DEPTH, None, detail={"reason": "the model was made without a look inside"})]
-    return list(found[0].findings)
+def depth_audit(run: Path, settings: object, *, seed: int, progress: Progress) -> Section:
+    """Return what was found inside of a defended model, as its folder keeps it."""
+    for section in read_report(Path(run) / REPORT).sections:
+        if section.title == TITLE:
+            return section
+    return Section(TITLE, [Finding(DEPTH, None, detail={"reason": "the layers were not analyzed when it was made"})])
 
 
 @register_audit(TREATMENT, ATTACKED)
-def attacked(subject: Sweep, config: ResistanceConfig, *, seed: int, progress: Progress) -> list[Finding]:
+def attack_audit(run: Sweep, settings: ResistanceConfig, *, seed: int, progress: Progress) -> Section:
     """Return what a sweep of fine-tuning attacks found."""
-    return resistance_findings(subject, config, seed=seed)
+    return resistance_section(run, settings, seed=seed)
