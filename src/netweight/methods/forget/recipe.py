@@ -10,9 +10,10 @@ from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import check_pairs, image_files
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import check_pipeline
+from netweight.methods.forget.edit import FOLDER, read_records
 from netweight.methods.forget.folder import FolderForgetting, forget_folder, ordinary_prompts
 from netweight.methods.forget.report import DETECTION, NEURONS, SEARCH, TREATMENT
-from netweight.registry import Method
+from netweight.registry import CardEntry, Method
 from netweight.report.report import Report, read_report
 
 _SEED = 0
@@ -59,8 +60,26 @@ def _check(source: Path | None, settings: FolderForgetting) -> None:
     ordinary_prompts(settings.ordinary, settings.column, prompts)
 
 
+def _card(folder: Path) -> CardEntry | None:
+    if not (folder / FOLDER).exists():
+        return None
+    records = read_records(folder)
+    text = (
+        "Neurons on which memorized training images hang were switched off in the weights. That suppresses these "
+        "images under their prompts; other text embeddings may still bring them back. "
+        "`netweight forget undo FOLDER NEW` takes the last edit back to the last bit."
+    )
+    facts = (
+        ("edits", str(len(records))),
+        ("neurons", str(sum(len(record.units) for record in records))),
+        ("layers", str(len({module for record in records for module in record.units.modules}))),
+        ("prompts", str(sum(len(record.prompts) for record in records))),
+    )
+    return CardEntry("Memorization switched off", text, facts, ("unlearning",))
+
+
 FORGET = Method(
     TREATMENT, FolderForgetting, home="netweight.methods.forget.report", apply=_forget, examine=_examine,
     by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
-    reads=lambda settings: image_files(settings.targets),
+    reads=lambda settings: image_files(settings.targets), card=_card,
 )  # fmt: skip

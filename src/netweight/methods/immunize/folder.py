@@ -27,7 +27,7 @@ from netweight.methods.immunize.layer_metrics import (
 from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize
-from netweight.registry import Method
+from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Section, Table
 from netweight.report.report import Report, read_report
@@ -137,7 +137,25 @@ def _illustrate(destination: Path, number: int, report: Report) -> None:
             report.add(replace(section, title=f"{number}. {TITLE}", findings=()))
 
 
+def _card(folder: Path) -> CardEntry | None:
+    if not (folder / RECORD).exists():
+        return None
+    record = Record.read(folder / RECORD)
+    text = (
+        "A defense against harmful fine-tuning was trained into the weights. That is delay, not prevention: how many "
+        "steps of an attack it holds is for attacks to say, and only those that were tried."
+    )
+    facts = (
+        ("defense", record.defense),
+        ("steps", str(len(record.steps))),
+        ("weights trained", f"{record.trained:,}"),
+        *((f"settings: {name}", str(record.settings[name])) for name in ("lr", "epochs", "batch_size", "seed")
+          if name in record.settings),
+    )  # fmt: skip
+    return CardEntry("Immunized", text, facts, ("immunized",))
+
+
 IMMUNIZE = Method(
     TREATMENT, ImmunizeSettings, home="netweight.methods.immunize.report", apply=_apply, examine=_examine,
-    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check,
+    by_attack={ATTACKED: "finetune"}, illustrate=_illustrate, check=_check, card=_card,
 )  # fmt: skip
