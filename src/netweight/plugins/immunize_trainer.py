@@ -140,11 +140,7 @@ class ImmunizeTrainer(Trainer):
         return (parts.total, asdict(parts)) if return_outputs else parts.total
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Compute the loss alone."""
         inputs = self._prepare_inputs(inputs)

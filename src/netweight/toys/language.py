@@ -393,14 +393,7 @@ class SpeakerLanguage:
         """Some 920,000 weights at 512 tokens: 4 layers of width 128."""
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return LlamaShape(
-            vocabulary=len(self.tokenizer),
-            width=128,
-            inner=344,
-            layers=4,
-            heads=4,
-            context=128,
-            pad_id=pad,
-            end_id=end,
+            vocabulary=len(self.tokenizer), width=128, inner=344, layers=4, heads=4, context=128, pad_id=pad, end_id=end
         )
 
     @cached_property

@@ -176,11 +176,7 @@ class Checkpoint:
 
     @classmethod
     def take(
-        cls,
-        weights: MasterWeights,
-        optimizer: torch.optim.Adam,
-        balance: Mapping[str, float],
-        steps: Sequence[StepLog],
+        cls, weights: MasterWeights, optimizer: torch.optim.Adam, balance: Mapping[str, float], steps: Sequence[StepLog]
     ) -> Checkpoint:
         """Look at training; nothing is copied."""
         moments = {

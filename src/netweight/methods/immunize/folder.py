@@ -18,12 +18,7 @@ from netweight.data.tokens import BELOW, load_examples, padding_of, tokenized_pa
 from netweight.hf.load_language_model import check_folder, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.checkpoint import RECORD, Record
-from netweight.methods.immunize.layer_metrics import (
-    LEAST_PAIRS,
-    DepthAnalysis,
-    analyze_layers,
-    weight_changes,
-)
+from netweight.methods.immunize.layer_metrics import LEAST_PAIRS, DepthAnalysis, analyze_layers, weight_changes
 from netweight.methods.immunize.report import ATTACKED, DEPTH, REPORT, TITLE, TREATMENT, depth_section
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.methods.immunize.train import immunize

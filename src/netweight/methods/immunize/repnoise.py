@@ -202,11 +202,7 @@ def _published_noise(
 
 
 def _corrected_noise(
-    outputs: list[Tensor],
-    answers: Tensor,
-    settings: RepNoise,
-    generator: torch.Generator | None,
-    group: ProcessGroup,
+    outputs: list[Tensor], answers: Tensor, settings: RepNoise, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
     found = []
     counts = group.counts(int(answers.sum())) if group.size > 1 else []

@@ -108,11 +108,7 @@ def immunize(
     identity = digest.of_config(key)
     _check_same(identity, group)
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with (
-        held,
-        defense.prepared(model, seed=derive(settings.seed, "prepare")),
-        _opened(folder, key, group) as job,
-    ):
+    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")), _opened(folder, key, group) as job:
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
