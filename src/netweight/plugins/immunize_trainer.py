@@ -28,7 +28,7 @@ from netweight.methods.immunize.defense import PairBatch, collate_pairs, gradien
 from netweight.methods.immunize.distributed import ALONE, ProcessGroup, trained_weights, units
 from netweight.methods.immunize.repnoise import LossParts, repnoise_loss
 from netweight.methods.immunize.settings import RepNoise
-from netweight.methods.immunize.train import check_data
+from netweight.methods.immunize.train import check_inputs
 
 try:
     from transformers import Trainer
@@ -108,7 +108,7 @@ class ImmunizeTrainer(Trainer):
             )
         for rows in (train_dataset, kwargs.get("eval_dataset")):
             if rows is not None:
-                check_data(model, [as_pair(row) for row in rows], ())
+                check_inputs(model, [as_pair(row) for row in rows], ())
         kwargs.setdefault("data_collator", PairCollator(pad_id, aligned=config.fidelity == "reference"))
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
         self._group = _group_of(self)

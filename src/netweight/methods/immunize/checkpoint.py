@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -10,6 +11,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
+from netweight.core.digest import of_config
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.immunize.defense import TermLog
@@ -252,3 +254,42 @@ class Checkpoint:
             elif kind in _MOMENTS:
                 moments[name, kind] = value
         return cls(weights, moments, about["balance"], [StepLog.from_json(values) for values in about["steps"]])
+
+
+@final
+@dataclass(frozen=True)
+class Kept:
+    """Where a training is kept, so that a later call continues it; only the first process has the job."""
+
+    job: Job | None
+    identity: str
+    group: ProcessGroup
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, folder: str | Path | Job | None, key: Mapping[str, Any], group: ProcessGroup
+    ) -> Iterator[Kept | None]:
+        """Open a training's job in the first process; None without a folder."""
+        jobs: list[Job] = []
+        with ExitStack() as stack:
+
+            def enter() -> None:
+                assert folder is not None
+                jobs.append(stack.enter_context(Job.open(folder, key=key, of="a training", state=CHECKPOINT)))
+
+            if folder is not None:
+                group.first(enter)
+            yield None if folder is None else cls(jobs[0] if jobs else None, of_config(key), group)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Keep all of training."""
+        checkpoint.save(self.job, self.identity, self.group)
+
+    def load(self) -> Checkpoint | None:
+        """Return what was kept, if anything was."""
+        return Checkpoint.shared(self.job, self.identity, self.group)
+
+    def write(self, record: Record) -> None:
+        """Write the record beside the checkpoint."""
+        self.group.first(lambda: None if self.job is None else record.write(self.job.folder / RECORD))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from netweight.hf.load_language_model import positions_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
-from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, MasterWeights, Record, StepLog
+from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, Kept, MasterWeights, Record, StepLog
 from netweight.methods.immunize.decoder import frozen, vocabulary_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
@@ -95,7 +95,7 @@ def immunize(
     defense = defense if isinstance(defense, Defense) else defense_of(defense)
     spread = spread_of(model)
     model, group = spread.model, spread.group
-    check_data(model, pairs, retain, context=settings.context)
+    check_inputs(model, pairs, retain, context=settings.context)
     digests = {
         "pairs": digest.of_config([asdict(pair) for pair in pairs]),
         "retain": digest.of_config([asdict(example) for example in retain]),
@@ -105,21 +105,20 @@ def immunize(
         "defense": {"name": defense.name, **defense.options}, "settings": settings.to_json(),
         "model": digests["before"], "pairs": digests["pairs"], "retain": digests["retain"], "pad_id": pad_id,
     }  # fmt: skip
-    identity = digest.of_config(key)
-    _check_same(identity, group)
+    _check_same(digest.of_config(key), group)
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")), _opened(folder, key, group) as job:
+    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")), Kept.open(folder, key, group) as kept:
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
             training = _Training(spread, defense, settings, pairs, retain, pad_id)
-            training.run(None if folder is None else _Kept(job, identity, group), QUIET if group.rank else progress)
+            training.run(kept, QUIET if group.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
         digests["after"] = _digest_of(model)
         environment = {**describe(), "processes": group.size}
         record = Record(defense.name, defense.options, settings.to_json(), digests, trained, steps, environment)
-        if folder is not None:
-            group.first(lambda: None if job is None else record.write(job.folder / RECORD))
+        if kept is not None:
+            kept.write(record)
     return record
 
 
@@ -128,7 +127,7 @@ def defense_of(settings: DefenseSettings) -> Defense[Any]:
     return _DEFENSES[type(settings)](settings)
 
 
-def check_data(
+def check_inputs(
     model: nn.Module, pairs: Sequence[Pair], retain: Sequence[Example], *, context: int | None = None
 ) -> None:
     """Check that all rows can be trained on."""
@@ -156,37 +155,6 @@ def _refuse(rows: list[str], reason: str, cure: str) -> None:
     if rows:
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
         raise UsageError(f"{len(rows)} rows are {reason}: {'; '.join(rows[:_NAMED])}{more}.", cure=cure)
-
-
-@contextmanager
-def _opened(folder: str | Path | Job | None, key: Mapping[str, Any], group: ProcessGroup) -> Iterator[Job | None]:
-    """Open the training's job in the first process."""
-    jobs: list[Job] = []
-    with ExitStack() as stack:
-
-        def enter() -> None:
-            assert folder is not None
-            jobs.append(stack.enter_context(Job.open(folder, key=key, of="a training", state=CHECKPOINT)))
-
-        if folder is not None:
-            group.first(enter)
-        yield jobs[0] if jobs else None
-
-
-@final
-@dataclass(frozen=True)
-class _Kept:
-    """Where a training is kept; only the first process has the job."""
-
-    job: Job | None
-    identity: str
-    group: ProcessGroup
-
-    def save(self, checkpoint: Checkpoint) -> None:
-        checkpoint.save(self.job, self.identity, self.group)
-
-    def load(self) -> Checkpoint | None:
-        return Checkpoint.shared(self.job, self.identity, self.group)
 
 
 def _digest_of(model: nn.Module) -> str:
@@ -229,7 +197,7 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, kept: _Kept | None, progress: Progress) -> None:
+    def run(self, kept: Kept | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
         self._restore(kept)
         with in_mode(self.model, training=True), progress.task(self.defense.name, self.count, unit="steps") as task:
@@ -248,7 +216,7 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, kept: _Kept | None) -> bool:
+    def _restore(self, kept: Kept | None) -> bool:
         """Go back to a checkpoint; False if there is none."""
         checkpoint = None if kept is None else kept.load()
         if checkpoint is None:
@@ -257,7 +225,7 @@ class _Training:
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
         return True
 
-    def _stop(self, problem: str, kept: _Kept | None) -> None:
+    def _stop(self, problem: str, kept: Kept | None) -> None:
         step = len(self.steps)
         self.weights.clear()
         held = "The model holds the weights before this step."
