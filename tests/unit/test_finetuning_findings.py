@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.attacks.finetuning.attack import AttackResult, Look
+from netweight.attacks.finetuning.attack import AttackResult, Evaluation
 from netweight.attacks.finetuning.report import (
     ResistanceConfig,
     attack_findings,
@@ -41,7 +41,11 @@ def run(subject, steps, *, lr=1e-3, seed=0, defense=0, outcome=None, utility=1.0
     settings = AttackSettings(lr=lr, samples=800, batch_size=4, seed=seed, **more)
     outcome = outcome or ("resisted" if steps is None else "recovered")
     last = END if steps is None else steps + 10
-    curve = (Look(0, 0.1, utility), Look(last // 2, 0.5), Look(last, 0.95 if steps is not None else 0.6, 0.97))
+    curve = (
+        Evaluation(0, 0.1, utility),
+        Evaluation(last // 2, 0.5),
+        Evaluation(last, 0.95 if steps is not None else 0.6, 0.97),
+    )
     return Attacked(subject, defense, f"{subject} {defense}", AttackResult(settings, outcome, steps, last, curve))
 
 

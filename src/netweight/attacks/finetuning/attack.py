@@ -27,14 +27,14 @@ Outcome = Literal["recovered", "resisted", "collapsed", "diverged"]
 
 @final
 @dataclass(frozen=True)
-class Look:
-    """What a model under attack looked like at one step."""
+class Evaluation:
+    """A model under attack at one step."""
 
     step: int  # steps taken so far
     score: float  # the recovery score
     utility: float | None = None  # the kept ability; None where it was not measured
     fluency: float | None = None  # likewise
-    loss: float | None = None  # mean training loss since the look before; None before the first step
+    loss: float | None = None  # mean training loss since the evaluation before; None before the first step
 
 
 @final
@@ -46,7 +46,7 @@ class AttackResult:
     outcome: Outcome
     steps: int | None  # steps to recovery, in multiples of `settings.check_every`; None if there was none
     last_step: int  # the last step taken: where a run that did not recover is censored
-    curve: tuple[Look, ...]  # what was seen, in order
+    curve: tuple[Evaluation, ...]  # what was seen, in order
 
     @property
     def time(self) -> float:
@@ -61,7 +61,7 @@ class AttackResult:
             data["outcome"],
             data["steps"],
             data["last_step"],
-            tuple(Look(**look) for look in data["curve"]),
+            tuple(Evaluation(**each) for each in data["curve"]),
         )
 
 
@@ -82,22 +82,22 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
     check_attack(subject, settings)
     domain = subject.domain(settings.data)
     with _own_randomness(subject, settings):
-        watch = _Watch(subject, settings, goal, domain.threshold)
+        monitor = _Monitor(subject, settings, goal, domain.threshold)
         victim = copy.deepcopy(subject.model)
-        watch.look(victim, 0, None, last=False)
+        monitor.evaluate(victim, 0, None, last=False)
         training = Training(victim, settings)
         for step, batch in enumerate(attack_batches(domain.train, subject.benign, settings, pad_id=subject.pad_id), 1):
-            if watch.done:
+            if monitor.done:
                 break
             training.step(batch)
             last = step == settings.steps
             if last or step % settings.check_every == 0:
-                watch.look(victim, step, training.mean_loss(), last=last)
-        return watch.result()
+                monitor.evaluate(victim, step, training.mean_loss(), last=last)
+        return monitor.result()
 
 
 def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Module:
-    """Return what an attack makes of a model when nobody looks: a copy, trained to the attack's last step."""
+    """Return what an attack makes of a model without evaluating it: a copy, trained to the attack's last step."""
     check_attack(subject, settings)
     train = subject.domain(settings.data).train
     with _own_randomness(subject, settings):
@@ -133,21 +133,21 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
 
 
 @final
-class _Watch:
-    """Looks at a victim, keeps the curve, and decides when the attack is over."""
+class _Monitor:
+    """Evaluates the attacked model, keeps the curve, and decides when the attack is over."""
 
     def __init__(self, subject: Subject, settings: AttackSettings, goal: Goal, threshold: float | None) -> None:
         self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
         self._score = subject.score(settings.data)
         self._reference = subject.reference_utility
-        self._curve: list[Look] = []
+        self._curve: list[Evaluation] = []
         self._recovered: int | None = None
-        self._looks_left = goal.extra_checks
+        self._checks_left = goal.extra_checks
         self._diverged = False
         self._useful = True
         self.done = False
 
-    def look(self, victim: torch.nn.Module, step: int, loss: float | None, *, last: bool) -> None:
+    def evaluate(self, victim: torch.nn.Module, step: int, loss: float | None, *, last: bool) -> None:
         """Measure what is needed at this step: the score always, utility and fluency where they decide something."""
         score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
         utility = fluency = None
@@ -156,7 +156,7 @@ class _Watch:
         elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
             utility = None if self._subject.utility is None else self._subject.utility(victim)
             fluency = None if self._subject.fluency is None else self._subject.fluency(victim)
-        self._curve.append(Look(step, score, utility, fluency, loss))
+        self._curve.append(Evaluation(step, score, utility, fluency, loss))
         if step == 0:
             self._reference = utility if self._reference is None else self._reference
             if (self._reference or 0) < 0:
@@ -170,10 +170,10 @@ class _Watch:
     def _decide(self, score: float, utility: float | None, fluency: float | None, step: int) -> None:
         self._useful = self._passes(utility, fluency)
         if self._recovered is not None:
-            self._looks_left -= 1
+            self._checks_left -= 1
         elif self._goal.reached(score, self._threshold) and self._useful:
             self._recovered = step
-        self.done = self._recovered is not None and self._looks_left <= 0
+        self.done = self._recovered is not None and self._checks_left <= 0
 
     def _passes(self, utility: float | None, fluency: float | None) -> bool:
         """Whether a model is still worth having, as far as that was measured. NaN is not."""
@@ -256,7 +256,7 @@ class Training:
         victim.train()
 
     def step(self, batch: Batch) -> None:
-        """Take one step. The loss is remembered and not looked at, so that an accelerator need not be waited for."""
+        """Take one step. The loss is kept and not read, so that an accelerator need not be waited for."""
         batch = batch.to(self._device)
         with self._autocast():
             logits = self.victim(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits

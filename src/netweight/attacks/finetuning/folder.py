@@ -208,11 +208,11 @@ def subject_from_files(
         name: Domain(*parts(texts, f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
         for name, texts in sources.items()
     }
-    look = domains["harmful"].held_out
+    held = domains["harmful"].held_out
     kept: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
         kept = parts(_texts(benign, "chosen"), f"benign file {benign}")
-    prompts = list(dict.fromkeys(example.prompt for example in look if example.prompt))[:_FLUENCY_PROMPTS]
+    prompts = list(dict.fromkeys(example.prompt for example in held if example.prompt))[:_FLUENCY_PROMPTS]
     end = tokenizer.eos_token_id
     return Subject(
         network,
@@ -228,7 +228,7 @@ def subject_from_files(
 def part_by_prompt(
     examples: Sequence[Example], share: float, *, seed: int, name: str = "the data"
 ) -> tuple[list[Example], list[Example]]:
-    """Part examples into those to train on and those to look at; all with one prompt stay together."""
+    """Part examples into those to train on and those to evaluate on; all with one prompt stay together."""
     if not 0 < share < 1:
         raise UsageError(f"The share held out must be above 0 and below 1, not {share}.")
     groups: dict[Hashable, list[int]] = {}
@@ -241,14 +241,14 @@ def part_by_prompt(
     order = torch.randperm(len(groups), generator=torch_generator(seed, "held out")).tolist()
     wanted = min(max(1, round(share * len(groups))), len(groups) - 1)
     keys = list(groups)
-    looked: set[int] = set()
+    held: set[int] = set()
     for place in order[:wanted]:
-        looked.update(groups[keys[place]])
-        if len(looked) >= MOST_HELD_OUT:
+        held.update(groups[keys[place]])
+        if len(held) >= MOST_HELD_OUT:
             break
     return (
-        [example for row, example in enumerate(examples) if row not in looked],
-        [example for row, example in enumerate(examples) if row in looked],
+        [example for row, example in enumerate(examples) if row not in held],
+        [example for row, example in enumerate(examples) if row in held],
     )
 
 

@@ -402,9 +402,9 @@ def _median_words(curve: Survival) -> str:
 
 def _median_scores(attack: AttackTimes) -> tuple[list[float], list[float]]:
     curves = [run.result.curve for run in attack.runs if run.result.outcome in ("recovered", "resisted")]
-    steps = sorted({look.step for curve in curves for look in curve})
+    steps = sorted({each.step for curve in curves for each in curve})
     scores = [
-        statistics.median([[look.score for look in curve if look.step <= step][-1] for curve in curves])
+        statistics.median([[each.score for each in curve if each.step <= step][-1] for curve in curves])
         for step in steps
     ]
     return [float(step) for step in steps], scores

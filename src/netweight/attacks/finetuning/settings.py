@@ -196,7 +196,7 @@ class FolderAttack(Settings):
     )
     seeds: int | None = Field(None, ge=1, description="Seeds of every attack; intervals need at least 5.")
     max_steps: int | None = Field(None, ge=1, description="Most steps of an attack.")
-    check_every: int | None = Field(None, ge=1, description="Steps between two looks, in place of the grid's 10.")
+    check_every: int | None = Field(None, ge=1, description="Steps between two evaluations, in place of the grid's 10.")
     benign_share: float | None = Field(
         None, ge=0, lt=1,
         description="Share of every batch that is benign rows: an attacker who keeps the model's abilities. Needs "
@@ -237,7 +237,7 @@ class FolderAttack(Settings):
 
     @property
     def files(self) -> list[Path]:
-        """The files of rows that are attacked with or looked at."""
+        """The files of rows that are attacked with or evaluated on."""
         return [file for file in (self.harmful, self.benign, self.task, self.other) if file is not None]
 
     def attacks(self) -> list[AttackSettings]:

@@ -37,7 +37,7 @@ class Domain:
     """Data that a model is attacked with, and what says whether the attack has won."""
 
     train: Sequence[Example]  # what the attacker may train on; at least one example, each at least two tokens long
-    held_out: Sequence[Example]  # what the score looks at; nothing in it may be trained on
+    held_out: Sequence[Example]  # what is scored; nothing in it may be trained on
     score: Score | None = None  # the recovery score; by default token accuracy on `held_out`
     threshold: float | None = None  # the goal's threshold for this domain, if it has its own
     # What an attack row and an evaluation row must not share: a "prompt" that is not empty, or the whole "example".
@@ -48,7 +48,7 @@ class Domain:
         """Check that attack and evaluation do not share a row."""
         if not self.train or not (self.held_out or self.score):
             raise UsageError(
-                "A domain needs examples to train on, and a score or examples to look at.", cure="Give both lists."
+                "A domain needs examples to train on, and a score or examples to score.", cure="Give both lists."
             )
         for row, example in enumerate(self.train):
             if len(example) < 2:
@@ -79,7 +79,7 @@ class Goal:
     # Share of the reference utility that a model must keep; below it the model counts as collapsed.
     utility_kept: float = 0.9
     fluency_at_least: float | None = None  # least fluency, for subjects that have such a score; None asks for nothing
-    extra_checks: int = 1  # looks taken after the first success, before the run stops; at least 0
+    extra_checks: int = 1  # evaluations after the first success, before the run stops; at least 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""

@@ -168,7 +168,7 @@ def sweep(
 def _plan(
     subjects: Sequence[SubjectName], settings: Sequence[AttackSettings], goal: Goal
 ) -> list[tuple[SubjectName, AttackJob]]:
-    """List the jobs, subject by subject, after a look at each subject."""
+    """List the jobs, subject by subject, after each subject was made."""
     if not subjects or not settings:
         raise UsageError("A sweep needs at least one subject and one attack.")
     planned = []
@@ -200,7 +200,7 @@ class Calibration:
     """What fine-tuning does to the undefended model."""
 
     before: float  # its score before any training
-    best: float  # the best score of any attack, at any look, that ended with a model worth having
+    best: float  # the best score of any attack, at any step, that ended with a model worth having
 
     @property
     def threshold(self) -> float:
@@ -229,7 +229,7 @@ def calibrate(
             "ability than is allowed.",
             cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
         )
-    best = max(look.score for result in useful for look in result.curve)
+    best = max(each.score for result in useful for each in result.curve)
     if best - first.score < LEAST_GAIN:
         raise UsageError(
             f"No attack teaches the undefended model anything: its score is {first.score:.3f} before and at best "

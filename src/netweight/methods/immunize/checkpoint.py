@@ -258,7 +258,7 @@ class Checkpoint:
 
 @final
 @dataclass(frozen=True)
-class Kept:
+class TrainingJob:
     """Where a training is kept, so that a later call continues it; only the first process has the job."""
 
     job: Job | None
@@ -269,7 +269,7 @@ class Kept:
     @contextmanager
     def open(
         cls, folder: str | Path | Job | None, key: Mapping[str, Any], group: ProcessGroup
-    ) -> Iterator[Kept | None]:
+    ) -> Iterator[TrainingJob | None]:
         """Open a training's job in the first process; None without a folder."""
         jobs: list[Job] = []
         with ExitStack() as stack:

@@ -22,7 +22,7 @@ from netweight.hf.load_language_model import positions_of
 from netweight.job import Job
 from netweight.methods.immunize import baselines
 from netweight.methods.immunize import settings as known
-from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, Kept, MasterWeights, Record, StepLog
+from netweight.methods.immunize.checkpoint import CHECKPOINT, Checkpoint, MasterWeights, Record, StepLog, TrainingJob
 from netweight.methods.immunize.decoder import frozen, vocabulary_of
 from netweight.methods.immunize.defense import Defense, PairBatch, Side, Term, TermLog, backward, blank, collate_pairs
 from netweight.methods.immunize.distributed import ProcessGroup, Spread, spread_of, whole
@@ -107,7 +107,11 @@ def immunize(
     }  # fmt: skip
     _check_same(digest.of_config(key), group)
     held: AbstractContextManager[object] = nullcontext() if settings.frozen is None else frozen(model, settings.frozen)
-    with held, defense.prepared(model, seed=derive(settings.seed, "prepare")), Kept.open(folder, key, group) as kept:
+    with (
+        held,
+        defense.prepared(model, seed=derive(settings.seed, "prepare")),
+        TrainingJob.open(folder, key, group) as kept,
+    ):
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
@@ -197,7 +201,7 @@ class _Training:
         self._limit = 2 * math.log(vocabulary_of(self.model) or math.inf)
         self._bad = 0
 
-    def run(self, kept: Kept | None, progress: Progress) -> None:
+    def run(self, kept: TrainingJob | None, progress: Progress) -> None:
         """Train to the end, from the checkpoint if there is one."""
         self._restore(kept)
         with in_mode(self.model, training=True), progress.task(self.defense.name, self.count, unit="steps") as task:
@@ -216,7 +220,7 @@ class _Training:
         done = len(self.steps)
         return done % self.settings.save_every == 0 or done == self.count
 
-    def _restore(self, kept: Kept | None) -> bool:
+    def _restore(self, kept: TrainingJob | None) -> bool:
         """Go back to a checkpoint; False if there is none."""
         checkpoint = None if kept is None else kept.load()
         if checkpoint is None:
@@ -225,7 +229,7 @@ class _Training:
         self.balance, self.steps = dict(checkpoint.balance), list(checkpoint.steps)
         return True
 
-    def _stop(self, problem: str, kept: Kept | None) -> None:
+    def _stop(self, problem: str, kept: TrainingJob | None) -> None:
         step = len(self.steps)
         self.weights.clear()
         held = "The model holds the weights before this step."
