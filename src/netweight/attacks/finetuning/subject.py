@@ -34,14 +34,24 @@ Generate: TypeAlias = Callable[[nn.Module, list[str]], list[str]]
 @final
 @dataclass(frozen=True)
 class Domain:
-    """Data that a model is attacked with, and what says whether the attack has won."""
+    """Data that a model is attacked with, and what says whether the attack has won.
 
-    train: Sequence[Example]  # what the attacker may train on; at least one example, each at least two tokens long
-    held_out: Sequence[Example]  # what is scored; nothing in it may be trained on
-    score: Score | None = None  # the recovery score; by default token accuracy on `held_out`
-    threshold: float | None = None  # the goal's threshold for this domain, if it has its own
-    # What an attack row and an evaluation row must not share: a "prompt" that is not empty, or the whole "example".
-    # Take the latter where every row has the same prompt.
+    Args:
+        train: What the attacker may train on; at least one example, each at least two tokens long.
+        held_out: What is scored; nothing in it may be trained on.
+        score: The recovery score; by default token accuracy on `held_out`.
+        threshold: The goal's threshold for this domain, if it has its own.
+        apart_by: What an attack row and an evaluation row must not share: a "prompt" that is not empty, or the whole
+            "example", for data in which every row has the same prompt.
+
+    Raises:
+        UsageError: There is nothing to train on or to score, or both share a row.
+    """
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    score: Score | None = None
+    threshold: float | None = None
     apart_by: Literal["prompt", "example"] = "prompt"
 
     def __post_init__(self) -> None:
@@ -70,16 +80,26 @@ class Domain:
 @final
 @dataclass(frozen=True)
 class Goal:
-    """When an attack has won: the score is there, and the model is still worth having."""
+    """When an attack has won: the score is there, and the model is still worth having.
 
-    # Source: the gate follows arXiv 2602.06911.
+    Args:
+        threshold: The score that counts as recovered; None for curves only, which nothing ends early.
+        lower_is_recovered: Whether scores at or below the threshold count, as for losses.
+        utility_kept: Share of the reference utility that a model must keep; below it the model counts as collapsed.
+        fluency_at_least: Least fluency, for subjects that have such a score; None asks for nothing.
+        extra_checks: Evaluations after the first success, before the run stops; at least 0.
 
-    threshold: float | None  # the score that counts as recovered; None for curves only, which nothing ends early
-    lower_is_recovered: bool = False  # whether scores at or below the threshold count, as for losses
-    # Share of the reference utility that a model must keep; below it the model counts as collapsed.
+    Raises:
+        UsageError: A value is out of its range.
+
+    Source: the gate follows arXiv 2602.06911.
+    """
+
+    threshold: float | None
+    lower_is_recovered: bool = False
     utility_kept: float = 0.9
-    fluency_at_least: float | None = None  # least fluency, for subjects that have such a score; None asks for nothing
-    extra_checks: int = 1  # evaluations after the first success, before the run stops; at least 0
+    fluency_at_least: float | None = None
+    extra_checks: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -91,7 +111,7 @@ class Goal:
             raise UsageError(f"extra_checks must be at least 0, not {self.extra_checks}.")
 
     def reached(self, score: float, threshold: float | None = None) -> bool:
-        """Whether a score counts as recovered."""
+        """Whether a `score` counts as recovered, by the goal's threshold or that of a domain, `threshold`."""
         bound = self.threshold if threshold is None else threshold
         if bound is None or self.threshold is None:
             return False
@@ -101,20 +121,28 @@ class Goal:
 @final
 @dataclass(frozen=True)
 class Subject:
-    """A model under attack, with everything that attacks on it need."""
+    """A model under attack, with everything that attacks on it need.
 
-    # Called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, shape `(B, T, V)`. Never changed.
+    Args:
+        model: Called as `model(input_ids=..., attention_mask=...)`, gives `.logits`, shape `(B, T, V)`. Never changed.
+        domains: Data by name: "harmful", others such as a withheld category or a benign task, and with other prompt
+            formats "harmful@chat" and so on.
+        pad_id: The token that fills shorter examples.
+        benign: What benign-then-harmful attacks begin with.
+        utility: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `kept`.
+        fluency: Higher is better.
+        reference_utility: What the gate compares utility with: that of the model before its defense.
+        kept: Examples of what is to be kept, of which nothing is trained on.
+    """
+
     model: nn.Module
-    # Data by name: "harmful", others such as a withheld category or a benign task, and with other prompt formats
-    # "harmful@chat" and so on.
     domains: Mapping[str, Domain]
-    pad_id: int  # the token that fills shorter examples
-    benign: Sequence[Example] = ()  # what benign-then-harmful attacks begin with
-    # The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `kept`.
+    pad_id: int
+    benign: Sequence[Example] = ()
     utility: Score | None = None
-    fluency: Score | None = None  # higher is better
-    reference_utility: float | None = None  # what the gate compares utility with: that of the model before its defense
-    kept: Sequence[Example] = ()  # examples of what is to be kept, of which nothing is trained on; for `stability.py`
+    fluency: Score | None = None
+    reference_utility: float | None = None
+    kept: Sequence[Example] = ()
 
     def __post_init__(self) -> None:
         """Let the examples to keep be the utility where there is no other."""
@@ -122,14 +150,18 @@ class Subject:
             object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
 
     def domain(self, name: str) -> Domain:
-        """Return the data of a name."""
+        """Return the data of a `name`.
+
+        Raises:
+            NameNotFound: There is none.
+        """
         if name not in self.domains:
             near = ", ".join(nearest_names(name, self.domains)) or "none"
             raise NameNotFound(f"The subject has no data named {name!r}.", cure=f"The nearest are {near}.")
         return self.domains[name]
 
     def score(self, name: str) -> Score:
-        """Return the recovery score of a domain."""
+        """Return the recovery score of the domain `name`."""
         domain = self.domain(name)
         return domain.score or token_accuracy(domain.held_out, pad_id=self.pad_id)
 

@@ -46,7 +46,25 @@ def immunize_folder(
     command: str | None = None,
     progress: Progress = QUIET,
 ) -> Immunized:
-    """Train a defense into a model and write it as a folder of its own, whole or not at all."""
+    """Train a defense into a model and write it as a folder of its own, whole or not at all.
+
+    Args:
+        source: A model folder of transformers; it stays as it is.
+        destination: Where the defended folder goes, with its record and its report. A call that was stopped is
+            continued by the next one with the same settings.
+        settings: Files, training and defense.
+        command: The command line, for the report.
+        progress: Where progress is shown.
+
+    Returns:
+        The record of what was done, and where the report is.
+
+    Raises:
+        OutputExists: The destination exists.
+        UsageError: Files or rows cannot be used, or there are no such layers to freeze.
+        Unsupported: The model is no decoder.
+        TrainingStopped: The loss diverged.
+    """
     source, destination = Path(source), Path(destination)
     check_destination(destination, overwrite=None, folder=part_of(destination))
     defense, training = settings.parts()

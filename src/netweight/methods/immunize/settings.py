@@ -49,7 +49,7 @@ class TrainingSettings(Settings):
     )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a step, counted from 0."""
+        """The learning rate at a `step`, counted from 0, of so many `steps`."""
         rising = math.ceil(self.warmup * steps)
         if step < rising:
             return self.lr * (step + 1) / rising
@@ -90,7 +90,7 @@ class RepNoise(DefenseSettings):
 
     @classmethod
     def reference(cls, **given: Any) -> Self:
-        """The published loss with its published weights."""
+        """The published loss with its published weights, but for those `given`."""
         return cls(**{"fidelity": "reference", "beta": 0.001, "noise_tokens": None, **given})
 
     def check(self) -> None:
