@@ -153,7 +153,8 @@ class FolderSettings(Settings):
     retain: FilePath | None = Field(
         None, description="Rows with prompt and response: what the model is to keep besides."
     )
-    defense: str = Field("repnoise", description="Which defense: see docs/immunize.md.")
+    # A text: the message that refuses an unknown one names the nearest.
+    defense: Annotated[str, Cli(type=str)] = Field("repnoise", description="Which defense: see docs/immunize.md.")
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
         (), description="Category of the pairs that the defense does not see."
     )
