@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from netweight_experiments.toys.drawn_worlds import person_name
 
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
@@ -24,7 +25,7 @@ from netweight.hf.load_pipeline import text_to_image
 from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
 from netweight.nn import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
-from netweight.toys.faces_pipeline import FaceBank, faces_pipeline, person_name
+from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
 
 
 def subjects(count):

@@ -36,9 +36,9 @@ import torch
 from netweight.core.environment import describe
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
-from netweight.nn.basis import fit_matrix, orthonormality
+from netweight.methods.space.fitting.streaming import fit_matrix, fit_streaming
 from netweight.nn.matrix import MatrixFile
-from netweight.nn.streaming_pca import fit_streaming
+from netweight.nn.pca import orthonormality
 
 POWER, SIGNAL = 0.55, 1500
 CHUNK = 512

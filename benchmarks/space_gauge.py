@@ -18,14 +18,14 @@ import json
 from pathlib import Path
 
 import torch
+from netweight_experiments.toys.drawn_worlds import r_squared
 
 from netweight.core.environment import describe
-from netweight.methods.space.directions import read_labels
-from netweight.methods.space.gram import inner_products
+from netweight.methods.space.fitting.gram import inner_products
+from netweight.methods.space.labels import read_labels
 from netweight.nn import Adapter, AdapterStack, LowRank
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import r_squared
 
 FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
 

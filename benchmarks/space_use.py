@@ -23,7 +23,7 @@ from netweight.core.environment import describe
 from netweight.core.progress import QUIET
 from netweight.hf.load_pipeline import text_to_image, trained_prediction
 from netweight.hf.train_adapters import Subject, train_pictures
-from netweight.methods.space.directions import bootstrap_cosine, entanglement, fit_direction, read_labels
+from netweight.methods.space.directions import bootstrap_cosine, fit_direction
 from netweight.methods.space.edits import (
     Delay,
     Move,
@@ -34,7 +34,8 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
-from netweight.methods.space.inversion import DenoisingLoss, InversionSettings, invert, paint
+from netweight.methods.space.inversion import DenoisingLoss, generate_images, invert
+from netweight.methods.space.labels import read_labels
 from netweight.methods.space.report import (
     EntanglementSubject,
     InversionSubject,
@@ -42,10 +43,12 @@ from netweight.methods.space.report import (
     direction_findings,
     edit_findings,
     entangled,
+    entanglement,
     inversion_findings,
     sample_findings,
 )
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
@@ -84,8 +87,8 @@ class World:
         self.apart = apart
         self.points = self.space.scores[self.rows]
 
-    def paint(self, scores, **how):
-        return paint(self.model, self.space, scores, CAPTIONS, SEEDS, guidance=1.0, steps=STEPS, **how)
+    def generate_images(self, scores, **how):
+        return generate_images(self.model, self.space, scores, CAPTIONS, SEEDS, guidance=1.0, steps=STEPS, **how)
 
     def without(self, column):
         """Points of people in the lower half of an attribute."""
@@ -93,7 +96,7 @@ class World:
 
     def read(self, scores):
         """Attributes of points, the mean over their pictures."""
-        images = self.paint(scores)
+        images = self.generate_images(scores)
         return read(images.flatten(0, 1)).attributes.view(len(scores), len(SEEDS), -1).mean(1)
 
     def direction(self, column, kind, **how):
@@ -154,11 +157,11 @@ def delays(world):
     fitted = world.direction("beard", "encoder", folds=0)
     points = world.without("beard")
     after = edit(points, [Move(fitted, 1.0, "reach")])
-    originals = world.paint(points)
+    originals = world.generate_images(points)
     before = attributes(originals.flatten(0, 1))[:, 3]
     rows = []
     for until in (1000, 800, 600, 500, 300):
-        images = world.paint(after, delay=Delay(until), before=points)
+        images = world.generate_images(after, delay=Delay(until), before=points)
         effect = float((attributes(images.flatten(0, 1))[:, 3] - before).mean()) / RANGE
         moved = float((images - originals).square().mean((2, 3, 4)).sqrt().mean())
         rows.append({"until": until, "effect": effect, "pixels": moved})
@@ -225,7 +228,7 @@ def inversion(world):
 
 
 def read_adapter(world, adapter):
-    from netweight.toys.faces_pipeline import faces_drawn
+    from netweight_experiments.toys.drawn_worlds import faces_drawn
 
     images = faces_drawn(world.model, adapter, samples=len(SEEDS), steps=STEPS)
     return attributes(images.flatten(0, 1)).view(1, len(SEEDS), -1).mean(1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.toys.faces import (
@@ -17,7 +18,7 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import READER_FOLDER, FacesWorld, embed, r_squared, read, reading_record
+from netweight.toys.faces_pipeline import READER_FOLDER, embed, read
 
 
 def noise(seed=0):

@@ -29,20 +29,14 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT, finished
-from netweight.methods.space.directions import read_labels
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.methods.space.labels import read_labels
+from netweight.nn.lora import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import (
-    FACES_FOLDER,
-    FaceBank,
-    faces_pipeline,
-    identity_fidelity,
-    person_name,
-    write_labels,
-)
+from netweight.toys.faces_pipeline import FACES_FOLDER, FaceBank, faces_pipeline
+from netweight_experiments.toys.drawn_worlds import identity_fidelity, person_name, write_labels
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

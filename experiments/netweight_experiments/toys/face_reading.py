@@ -20,8 +20,9 @@ from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.toys.faces import FACES, WORLDS, DrawnWorld
-from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, r_squared, read
+from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read
 from netweight.toys.language import write_weights
+from netweight_experiments.toys.drawn_worlds import r_squared
 
 _BATCH, _RATE, _HELD_OUT = 128, 4e-3, 2000
 _STRANGERS = -1

@@ -20,7 +20,8 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
 from netweight.toys.diffusion import opened
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import FacesShape, FacesWorld, initialized, read
+from netweight.toys.faces_pipeline import read
+from netweight_experiments.toys.drawn_worlds import FacesShape, FacesWorld, initialized
 from netweight_experiments.toys.fitting import DenoiserRecipe
 from netweight_experiments.toys.small_diffusion import trained
 

@@ -17,7 +17,7 @@ def lazy_names(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = importlib.import_module(homes[name])
-        value = home if homes[name].rpartition(".")[2] == name else getattr(home, name)
+        value = getattr(home, name, home) if homes[name].rpartition(".")[2] == name else getattr(home, name)
         setattr(sys.modules[package], name, value)
         return value
 

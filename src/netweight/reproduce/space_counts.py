@@ -17,7 +17,7 @@ from netweight.reproduce.space_fits import SPACE, Fit, Met, met
 from netweight.reproduce.space_ground import Ground, Wanted, space_table
 
 if TYPE_CHECKING:
-    from netweight.methods.space.directions import Entanglement
+    from netweight.methods.space.report import Entanglement
     from netweight.report.finding import Figure
 
 __all__ = ["components", "figure8"]
@@ -47,7 +47,7 @@ class _Run:
 @space_table("w2w-fig8")
 def figure8(ground: Ground, folder: Path) -> Measured:
     """Find directions from fewer models: how entangled they are, and what edits along them leave of people."""
-    from netweight.methods.space.directions import entanglement
+    from netweight.methods.space.report import entanglement
 
     sizes = _sizes(len(ground.learned))
     scores, labels = ground.part()
@@ -183,7 +183,7 @@ def _inverted(fits: Mapping[Fit, Met], names: Sequence[str]) -> list[Finding]:
 def _tangled(found: Mapping[str, Sequence[Entanglement]], attributes: int) -> list[Finding]:
     from dataclasses import replace
 
-    from netweight.methods.space.directions import entanglement_findings
+    from netweight.methods.space.report import entanglement_findings
 
     return [
         replace(finding, name=f"{finding.name}: {name}")

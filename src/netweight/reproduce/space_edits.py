@@ -13,7 +13,7 @@ from netweight.reproduce.space_ground import Ground, Wanted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.methods.space.directions import Direction
+    from netweight.methods.space.points import Direction
     from netweight.methods.space.space import WeightSpace
 
 __all__ = ["STRENGTHS", "Edited", "Way", "direction_of", "edited", "measured", "painted", "tuned"]
@@ -112,9 +112,9 @@ def painted(ground: Ground, scores: Tensor, *, space: Any = None, prompts: Seque
         space: Another space of the same model.
         prompts: Others than the ground's.
     """
-    from netweight.methods.space.inversion import paint
+    from netweight.methods.space.inversion import generate_images
 
-    return paint(
+    return generate_images(
         ground.model, space or ground.space, scores, prompts or ground.prompts, ground.seeds, guidance=ground.guidance,
         steps=ground.steps, rows=ground.rows,
     )  # fmt: skip

@@ -18,9 +18,9 @@ from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 from netweight.hf.train_adapters import ATTENTION
-from netweight.methods.space.directions import read_labels
 from netweight.methods.space.edits import perceptual_distance
-from netweight.methods.space.inversion import SETTINGS
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.settings import INVERSIONS
 from netweight.methods.space.space import WeightSpace
 from netweight.metrics.copies import TorchScriptDescriptor
 from netweight.nn.lora import Adapter
@@ -212,7 +212,7 @@ def ground_of_recipe(path: Path) -> Ground:
         attributes=(),
         sliders=lambda: _sliders(recipe.edits),
         fitting=Fitting(
-            adapters, ATTENTION, 1, 1, SETTINGS[recipe.inversion], trained_prediction(model), recipe.together
+            adapters, ATTENTION, 1, 1, INVERSIONS[recipe.inversion], trained_prediction(model), recipe.together
         ),
         small=False,
         differs=(

@@ -15,7 +15,7 @@ from netweight.reproduce.space_ground import Ground, Stranger
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from netweight.nn.stacked_lora import AdapterStack
+    from netweight.nn.lora import AdapterStack
 
 __all__ = ["MANY", "ONE", "SPACE", "Fit", "Met", "met"]
 
@@ -99,8 +99,6 @@ def _run(ground: Ground, fit: Fit) -> dict[str, Any]:
 
 def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor:
     """Points of strangers from one image each."""
-    from dataclasses import replace
-
     import torch
 
     from netweight.attacks.embedding_search.search import weights_fixed
@@ -111,7 +109,7 @@ def _inverted(ground: Ground, fit: Fit, strangers: Sequence[Stranger]) -> Tensor
         ground.model, torch.stack([each.images[0] for each in strangers]), [each.prompts[0] for each in strangers],
         draws=how.draws, said=how.said,
     )  # fmt: skip
-    settings = replace(how.inversion, components=fit.components)
+    settings = how.inversion.replace(components=fit.components)
     with weights_fixed(ground.model.denoiser):
         return invert(ground.space, loss, len(strangers), settings, device=ground.model.device).scores
 

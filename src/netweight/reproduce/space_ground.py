@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from netweight.hf.load_pipeline import PipelineModel
-    from netweight.methods.space.directions import Labels
     from netweight.methods.space.edits import Compare
-    from netweight.methods.space.inversion import InversionSettings
+    from netweight.methods.space.labels import Labels
+    from netweight.methods.space.settings import InversionSettings
     from netweight.methods.space.space import WeightSpace
     from netweight.metrics.copies import Descriptor
     from netweight.nn.lora import Adapter
@@ -186,7 +186,7 @@ class Ground:
 
     def part(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Labels]:
         """Return scores and labels of some rows; by default of `learned`."""
-        from netweight.methods.space.directions import Column, Labels
+        from netweight.methods.space.labels import Column, Labels
 
         chosen = list(self.learned if rows is None else rows)
         columns = {name: Column(name, column.values[chosen]) for name, column in self.labels.columns.items()}
@@ -221,7 +221,7 @@ class Ground:
             raise UsageError(f"{people} people cannot be tried.", cure=f"Give 5 to {len(self.strangers)}.")
         fitting = replace(
             self.fitting, recipe=replace(self.fitting.recipe, steps=10),
-            inversion=replace(self.fitting.inversion, steps=10),
+            inversion=self.fitting.inversion.replace(steps=10),
         )  # fmt: skip
         return replace(self, people=people, strangers=self.strangers[:people], fitting=fitting)
 

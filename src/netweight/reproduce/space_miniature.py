@@ -14,9 +14,9 @@ from torch import Tensor
 from netweight.core.seeds import torch_generator
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
 from netweight.hf.train_adapters import SliderPairs, train_sliders
-from netweight.methods.space.directions import read_labels
 from netweight.methods.space.edits import perceptual_distance
-from netweight.methods.space.inversion import InversionSettings
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe

@@ -2,9 +2,9 @@
 
 `all_weights.pt` is one matrix with a row per adapter: all factors of a rank-1 LoRA of Stable Diffusion 1.5, flattened
 and joined in the order of `weight_dimensions.pt`. `V.pt`, `mean.pt` and `std.pt` are its components and statistics.
-
-Source: weights2weights (arXiv 2406.09413) and the card of its data.
 """
+
+# Source: weights2weights (arXiv 2406.09413) and the card of its data.
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ _BLOCK_BYTES = 1 << 26
 
 
 def find_published(source: Path) -> Path | None:
-    """Return the matrix of adapters if a path is one, or a folder with one; else None.
-
-    Args:
-        source: A file or folder.
-    """
+    """Return the matrix of adapters if a path is one, or a folder with one; else None."""
     if source.is_file():
         return source if source.match(_MATRIX) else None
     found = sorted(source.glob(_MATRIX))
@@ -43,19 +39,7 @@ def find_published(source: Path) -> Path | None:
 
 
 def published_tensor(path: str | Path) -> Tensor:
-    """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tensor, of the shape and dtype that the file says.
-
-    Raises:
-        UsageError: There is no such file, or it holds something else than one tensor.
-        UnsafeInput: It holds objects that only executing it could make.
-        CorruptBlob: It is damaged, or was written before torch 1.6.
-    """
+    """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
     value = _load(Path(path))
     if not isinstance(value, Tensor):
         raise UsageError(f"{path} holds a {type(value).__name__}, no tensor.", cure="Name the file of a matrix.")
@@ -63,19 +47,7 @@ def published_tensor(path: str | Path) -> Tensor:
 
 
 def read_dimensions(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Read `weight_dimensions.pt`: names of tensors, in the order of a row's entries, and their shapes.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Shapes by name, in order.
-
-    Raises:
-        UsageError: The file is missing, or holds something else.
-        UnsafeInput: It holds objects that only executing it could make.
-        CorruptBlob: It is damaged.
-    """
+    """Read `weight_dimensions.pt`: names of tensors, in the order of a row's entries, and their shapes."""
     value = _load(Path(path))
     if not isinstance(value, Mapping) or not value:
         raise UsageError(f"{path} holds no table of shapes.", cure=_OTHERWISE)
@@ -83,13 +55,8 @@ def read_dimensions(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def stable_diffusion_dimensions(rank: int = 1) -> dict[str, tuple[int, ...]]:
-    """Return what `weight_dimensions.pt` must say for LoRAs of the queries and values of Stable Diffusion 1.
-
-    All 16 transformer blocks, self- and cross-attention: 99,648 entries at rank 1, in the order of the sorted names.
-
-    Args:
-        rank: Of every factor, at least 1.
-    """
+    """Return what `weight_dimensions.pt` must say for LoRAs of the queries and values of Stable Diffusion 1."""
+    # All 16 transformer blocks, self- and cross-attention: 99,648 entries at rank 1, in the order of the sorted names.
     blocks = [(f"down_blocks.{level}", 2, width) for level, width in enumerate((320, 640, 1280))]
     blocks += [("mid_block", 1, 1280)]
     blocks += [(f"up_blocks.{level}", 3, width) for level, width in ((1, 1280), (2, 640), (3, 320))]
@@ -120,24 +87,12 @@ def import_published(
     skip_bad: bool = False,
     progress: Progress = QUIET,
 ) -> None:
-    """Turn the published matrix of adapters into a bank, some rows at a time; continues where a call was interrupted.
-
-    Args:
-        source: The matrix, `all_weights.pt`, or the folder that holds it.
-        destination: The bank's folder.
-        dimensions: Names of tensors, in the order of a row's entries → their shapes; by default from
-            `weight_dimensions.pt`, beside the matrix or in a folder `files` above it, as it was published.
-        names: Of the adapters, by row; by default "model-000000" and so on.
-        compress: Whether shards are compressed, bit for bit.
-        skip_bad: Whether rows with NaN or infinity are left out.
-        progress: Where the work is shown.
-
-    Raises:
-        UsageError: A file is missing, the shapes do not fill a row, or a row holds NaN or infinity.
-        UnsafeInput: A file holds objects that only executing it could make.
-        CorruptBlob: A file is damaged.
-        OutputFailed: The place cannot be written.
-    """
+    """Turn the published matrix of adapters into a bank, some rows at a time."""
+    # Continues where a call was interrupted.
+    # `dimensions`: names of tensors, in the order of a row's entries → their shapes; by default from
+    # `weight_dimensions.pt`, beside the matrix or in a folder `files` above it, as it was published
+    # `names`: by default "model-000000" and so on
+    # `skip_bad`: whether rows with NaN or infinity are left out
     path = find_published(Path(source))
     if path is None:
         raise UsageError(f"{source} holds no published matrix.", cure=f"Name a file like {_MATRIX}.")

@@ -11,34 +11,32 @@ import torch
 from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
-from netweight.nn.basis import Basis, BasisFit, fit_gram, halves_of
 from netweight.nn.matrix import Columns, Moments, Rows, blocks, check_finite
+from netweight.nn.pca import Basis, BasisFit, fit_gram, halves_of
 
 _BYTES = 1 << 24  # of a block of columns
 _PANEL = 512  # rows of the Gram matrix that are made at a time
 _EPS = torch.finfo(torch.float32).eps
 
 
-def fit_by_columns(
-    matrix: Columns,
+def fit_exactly(
+    matrix: Rows,
     components: int | None = None,
     *,
     standardize: bool = False,
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Fit a matrix that can be read by columns, in two passes: one for the Gram matrix, one for the components.
+    """Find the principal components of a matrix's rows, by columns if it can be read so."""
+    if isinstance(matrix, Columns):
+        return _fit_by_columns(matrix, components, standardize, halves, progress)
+    return _fit_by_rows(matrix, components, standardize, halves, progress)
 
-    Args:
-        matrix: n rows of d numbers; memory holds an n × n matrix in fp64 twice at most, and the components.
-        components: How many; None for as many as there are, at most 1,000.
-        standardize: Whether to divide columns by their standard deviation.
-        halves: Whether to fit two halves of the rows, too.
-        progress: Where to show it.
 
-    Raises:
-        UsageError: See `fit_gram`; or a number is not finite.
-    """
+def _fit_by_columns(
+    matrix: Columns, components: int | None, standardize: bool, halves: bool, progress: Progress
+) -> BasisFit:
+    """Fit in two passes over the columns; memory holds an n × n matrix in fp64 twice at most, and the components."""
     count, length = matrix.shape
     mean, deviation = torch.empty(length), torch.ones(length)
     gram = torch.zeros(count, count, dtype=torch.float64)
@@ -50,7 +48,7 @@ def fit_by_columns(
             mean[start:stop] = moments.mean(count)
             block -= (moments.sums / count).float()
             if standardize:
-                deviation[start:stop] = _usable(moments.variance(count))
+                deviation[start:stop] = moments.deviation(count)
                 block /= deviation[start:stop]
             _add_products(gram, block)
             task.update(stop - start)
@@ -74,18 +72,8 @@ def fit_by_columns(
     )
 
 
-def fit_by_rows(
-    matrix: Rows,
-    components: int | None = None,
-    *,
-    standardize: bool = False,
-    halves: bool = False,
-    progress: Progress = QUIET,
-) -> BasisFit:
-    """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one.
-
-    Arguments and errors are those of `fit_by_columns`.
-    """
+def _fit_by_rows(matrix: Rows, components: int | None, standardize: bool, halves: bool, progress: Progress) -> BasisFit:
+    """Fit a matrix that can be read by rows only, such as adapters; each block of rows meets every earlier one."""
     count, length = matrix.shape
     moments = Moments.begin(matrix.rows(0, 1)[0])
     for start, stop in blocks(matrix):
@@ -94,7 +82,7 @@ def fit_by_rows(
         moments.take(block)
     mean, deviation = moments.mean(count).float(), torch.ones(length)
     if standardize:
-        deviation = _usable(moments.variance(count))
+        deviation = moments.deviation(count)
 
     def prepared(start: int, stop: int) -> Tensor:
         return matrix.rows(start, stop).sub_(mean).div_(deviation)
@@ -129,11 +117,6 @@ def _columns(matrix: Columns) -> Iterator[tuple[int, int, Tensor]]:
         block = memory[: count * (stop - start)].view(count, stop - start)
         matrix.columns(start, stop, block)
         yield start, stop, block
-
-
-def _usable(variance: Tensor) -> Tensor:
-    """What to divide by: a number that never varies stays 0 after its mean is taken off."""
-    return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 
 
 def _add_products(gram: Tensor, block: Tensor) -> None:
