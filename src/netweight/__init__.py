@@ -14,7 +14,7 @@ _find, _names, __all__ = lazy_names(
         # compress
         "CompressedTensor": "netweight.methods.compress.runtime.tensor",
         "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",
-        "average_gradient": "netweight.methods.compress.runtime.model",
+        "average_gradient": "netweight.methods.compress.runtime.layerwise",
         "check_device": "netweight.methods.compress.runtime.cuda",
         "compress_": "netweight.methods.compress.runtime.model",
         "compress_activations": "netweight.methods.compress.runtime.activations",
@@ -26,8 +26,8 @@ _find, _names, __all__ = lazy_names(
         "dense_state_dict": "netweight.methods.compress.runtime.model",
         "load_checkpoint": "netweight.methods.compress.runtime.checkpoint",
         "memory_footprint": "netweight.methods.compress.runtime.model",
-        "prefer_": "netweight.methods.compress.runtime.model",
         "save_checkpoint": "netweight.methods.compress.runtime.checkpoint",
+        "set_layout_": "netweight.methods.compress.runtime.model",
         "verify": "netweight.methods.compress.verify",
         # federate: everything is in the package
         "federate": "netweight.methods.federate",
@@ -70,6 +70,10 @@ def __getattr__(name: str) -> Any:
         from netweight.core.environment import netweight_version
 
         return netweight_version()
+    if name == "prefer_":  # former name of `set_layout_`
+        import netweight.methods.compress.runtime.model as model
+
+        return model.prefer_
     return _find(name)
 
 

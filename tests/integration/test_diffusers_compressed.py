@@ -16,8 +16,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.plugins.diffusers import save_pretrained  # noqa: E402
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.diffusers import NetweightConfig, save_pretrained  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -106,7 +105,7 @@ def test_compressed_folders_load_into_compressed_memory(case):
     assert netweight.memory_footprint(ours) < 0.8 * netweight.memory_footprint(theirs)
     stored = netweight.open_store(net)
     blobs = {bytes(stored.raw(name)) for name in stored.names()}
-    assert all(bytes(p.box.blob) in blobs for name, p in ours.named_parameters() if name in kept_compressed(ours))
+    assert all(bytes(p.stored.blob) in blobs for name, p in ours.named_parameters() if name in kept_compressed(ours))
     for name, value in netweight.dense_state_dict(ours).items():
         assert torch.equal(value, theirs.state_dict()[name]), name
 

@@ -9,7 +9,7 @@ from netweight.errors import LossyWrite
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.diffusers import NetweightConfig  # noqa: E402
 
 LATENT = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
 
@@ -39,8 +39,8 @@ def answer(model):
 def blobs(model):
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor)}
     assert weights
-    assert all(weight.box.lossy for weight in weights.values())
-    return {name: bytes(weight.box.blob) for name, weight in weights.items()}
+    assert all(weight.stored.lossy for weight in weights.values())
+    return {name: bytes(weight.stored.blob) for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["rounded folder", "dense folder"])

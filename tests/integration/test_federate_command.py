@@ -67,7 +67,7 @@ def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
         (["run", "--data", "digts"], "Nearest names: digits"),
         (["run", "--method", "hyperfi"], "hyperfl"),
         (["run", "--model", "nothing:here"], "cannot be imported"),
-        (["run", "--rounds", "0"], "0 rounds"),
+        (["run", "--rounds", "0"], "0 is not in the range x>=1"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:

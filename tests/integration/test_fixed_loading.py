@@ -10,7 +10,7 @@ import netweight
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 LINEAR = {f"model.layers.0.{part}" for part in (
@@ -20,7 +20,8 @@ LINEAR = {f"model.layers.0.{part}" for part in (
 
 
 def fixed_names(model):
-    return {name for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor) and p.box.fixed}
+    compressed = netweight.CompressedTensor
+    return {name for name, p in model.named_parameters() if isinstance(p, compressed) and p.stored.fixed}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -52,7 +53,7 @@ def load(kind, dense, net):
         config.quantization_config["prefer"] = "speed"
         return transformers.LlamaForCausalLM.from_pretrained(net, config=config)
     model = transformers.LlamaForCausalLM.from_pretrained(net)
-    netweight.prefer_(model, "speed")
+    netweight.set_layout_(model, "speed")
     return model
 
 
@@ -89,7 +90,7 @@ def test_another_dtype_is_fixed_if_it_is_bf16(case):
     wide = transformers.LlamaForCausalLM.from_pretrained(net, config=config, dtype=torch.float32)
     assert not fixed_names(wide)
     wide.to(torch.bfloat16)
-    assert netweight.prefer_(wide, "speed")
+    assert netweight.set_layout_(wide, "speed")
     assert fixed_names(wide) == linear
     assert not differing(theirs, wide)
 
@@ -97,7 +98,7 @@ def test_another_dtype_is_fixed_if_it_is_bf16(case):
 def test_diffusers_models_too(tmp_path):
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    from netweight.plugins.loading import NetweightConfig
+    from netweight.plugins.diffusers import NetweightConfig
 
     torch.manual_seed(0)
     make = diffusers.DiTTransformer2DModel

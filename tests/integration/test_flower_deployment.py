@@ -11,9 +11,10 @@ pytest.importorskip("sklearn")
 import torch
 from flower_processes import EXAMPLE, Deployment, wait
 
-from netweight.methods.federate import Client, FedTask, Run, train
-from netweight.methods.federate.engine import CHECKPOINT
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate import FedTask, train
+from netweight.methods.federate.engine import CHECKPOINT, Run
+from netweight.methods.federate.method import Client
+from netweight.methods.federate.task import LocalModel
 from netweight.plugins.flower import HISTORY, export_private
 from netweight.store import open_store
 

@@ -117,11 +117,10 @@ def test_a_sum_over_two_is_refused(tmp_path):
 
 
 def test_a_change_too_large_to_be_summed_is_not_sent(tmp_path, caplog):
-    from dataclasses import replace
 
     from netweight.methods.federate import LocalTraining, fedavg
 
-    wild = fedavg(replace(LocalTraining(epochs=1, batch_size=8), lr=1e4))
+    wild = fedavg(LocalTraining(epochs=1, batch_size=8, lr=1e4))
     with pytest.raises(FederationStopped):
         serve(new_grid(wild, secure_sum=True), wild, tmp_path, secure_sum=True)
     assert "can be summed under masks" in caplog.text

@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from loading_memory import measured  # noqa: E402
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
-from netweight.plugins.transformers import save_pretrained  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig, save_pretrained  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
@@ -144,7 +143,7 @@ def test_payloads_are_taken_as_they_are(case):
     store = netweight.open_store(net)
     stored = {bytes(store.raw(name)) for name in store.names()}
     taken = [
-        name for name, p in ours.named_parameters() if name in kept_compressed(ours) and bytes(p.box.blob) in stored
+        name for name, p in ours.named_parameters() if name in kept_compressed(ours) and bytes(p.stored.blob) in stored
     ]
     assert len(taken) > 0
     if kind is not transformers.MixtralForCausalLM:

@@ -10,7 +10,7 @@ from netweight.errors import LossyWrite, Unsupported, UsageError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.plugins.loading import NetweightConfig  # noqa: E402
+from netweight.plugins.transformers import NetweightConfig  # noqa: E402
 
 IDS = torch.arange(1, 13).reshape(2, 6)
 
@@ -46,8 +46,8 @@ def blobs(model):
     """The compressed bytes of each compressed weight."""
     weights = {name: p for name, p in model.named_parameters() if isinstance(p, netweight.CompressedTensor)}
     assert weights
-    assert all(weight.box.lossy for weight in weights.values())
-    return {name: bytes(weight.box.blob) for name, weight in weights.items()}
+    assert all(weight.stored.lossy for weight in weights.values())
+    return {name: bytes(weight.stored.blob) for name, weight in weights.items()}
 
 
 def answers(model):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported
 from netweight.methods.federate import ClientData, FedTask
-from netweight.methods.federate.method import LocalModel
-from netweight.methods.federate.per_example import Clipped, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.dp import Clipped, PrivateStep, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.task import LocalModel
 
 
 def double_model(body: nn.Module, head: nn.Module, inputs: Tensor, targets: Tensor) -> LocalModel:
@@ -99,7 +99,9 @@ def test_both_ways_are_the_loop(
     wanted = loop(model, (inputs, targets), counts, trains, clip)
     for way in (by_layers, by_vmap):
         found = way(
-            model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), counts, trains, clip
+            PrivateStep(
+                model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), counts, trains, clip
+            )
         )
         assert_same(found, wanted, counts)
 
@@ -118,7 +120,9 @@ def test_gradients_are_those_of_opacus() -> None:
     wanted = (rows * (clip / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     mask = torch.ones(6, dtype=torch.bool)
     found = by_layers(
-        model, model.task.initial_body(), model.task.initial_head(), (inputs.detach(), targets), mask, "both", clip
+        PrivateStep(
+            model, model.task.initial_body(), model.task.initial_head(), (inputs.detach(), targets), mask, "both", clip
+        )
     )
     assert found is not None
     assert found.body is not None
@@ -179,7 +183,9 @@ def test_what_the_fast_way_cannot_do_is_done_by_vmap(body: nn.Module) -> None:
     wanted = loop(model, (inputs, targets), mask, "both", 0.5)
     for _ in range(2):  # when it is found out, and afterwards
         found = clipped_sum(
-            model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5
+            PrivateStep(
+                model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5
+            )
         )
         assert_same(found, wanted, mask)
 
@@ -189,9 +195,9 @@ def test_a_batch_too_large_to_hold_is_summed_in_parts(monkeypatch: pytest.Monkey
     inputs, targets = torch.randn(10, 5).double(), torch.randint(0, 3, (10,))
     model = double_model(nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3), inputs, targets)
     mask = torch.tensor([True] * 4 + [False] * 3 + [True] * 2 + [False])
-    monkeypatch.setattr("netweight.methods.federate.per_example._VALUES_AT_ONCE", 3 * 39)
+    monkeypatch.setattr("netweight.methods.federate.dp._VALUES_AT_ONCE", 3 * 39)
     found = clipped_sum(
-        model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5
+        PrivateStep(model, model.task.initial_body(), model.task.initial_head(), (inputs, targets), mask, "both", 0.5)
     )
     assert_same(found, loop(model, (inputs, targets), mask, "both", 0.5), mask)
 
@@ -202,6 +208,6 @@ def test_batch_normalization_is_refused_by_name() -> None:
     body, head, mask = model.task.initial_body(), model.task.initial_head(), torch.ones(4, dtype=torch.bool)
     model.train("both")
     with pytest.raises(Unsupported, match=r"body's layer '1' \(BatchNorm1d\)"):
-        clipped_sum(model, body, head, (inputs, targets), mask, "both", 0.5)
+        clipped_sum(PrivateStep(model, body, head, (inputs, targets), mask, "both", 0.5))
     model.train("head")  # the body then only evaluates, with its statistics
-    assert clipped_sum(model, body, head, (inputs, targets), mask, "head", 0.5).head is not None
+    assert clipped_sum(PrivateStep(model, body, head, (inputs, targets), mask, "head", 0.5)).head is not None

@@ -3,16 +3,9 @@
 import torch
 from torch import nn
 
-from netweight.methods.federate import (
-    ClientData,
-    FedTask,
-    HyperFL,
-    LocalTraining,
-    fedavg,
-    fedavg_private_head,
-    local_only,
-)
-from netweight.methods.federate.catalog import named_method
+from netweight.methods.federate import ClientData, FedTask, HyperFL, LocalTraining, fedavg
+from netweight.methods.federate.direct import fedavg_private_head, local_only
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.pfedhn import PFedHN
 
 CLIENTS = 3

@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from flower_federation import CLIENTS, client_data, halves
 
-from netweight.methods.federate import Federation, FedTask, Round, Trained, Update, Weights
-from netweight.methods.federate.engine import CHECKPOINT
+from netweight.methods.federate import Federation, FedTask
+from netweight.methods.federate.engine import CHECKPOINT, Round
+from netweight.methods.federate.method import Trained, Weights
+from netweight.methods.federate.updates import Update
 from netweight.plugins.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.store import open_store
 

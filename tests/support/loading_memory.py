@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import netweight
-from netweight.plugins.loading import NetweightConfig
+from netweight.plugins.transformers import NetweightConfig
 
 
 def measured(name, place):

@@ -1,6 +1,6 @@
 """The CPU as if it were a CUDA device: netweight's kernels run in the emulator, its runtime as it would on a GPU.
 
-Two streams are there, too: what is asked of the side stream is done as late as events allow, and a room is full of
+Two streams are there, too: what is asked of the side stream is done as late as events allow, and a buffer is full of
 rubbish from the moment in which it may be decoded into again. What reads a weight too early or too late so reads
 something else. `simulated_streams.py` tries other orders.
 """
@@ -15,7 +15,7 @@ from netweight.codec import cuda
 from netweight.codec.cuda import launching
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch as ahead
-from netweight.methods.compress.runtime.side_stream import SideStream
+from netweight.methods.compress.runtime.prefetch import SideStream
 
 CPU = torch.device("cpu")
 
@@ -53,18 +53,18 @@ class Machine:
     def wait_aside(self, event):
         pass
 
-    def room(self, nbytes):
+    def allocate(self, nbytes):
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8)
 
     def nbytes(self, payload):
         return self.decoder.nbytes(payload)
 
-    def decode_aside(self, payload, room):
-        room.fill_(0xFF)
+    def decode_aside(self, payload, memory):
+        memory.fill_(0xFF)
         layout = device._found(payload).layout
-        self.asked.append(partial(self.decoder.weight, payload, room))
-        return room[: layout.nbytes].view(layout.dtype).view(layout.shape)
+        self.asked.append(partial(self.decoder.weight, payload, memory))
+        return memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
 
 
 class Counts:

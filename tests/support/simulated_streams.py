@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from netweight.methods.compress.runtime.side_stream import SideStream
+from netweight.methods.compress.runtime.prefetch import SideStream
 
 
 class Misuse(AssertionError):
@@ -66,7 +66,7 @@ class Device:
         self.random = random.Random(seed)
         self.without = without
         self.queues = {"computing": [], "side": []}
-        self.rooms = {}  # id of a room's tensor -> its block
+        self.buffers = {}  # id of a buffer's tensor -> its block
         self.free = []
         self.payloads = {}  # id of a payload -> its block
         self.capturing = False
@@ -90,21 +90,21 @@ class Device:
         if "wait_aside" not in self.without:
             self.queues["side"].append((lambda: event.done, lambda: None))
 
-    def room(self, nbytes):
+    def allocate(self, nbytes):
         fitting = [block for block in self.free if block.size >= nbytes]
         block = self.random.choice(fitting) if fitting else Block(nbytes)
         if fitting:
             self.free.remove(block)
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        self.rooms[id(memory.untyped_storage())] = block
+        self.buffers[id(memory.untyped_storage())] = block
         weakref.finalize(memory.untyped_storage(), self.free.append, block)
         return memory
 
     def nbytes(self, payload):
         return self.payloads[id(payload)].size
 
-    def decode_aside(self, payload, room):
-        source, target = self.payloads[id(payload)], self.rooms[id(room.untyped_storage())]
+    def decode_aside(self, payload, memory):
+        source, target = self.payloads[id(payload)], self.buffers[id(memory.untyped_storage())]
         wanted = self.held(payload)
         self._ask("side", lambda: (source.begin_reading(wanted), target.begin_writing()))
         if self.free:  # working memory, which the allocator takes from what is free
@@ -112,7 +112,7 @@ class Device:
             self._ask("side", working.begin_writing)
             self._ask("side", lambda: working.end_writing(None))
         self._ask("side", lambda: (source.end_reading(wanted), target.end_writing(wanted)))
-        return room[:1]
+        return memory[:1]
 
     # ---- what a test does ----
 
@@ -130,7 +130,7 @@ class Device:
         return self.payloads[id(payload)].name, payload._version
 
     def write(self, payload, side):
-        """Ask the computing stream to write a payload, as `Box` does."""
+        """Ask the computing stream to write a payload, as `CompressedStorage` does."""
         if "let_go" not in self.without:
             side.let_go(payload)
         block = self.payloads[id(payload)]
@@ -139,7 +139,7 @@ class Device:
 
     def multiply(self, loan, payload):
         """Ask the computing stream for a product with a weight that is lent."""
-        block, wanted = self.rooms[id(loan.weight.untyped_storage())], self.held(payload)
+        block, wanted = self.buffers[id(loan.weight.untyped_storage())], self.held(payload)
         self._ask("computing", lambda: block.begin_reading(wanted))
         self._ask("computing", lambda: block.end_reading(wanted))
 

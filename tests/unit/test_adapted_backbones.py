@@ -10,7 +10,8 @@ from torch.func import functional_call, vmap
 from netweight.data.images.cifar import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
 from netweight.methods import federate
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate.method import Client
+from netweight.methods.federate.task import LocalModel
 from netweight.toys.networks import (
     IMAGENET_MEAN_STD,
     CifarResNet20,
@@ -125,14 +126,12 @@ def test_engine_trains_adapters_and_leaves_the_rest(pair):
     data = [federate.ClientData((IMAGES, labels), (IMAGES, labels))] * 2
     task = federate.FedTask(body, head, data)
     assert set(task.body_layout.names) == set(trained(body))
-    assert all("adapter" in name for name in LocalModel(task).initial_statistics())
+    assert all("adapter" in name for name in task.initial_statistics())
     before = {name: value.clone() for name, value in body.state_dict().items()}
     method = federate.HyperFL(federate.LocalTraining(epochs=2, batch_size=3), start_from="body")
     model = LocalModel(task)
     state = method.start(task, seed=0)
-    clients = [
-        federate.Client(number=n, received=state, private=method.private_start(task, n, seed=0)) for n in task.clients
-    ]
+    clients = [Client(number=n, received=state, private=method.private_start(task, n, seed=0)) for n in task.clients]
     results = method.train(task, model, clients, round=1, seed=0)
     for result in results:
         assert not torch.equal(result.weights.body, task.initial_body())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from netweight.methods.compress.loaders import (
+from netweight.methods.compress.folder_format import (
     DIFFUSERS_METHOD,
     PEFT_TYPE,
     TRANSFORMERS_SENTENCE,

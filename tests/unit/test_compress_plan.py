@@ -9,10 +9,10 @@ from folders_under_test import diffusers_folder, simple_weights, transformers_fo
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
-from netweight.methods.compress.settings import CompressConfig
-from netweight.methods.compress.shard import make_plan
+from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.settings import CompressSettings
 
-PLAIN = CompressConfig()
+PLAIN = CompressSettings()
 
 
 def roles(plan):
@@ -42,7 +42,7 @@ def test_weights_of_diffusers_models_keep_their_names(tmp_path):
 
 
 def test_a_variant_is_taken_where_there_is_one(tmp_path):
-    plan = make_plan(diffusers_folder(tmp_path / "m"), CompressConfig(variant="fp16"))
+    plan = make_plan(diffusers_folder(tmp_path / "m"), CompressSettings(variant="fp16"))
     weights = {path for path, (role, _) in roles(plan).items() if role == "weights"}
     assert weights == {
         "text_encoder/model.safetensors",
@@ -51,7 +51,7 @@ def test_a_variant_is_taken_where_there_is_one(tmp_path):
     }
     assert set(plan.left_out) == {f"{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae")}
     with pytest.raises(UsageError, match="bf16"):
-        make_plan(tmp_path / "m", CompressConfig(variant="bf16"))
+        make_plan(tmp_path / "m", CompressSettings(variant="bf16"))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "v1.ckpt", "unet/weights.PTH", "x.pkl"])
@@ -63,7 +63,7 @@ def test_pickled_weights_are_refused_with_the_cure(tmp_path, name):
         make_plan(folder, PLAIN)
     assert name in str(caught.value)
     assert "save_pretrained" in caught.value.cure
-    plan = make_plan(folder, CompressConfig(exclude=(name,)))
+    plan = make_plan(folder, CompressSettings(exclude=(name,)))
     assert plan.left_out == (name,)
 
 
@@ -159,11 +159,11 @@ def test_all_problems_are_reported_at_once(tmp_path):
 
 def test_configs_refuse_bad_values():
     with pytest.raises(UsageError, match="level"):
-        CompressConfig(level="best")
-    with pytest.raises(UsageError, match="0 threads"):
-        CompressConfig(threads=0)
-    assert CompressConfig(threads=3).workers == 3
-    assert CompressConfig().workers >= 1
+        CompressSettings(level="best")
+    with pytest.raises(UsageError, match=r"threads: .*not 0"):
+        CompressSettings(threads=0)
+    assert CompressSettings(threads=3).workers == 3
+    assert CompressSettings().workers >= 1
 
 
 def test_paths_are_relative_to_the_folder(tmp_path, monkeypatch):

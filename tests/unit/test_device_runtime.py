@@ -21,7 +21,7 @@ from netweight.codec import cuda
 from netweight.codec.dtypes import torch_dtype
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime.storage import Box, blob_of
+from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -80,7 +80,7 @@ def test_rounded_weights(counts):
         netweight.decompress_(dense)
         assert len(report.compressed) == 2
         for layer in model:
-            assert same(layer.weight, codec.decode(layer.weight.box.blob))
+            assert same(layer.weight, codec.decode(layer.weight.stored.blob))
         x = ROWS.to(dtype)
         with torch.no_grad(), netweight.decode_ahead() as ahead:
             for _ in range(3):
@@ -89,7 +89,7 @@ def test_rounded_weights(counts):
 
 
 def test_what_keeps_a_weight_gets_one_of_its_own(counts):
-    """Second derivatives, checkpoints, and weights used outside of their layers, while rooms are decoded into again."""
+    """Second derivatives, checkpoints, and weights used outside of their layers, while buffers are filled again."""
     dense, model = pair(stack)
     with netweight.decode_ahead():
         for m in (dense, model, dense, model):
@@ -149,7 +149,7 @@ def test_a_compiled_layer(counts):
             assert_steps_alike(dense, nn.Sequential(layer), ROWS)
 
 
-def test_a_failed_product_gives_its_room_back(counts):
+def test_a_failed_product_gives_its_buffer_back(counts):
     dense, model = pair(stack)
     with torch.no_grad(), netweight.decode_ahead() as ahead:
         model(ROWS)
@@ -198,8 +198,8 @@ def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
             m[0].weight.add_(1)
     weight = model[0].weight
     assert not blob_of(weight.payload)[8:24].any()
-    expected = codec.encode(dense[0].weight, chunk_log2=weight.box.chunk_log2)
-    assert bytes(weight.box.blob) == expected
+    expected = codec.encode(dense[0].weight, chunk_log2=weight.stored.chunk_log2)
+    assert bytes(weight.stored.blob) == expected
     assert bytes(blob_of(weight.to("cpu", copy=True).payload)) == expected
     assert bytes(blob_of(pickle.loads(pickle.dumps(weight)).payload)) == expected
     file = io.BytesIO()
@@ -228,7 +228,7 @@ def test_copies_of_a_weight_are_looked_at_once(counts):
 def test_level_max_and_settings_go_to_the_encoder(counts):
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for level, chunk_log2 in (("fast", 10), ("max", None), ("default", 12)):
-        box = Box.of(weight, level=level, chunk_log2=chunk_log2)
+        box = CompressedStorage.of(weight, level=level, chunk_log2=chunk_log2)
         assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=box.chunk_log2)
         box.write(weight * 2)
         assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=box.chunk_log2)
@@ -237,7 +237,7 @@ def test_level_max_and_settings_go_to_the_encoder(counts):
 
 def test_a_weight_that_outgrows_its_payload(counts):
     weight = torch.zeros(64, 64)
-    box = Box.of(weight)
+    box = CompressedStorage.of(weight)
     assert same(device.decoder_of(CPU).weight(box.payload), weight)
     noise = torch.randn(64, 64)
     box.write(noise)
@@ -278,7 +278,7 @@ def test_one_row_of_many_decodes_no_more_than_its_chunks(counts):
     draw = torch.Generator().manual_seed(2)
     for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int8):
         weight = (torch.randn(6, 10, 100, generator=draw) * 50).to(dtype)
-        box = Box.of(weight, chunk_log2=10)
+        box = CompressedStorage.of(weight, chunk_log2=10)
         tensor = netweight.CompressedTensor(box)
         assert len(counts.chunks) == 0
         for row in (0, 5, 2, -1):
@@ -291,7 +291,7 @@ def test_one_row_of_many_decodes_no_more_than_its_chunks(counts):
 
 def test_the_first_row_of_unknown_bytes_checks_them_all(counts):
     weight = torch.randn(6, 1000).bfloat16()
-    tensor = netweight.CompressedTensor(copy.deepcopy(netweight.CompressedTensor.of(weight, chunk_log2=10)).box)
+    tensor = netweight.CompressedTensor(copy.deepcopy(netweight.CompressedTensor.of(weight, chunk_log2=10)).stored)
     assert same(tensor[4].dense(), weight[4])
     assert (counts.waited, counts.chunks) == (1, [6])
     assert same(tensor[5].dense(), weight[5])

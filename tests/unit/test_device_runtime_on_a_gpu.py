@@ -12,7 +12,7 @@ from netweight import CompressedTensor, codec
 from netweight.codec import cuda
 from netweight.errors import CorruptBlob
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime.storage import Box
+from netweight.methods.compress.runtime.storage import CompressedStorage
 
 reason = cuda.unavailable_because()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"CUDA kernels cannot run here: {reason}")
@@ -126,7 +126,7 @@ def test_blobs_encoded_on_the_gpu_are_the_hosts_when_they_leave_it():
     tensor = CompressedTensor.of(weight)
     with torch.no_grad():
         tensor.mul_(2)
-    assert bytes(tensor.box.blob) == codec.encode(weight * 2)
+    assert bytes(tensor.stored.blob) == codec.encode(weight * 2)
     assert same(tensor.cpu().dense(), (weight * 2).cpu())
 
 
@@ -167,11 +167,11 @@ def test_without_kernels_every_kind_of_weight_comes_back(no_kernels):
         weight = (torch.randn(6, 100, 300) * 20).to(dtype).cuda()
         for level in ("fast", "default", "max"):
             tensor = CompressedTensor.of(weight, level=level, chunk_log2=12)
-            assert tensor.box.payload.is_cuda
+            assert tensor.stored.payload.is_cuda
             assert same(tensor.dense().cpu(), weight.cpu())
             assert same(tensor[4].dense().cpu(), weight[4].cpu())
-            assert bytes(tensor.box.blob) == codec.encode(weight, level=level, chunk_log2=12)
-    rounded = Box.of(weight.real.contiguous(), precision=codec.Precision(3))
+            assert bytes(tensor.stored.blob) == codec.encode(weight, level=level, chunk_log2=12)
+    rounded = CompressedStorage.of(weight.real.contiguous(), precision=codec.Precision(3))
     assert same(rounded.dense().cpu(), codec.decode(rounded.blob))
 
 
@@ -185,7 +185,7 @@ def test_without_kernels_training_and_damage(no_kernels):
             optimizer.step()
     assert_alike(dense, model)
     payload = model[1].weight.payload
-    payload[device.LENGTH + codec.info(model[1].weight.box.blob).chunk_offsets[0]] = 77
+    payload[device.LENGTH + codec.info(model[1].weight.stored.blob).chunk_offsets[0]] = 77
     for _ in range(2):
         with pytest.raises(CorruptBlob, match="unknown mode"):
             model(x)

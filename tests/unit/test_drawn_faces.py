@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.toys.faces import (
@@ -19,6 +18,7 @@ from netweight.toys.faces import (
     photographs,
 )  # fmt: skip
 from netweight.toys.faces_pipeline import READER_FOLDER, embed, read
+from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
 def noise(seed=0):

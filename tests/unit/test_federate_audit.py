@@ -10,23 +10,16 @@ import torch
 from torch import nn
 
 from netweight.errors import UsageError
-from netweight.methods.federate import (
-    ClientData,
-    Federation,
-    FedTask,
-    HyperFL,
-    LocalTraining,
-    Run,
-    fedavg_private_head,
-    local_only,
-    train,
-)
+from netweight.methods.federate import ClientData, Federation, FedTask, HyperFL, LocalTraining, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
+from netweight.methods.federate.direct import fedavg_private_head, local_only
+from netweight.methods.federate.engine import Run
+from netweight.methods.federate.method import Client
 from netweight.methods.federate.report import (
     AuditConfig,
     ThreatModel,
     add_sections,
-    audit_exposures,
+    audit,
     exposure,
     exposure_figure,
     exposure_findings,
@@ -34,6 +27,7 @@ from netweight.methods.federate.report import (
     observe,
     own_threat,
 )
+from netweight.methods.federate.task import LocalModel
 from netweight.report.audit import audits_of, run_audits
 from netweight.report.report import Report
 
@@ -143,7 +137,7 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
     targets = [finding for finding in found["gradient-inversion"].findings if finding.target is not None]
     assert targets
     assert all("this run" in finding.name for finding in targets)
-    exposures = audit_exposures(run, config, seed=3)
+    exposures = audit(run, config, seed=3)
     assert tuple(exposure_findings(exposures, seed=3)) == found["gradient-inversion"].findings
     assert len(exposure_table(exposures).rows) == 2
     assert exposure_figure(exposures) is not None
@@ -196,3 +190,23 @@ def test_update_noise_has_the_stated_size_and_clip() -> None:
     change = torch.cat([(run.state[name] - value).flatten() for name, value in state.items()])
     expected = math.sqrt(clip**2 + (clip * multiplier) ** 2 * len(change))
     assert float(change.norm()) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(caplog):
+    """A careful client remembers a sketch of the last state, and how far it moved itself."""
+    task, method = picture_task(), Hardened(METHOD, refusal=RefusalLimits(lonely=1.0))
+    run = train(task, method, Federation(rounds=2))
+    assert [r.refused for r in run.rounds] == [{}, {}]
+    assert {name for name in run.private[0] if name.startswith("refusal.")} == {
+        "refusal.seed", "refusal.round", "refusal.state", "refusal.change",
+    }  # fmt: skip
+
+    def trained(change):
+        state = {name: value + change * torch.randn_like(value) for name, value in run.state.items()}
+        client = Client(0, run.private[0], state)
+        return method.train(task, LocalModel(task), [client], round=3, seed=0)
+
+    torch.manual_seed(0)
+    assert len(trained(0.0)) == 1
+    assert trained(0.2) == []
+    assert "the state changed more than clients change it" in caplog.text

@@ -16,26 +16,20 @@ from hypothesis import strategies as st
 
 from netweight.errors import FederationStopped, PrivateTensor, UsageError
 from netweight.methods.federate import (
-    Client,
     ClientData,
-    DirectMethod,
     Federation,
     FedTask,
     HyperFL,
     LocalTraining,
-    Phase,
-    Round,
-    Run,
-    Trained,
     fedavg,
-    fedavg_private_head,
-    local_only,
     train,
 )
-from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
-from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.engine import at_plateau
-from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.direct import DirectMethod, fedavg_private_head, local_only
+from netweight.methods.federate.engine import Round, Run, at_plateau
+from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
+from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.settings import Phase
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
@@ -110,7 +104,7 @@ def test_a_federation_ends_at_a_plateau_and_can_go_on(tmp_path: Path) -> None:
     assert not at_plateau(early.rounds[:-2])
     again = train(task, method, asked, folder=tmp_path)
     assert len(again.rounds) == len(early.rounds)
-    longer = train(task, method, dataclasses.replace(asked, until_plateau=False, rounds=40), folder=tmp_path)
+    longer = train(task, method, asked.replace(until_plateau=False, rounds=40), folder=tmp_path)
     assert [r.loss for r in longer.rounds[: len(early.rounds)]] == [r.loss for r in early.rounds]
     assert len(longer.rounds) == max(40, len(early.rounds))
 
@@ -201,7 +195,7 @@ def test_a_round_is_tried_again_with_other_clients() -> None:
 
 
 def test_a_private_tensor_does_not_leave() -> None:
-    leaking = DirectMethod("leak", ("body", "head"), (Phase("both", 1, 0.1),), TRAINING)
+    leaking = DirectMethod("leak", ("body", "head"), (Phase(trains="both", epochs=1, lr=0.1),), TRAINING)
     object.__setattr__(leaking, "halves", ("body", "head"))
 
     class Leak(Faulty):
@@ -252,5 +246,5 @@ def test_a_plan_takes_the_methods_own_rate_unless_it_says_another() -> None:
     own, told = FederationPlan(method="hyperfl-whole"), FederationPlan(method="hyperfl-whole", lr=0.02, epochs=2)
     assert own.training() == named_method("hyperfl-whole").training == METHODS_BY_NAME["hyperfl-whole"].training
     assert FederationPlan(method="hyperfl").training() == LocalTraining()
-    assert told.training() == dataclasses.replace(own.training(), lr=0.02, epochs=2)
+    assert told.training() == own.training().replace(lr=0.02, epochs=2)
     assert FederationPlan(method="pfedhn").training() is None

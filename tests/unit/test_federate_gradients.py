@@ -7,9 +7,8 @@ import torch
 from federation_under_test import as_double, small_task
 
 from netweight.errors import Unsupported
-from netweight.methods.federate.folder import small_cnn
-from netweight.methods.federate.method import LocalModel
-from netweight.methods.federate.per_example import one_by_one, together
+from netweight.methods.federate.local import one_by_one, together
+from netweight.methods.federate.task import LocalModel, small_cnn
 
 
 @pytest.mark.parametrize("trains", ["head", "body", "both"])

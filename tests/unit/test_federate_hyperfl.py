@@ -12,9 +12,12 @@ from torch.func import functional_call
 
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate import Client, FedTask, HyperFL, LocalTraining, LowRank, Trained, aggregate
+from netweight.methods.federate import FedTask, HyperFL, LocalTraining
+from netweight.methods.federate import updates as aggregate
 from netweight.methods.federate.local import shuffled_batches
-from netweight.methods.federate.method import LocalModel
+from netweight.methods.federate.method import Client, Trained
+from netweight.methods.federate.task import LocalModel
+from netweight.methods.federate.updates import LowRank
 
 
 def started(task: FedTask, method: HyperFL) -> list[Client]:

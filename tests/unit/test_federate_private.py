@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, Phase, Privacy, train
+from netweight.methods.federate import ClientData, Federation, FedTask, LocalTraining, train
 from netweight.methods.federate.direct import DirectMethod, centaur, dp_fedavg, epsilon_caveats, fedavg, ppsgd
-from netweight.methods.federate.dp import train_privately
-from netweight.methods.federate.local import padded, poisson_batches, train_clients
-from netweight.methods.federate.method import Client, LocalModel, Trained, Weights
-from netweight.methods.federate.per_example import by_vmap
+from netweight.methods.federate.dp import PrivateStep, by_vmap
+from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
+from netweight.methods.federate.method import Client, Trained, Weights
+from netweight.methods.federate.settings import Phase, Privacy
+from netweight.methods.federate.task import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
 
@@ -57,7 +58,7 @@ def test_a_step_moves_by_at_most_clip_over_batch_for_each_example() -> None:
     model = LocalModel(task)
     model.train("both")
     batch, mask = task.client(0).train, torch.ones(20, dtype=torch.bool)
-    wanted = by_vmap(model, task.initial_body(), task.initial_head(), batch, mask, "both", 0.01)
+    wanted = by_vmap(PrivateStep(model, task.initial_body(), task.initial_head(), batch, mask, "both", 0.01))
     assert wanted.body is not None
     assert wanted.head is not None
     assert moved(task, found.weights).norm() <= 0.01
@@ -81,18 +82,17 @@ def test_noise_has_the_deviation_asked_for_and_depends_on_the_seed_alone() -> No
 
 def _without_noise(method: DirectMethod) -> tuple[Phase, ...]:
     return tuple(
-        dataclasses.replace(phase, privacy=phase.privacy and dataclasses.replace(phase.privacy, noise_multiplier=0.0))
-        for phase in method.phases
+        phase.replace(privacy=phase.privacy and phase.privacy.replace(noise_multiplier=0.0)) for phase in method.phases
     )
 
 
 def test_a_step_without_examples_is_noise_alone() -> None:
     training = LocalTraining(epochs=1, lr=1.0, batch_size=1, momentum=0.0, weight_decay=0.0)
     task = make_task(n=4)
-    phase = Phase("both", 1, 1.0, Privacy(1.0))
+    phase = Phase(trains="both", epochs=1, lr=1.0, privacy=Privacy(noise_multiplier=1.0))
     start = Weights(task.initial_body(), task.initial_head())
     empty = next(seed for seed in range(2000) if not any(len(index) for index in poisson_batches(4, 1, 1, seed)))
-    (found,), (loss,) = train_privately(LocalModel(task), [start], [0], phase, training, seeds_by_client=[empty])
+    (found,), (loss,) = train_phase(LocalModel(task), [Learner(0, start, empty)], phase, training)
     assert loss == 0
     assert float(moved(task, found).std()) == pytest.approx(0.04 * 4**0.5, rel=0.3)  # four steps of noise
 
@@ -118,7 +118,7 @@ def test_ppsgd_takes_the_bodys_gradient_at_the_new_head() -> None:
     head = (head - 0.5 * torch.autograd.grad(model.loss(body, head, inputs, targets), head)[0]).detach()
     torch.testing.assert_close(found.weights.head, head)
     model.train("body")
-    wanted = by_vmap(model, body, head, (inputs, targets), torch.ones(20, dtype=torch.bool), "body", 0.02)
+    wanted = by_vmap(PrivateStep(model, body, head, (inputs, targets), torch.ones(20, dtype=torch.bool), "body", 0.02))
     assert wanted.body is not None
     torch.testing.assert_close(found.weights.body, body - wanted.body / 20)
 
@@ -140,15 +140,9 @@ def test_batch_normalization_is_refused_before_the_first_step() -> None:
         train_one(task, dp_fedavg(1.0, training=TRAINING))
 
 
-def test_a_private_phase_is_never_trained_without_privacy() -> None:
-    task = make_task()
-    start = Weights(task.initial_body(), task.initial_head())
-    with pytest.raises(UsageError, match="without privacy"):
-        train_clients(
-            LocalModel(task), [start], [0], Phase("both", 1, 0.1, Privacy(1.0)), TRAINING, seeds_by_client=[0]
-        )
+def test_a_step_of_the_head_goes_with_private_training_of_the_body() -> None:
     with pytest.raises(UsageError, match="privately"):
-        Phase("body", 1, 0.1, head_lr=0.1)
+        Phase(trains="body", epochs=1, lr=0.1, head_lr=0.1)
 
 
 def test_epsilon_is_claimed_only_where_it_holds() -> None:

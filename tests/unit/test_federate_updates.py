@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import PrivateTensor, UsageError
-from netweight.methods.federate import LowRank, Update, aggregate
-from netweight.methods.federate.aggregate import check_outgoing, examine, from_wire, to_wire
+from netweight.methods.federate import updates as aggregate
+from netweight.methods.federate.updates import (
+    LowRank,
+    Update,
+    check_allow_list,
+    from_wire,
+    to_wire,
+    validate_updates,
+)
 
 STATE = {"heads.weight": torch.zeros(3, 2), "heads.bias": torch.zeros(3)}
 
@@ -86,7 +93,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_update_is_named_and_the_others_pass(name: str) -> None:
     faulty, why = FAULTS[name]
-    intake = examine({0: STATE, 1: STATE, 2: STATE}, [update(2), faulty, update(0)], round=1)
+    intake = validate_updates({0: STATE, 1: STATE, 2: STATE}, [update(2), faulty, update(0)], round=1)
     assert [good.client for good in intake.accepted] == [0, 2]
     assert list(intake.refused) == [1]
     with pytest.raises(AssertionError, match=why):
@@ -94,7 +101,7 @@ def test_a_faulty_update_is_named_and_the_others_pass(name: str) -> None:
 
 
 def test_silence_uninvited_guests_and_duplicates_are_named() -> None:
-    intake = examine({0: STATE, 1: STATE, 3: STATE}, [update(0), update(0), update(9), update(3)], round=1)
+    intake = validate_updates({0: STATE, 1: STATE, 3: STATE}, [update(0), update(0), update(9), update(3)], round=1)
     assert [good.client for good in intake.accepted] == [3]
     assert intake.refused == {
         0: "sent two updates in one round",
@@ -125,11 +132,11 @@ def test_a_broken_low_rank_matrix_is_refused(broken: str) -> None:
 
 
 def test_only_shared_names_leave() -> None:
-    check_outgoing(["hypernetwork.heads.weight|left", "hypernetwork.trunk.0.bias"], ("hypernetwork.**",), client=3)
+    check_allow_list(["hypernetwork.heads.weight|left", "hypernetwork.trunk.0.bias"], ("hypernetwork.**",), client=3)
     with pytest.raises(PrivateTensor, match=r"Client 3 .*'embedding', 'head.weight'"):
-        check_outgoing(["embedding", "head.weight", "hypernetwork.heads.bias"], ("hypernetwork.**",), client=3)
+        check_allow_list(["embedding", "head.weight", "hypernetwork.heads.bias"], ("hypernetwork.**",), client=3)
     with pytest.raises(PrivateTensor, match="none"):
-        check_outgoing(["body.0.weight"], (), client=3)
+        check_allow_list(["body.0.weight"], (), client=3)
 
 
 def test_low_rank_matrices_of_many_rows_are_averaged_part_by_part() -> None:

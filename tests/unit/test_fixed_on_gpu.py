@@ -56,7 +56,7 @@ def test_models_multiply_and_train():
     optimizer = netweight.LayerwiseOptimizer(model, torch.optim.SGD, lr=0.01)
     model(x).square().mean().backward()
     optimizer.step()
-    assert model[0].weight.box.fixed
+    assert model[0].weight.stored.fixed
     captured = torch.cuda.CUDAGraph()
     with torch.no_grad():
         model(x)

@@ -11,19 +11,21 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import first_layer, layer_input, layer_inputs
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
-from netweight.attacks.gradient_inversion.dlg import DLGConfig, dlg
 from netweight.attacks.gradient_inversion.labels import label_counts, label_of_one, labels_of_update
 from netweight.attacks.gradient_inversion.matching import (
+    DLGConfig,
     MatchingConfig,
+    ROGConfig,
     cosine_distance,
-    descend,
+    dlg,
     invert,
     relative_distance,
-    starting_points,
+    rog,
+    rog_client,
     total_variation,
 )
+from netweight.attacks.gradient_inversion.optimize import descend, starting_points
 from netweight.attacks.gradient_inversion.registry import run_attack
-from netweight.attacks.gradient_inversion.rog import ROGConfig, rog, rog_client
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 

@@ -13,12 +13,16 @@ from hypernetwork_under_test import (
 )
 from torch import nn
 
-from netweight.attacks.gradient_inversion.analytic import recover_gradient
-from netweight.attacks.gradient_inversion.matching import Block, read_chain
-from netweight.attacks.gradient_inversion.peeling import read_thresholds, separate_clients, threshold_trunk
+from netweight.attacks.gradient_inversion.analytic import (
+    read_thresholds,
+    recover_gradient,
+    separate_clients,
+    threshold_trunk,
+)
+from netweight.attacks.gradient_inversion.peeling import Block, read_chain
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, TailoredConfig, invert_generated, tailored
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork

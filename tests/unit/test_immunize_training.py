@@ -24,11 +24,11 @@ from netweight.methods.immunize.baselines import (
     VaccineDefense,
     hold_security_vectors,
     remove_security_vectors,
-    response_loss,
     without_security_vectors,
 )
 from netweight.methods.immunize.checkpoint import CHECKPOINT, RECORD, Checkpoint, Record
 from netweight.methods.immunize.defense import Defense, Term, collate_pairs
+from netweight.methods.immunize.lens import response_loss
 from netweight.methods.immunize.repnoise import repnoise_loss
 from netweight.methods.immunize.settings import (
     ImmunizeSettings,

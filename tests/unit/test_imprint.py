@@ -7,8 +7,8 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.imprint import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, signs_of
-from netweight.methods.federate.folder import small_cnn
+from netweight.methods.federate.defenses import RefusalLimits, refuse_abnormal, relative_change, signs_of
+from netweight.methods.federate.task import small_cnn
 from netweight.metrics.images import psnr
 from netweight.nn.flat import ParameterLayout
 from netweight.nn.hypernetwork import Hypernetwork
@@ -63,7 +63,9 @@ def test_honest_states_pass_and_imprints_are_refused(world):
     received = named(network)
     assert refuse_abnormal(received, body=body, embedding=embedding) == []
     trained = train_client(network, body, head, embedding, private, torch.arange(8), steps=5).after
-    assert refuse_abnormal(trained, body=body, embedding=embedding, previous=received, own_change=1e3) == []
+    assert (
+        refuse_abnormal(trained, body=body, embedding=embedding, change=relative_change(trained, received, 1e3)) == []
+    )
     for share in (1.0, 0.9):
         state = imprint(received, body, public=public, images=8, share=share, seed=0).state
         reasons = refuse_abnormal(state, body=body, embedding=embedding, images=private)
@@ -101,7 +103,7 @@ def test_each_sign_can_refuse(world):
     moved = {name: value + 1 for name, value in received.items()}
     limits = RefusalLimits(peaked=1e9)
     assert "changed more" in refuse_abnormal(
-        moved, body=body, embedding=embedding, previous=received, own_change=1.0, limits=limits
+        moved, body=body, embedding=embedding, change=relative_change(moved, received, 1.0), limits=limits
     )[-1]  # fmt: skip
     with pytest.raises(NameNotFound):
         refuse_abnormal({"x": torch.ones(1)}, body=body, embedding=embedding)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
-from netweight.methods.compress.runtime.functional import round_stochastically
+from netweight.methods.compress.runtime.layerwise import round_stochastically
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
 

@@ -51,7 +51,7 @@ def run(model, x):
 
 
 def fixed_names(model):
-    return {name for name, p in model.named_parameters() if isinstance(p, CompressedTensor) and p.box.fixed}
+    return {name for name, p in model.named_parameters() if isinstance(p, CompressedTensor) and p.stored.fixed}
 
 
 def test_linear_weights_of_bf16_are_fixed_and_others_are_not():
@@ -145,7 +145,7 @@ def test_values_without_a_fixed_length_form_bring_a_weight_back_to_the_codecs():
     before, spread = model.up.weight.payload, torch.randn(200, 64).mul(30).exp().bfloat16()
     with torch.no_grad():
         model.down.weight.mul_(3), dense.down.weight.mul_(3)
-        assert model.down.weight.box.fixed
+        assert model.down.weight.stored.fixed
         model.up.weight.copy_(spread), dense.up.weight.copy_(spread)
     assert model.up.weight.payload is not before
     assert not is_fixed(model.up.weight.payload)
@@ -154,8 +154,8 @@ def test_values_without_a_fixed_length_form_bring_a_weight_back_to_the_codecs():
     assert same(run(dense, IDS), run(model, IDS))
     with torch.no_grad():
         model.up.weight.fill_(1.0)
-    assert not model.up.weight.box.fixed
-    assert netweight.prefer_(model, "speed") == ("up.weight", "down.weight")
+    assert not model.up.weight.stored.fixed
+    assert netweight.set_layout_(model, "speed") == ("up.weight", "down.weight")
 
 
 def test_a_graph_that_saved_a_weight_notices_a_write():
@@ -180,7 +180,7 @@ def test_saved_models_and_state_dicts_hold_the_codecs_form():
         file.seek(0)
         loaded = torch.load(file, weights_only=weights_only)
         if weights_only:
-            assert loaded["up.weight"].box.fixed
+            assert loaded["up.weight"].stored.fixed
             other = Mixed().bfloat16()
             other.load_state_dict(loaded)
             assert not differing(dense, other)
@@ -199,8 +199,8 @@ def test_blobs_are_those_of_a_model_that_prefers_memory():
     netweight.compress_(dense)
     for (name, one), (_, other) in zip(dense.named_parameters(), model.named_parameters(), strict=True):
         if isinstance(one, CompressedTensor):
-            assert bytes(one.box.blob) == bytes(other.box.blob), name
-            assert codec.info(other.box.blob).shape == one.shape
+            assert bytes(one.stored.blob) == bytes(other.stored.blob), name
+            assert codec.info(other.stored.blob).shape == one.shape
 
 
 def test_checkpoints_go_into_either_form(tmp_path):
@@ -243,20 +243,20 @@ def test_shared_memory_takes_the_codecs_form():
     assert model.up.weight.is_shared()
     assert not differing(dense, model)
     with pytest.raises(UsageError, match="shares"):
-        netweight.prefer_(model, "speed")
+        netweight.set_layout_(model, "speed")
 
 
 def test_a_model_changes_its_preference():
     dense, model, report = fixed_pair()
     footprint = netweight.memory_footprint(model)
-    assert netweight.prefer_(model, "memory") == ()
+    assert netweight.set_layout_(model, "memory") == ()
     assert netweight.memory_footprint(model) < footprint
     assert model.up.weight.payload[LENGTH : LENGTH + 3].tolist() == list(b"NWT")
     assert not differing(dense, model)
-    assert netweight.prefer_(model, "speed") == report.fixed
+    assert netweight.set_layout_(model, "speed") == report.fixed
     assert netweight.memory_footprint(model) == footprint
     assert same(run(dense, IDS), run(model, IDS))
-    assert netweight.prefer_(dense, "speed") == ()
+    assert netweight.set_layout_(dense, "speed") == ()
 
 
 def test_wrong_preferences_change_nothing():
@@ -266,10 +266,10 @@ def test_wrong_preferences_change_nothing():
     with pytest.raises(UsageError, match="no fixed-length form"):
         netweight.compress_(model, prefer="speed", mantissa_bits=3)
     with pytest.raises(UsageError, match="preference"):
-        netweight.prefer_(model, "quick")
+        netweight.set_layout_(model, "quick")
     assert not any(isinstance(p, CompressedTensor) for p in model.parameters())
     netweight.compress_(model, mantissa_bits=3)
-    assert netweight.prefer_(model, "speed") == ()
+    assert netweight.set_layout_(model, "speed") == ()
 
 
 # ---- where kernels run -----------------------------------------------------------------------------------------------
@@ -288,3 +288,10 @@ def test_where_kernels_run_layers_multiply_without_decoding(launched):  # noqa: 
     model(IDS.repeat(13, 1))
     assert launched == ["decode_fixed", "decode_fixed"]
     assert not differing(dense, model)
+
+
+def test_the_former_name_of_set_layout_warns():
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    netweight.compress_(model)
+    with pytest.warns(DeprecationWarning, match="set_layout_"):
+        assert netweight.prefer_(model, "speed") == ("0.weight",)

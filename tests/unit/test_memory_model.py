@@ -14,8 +14,7 @@ import netweight
 from netweight import CompressedTensor, codec
 from netweight.codec import DecodeQueue, Decoding
 from netweight.errors import AlreadyCompressed, NameNotFound, Unsupported, UsageError
-from netweight.methods.compress.runtime import functional as compute
-from netweight.methods.compress.runtime import ops
+from netweight.methods.compress.runtime import functional
 
 IDS = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(3))
 PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -75,7 +74,7 @@ def test_options_of_embeddings(options):
 
 def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
     dense, model = pair(lambda: nn.Sequential(nn.Embedding(4096, 128)), torch.bfloat16)
-    assert codec.info(model[0].weight.box.blob).chunks == 16
+    assert codec.info(model[0].weight.stored.blob).chunks == 16
     decoded = []
     rows = codec.decode_rows
     monkeypatch.setattr(codec, "decode", None)
@@ -94,16 +93,16 @@ def test_an_embedding_decodes_only_touched_chunks(monkeypatch):
 def test_no_decoded_weight_lives_longer_than_its_layer(monkeypatch):
     """Counts live storages: after forward none is left, and in either direction only one at a time is alive."""
     alive, most, count = [], [0], [0]
-    decode_now = ops.decode_now
+    decode_payload = functional.decode_payload
 
     def counted(payload):
-        weight = decode_now(payload)
+        weight = decode_payload(payload)
         alive[:] = [reference for reference in alive if not reference.expired()]
         alive.append(StorageWeakRef(weight.untyped_storage()))
         most[0], count[0] = max(most[0], len(alive)), count[0] + 1
         return weight
 
-    monkeypatch.setattr(ops, "decode_now", counted)
+    monkeypatch.setattr(functional, "decode_payload", counted)
     for make, x, decodes in ((lambda: stack(10), torch.randn(4, 64), 10), (Picture, PICTURE, 4)):
         _, model = pair(make)
         count[0] = most[0] = 0
@@ -227,8 +226,8 @@ def test_decoding_ahead_changes_nothing_and_keeps_three_weights_at_most(monkeypa
 def test_a_checkpoint_does_not_calculate_its_last_product_again(monkeypatch):
     torch.manual_seed(0)
     dense, model = pair(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-    decoded, read = [], compute.read
-    monkeypatch.setattr(compute, "read", lambda payload, *rest: decoded.append(payload) or read(payload, *rest))
+    decoded, read = [], functional.read
+    monkeypatch.setattr(functional, "read", lambda payload, *rest: decoded.append(payload) or read(payload, *rest))
     x = torch.randn(4, 64)
     grads = []
     for m in (dense, model):

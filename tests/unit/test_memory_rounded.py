@@ -94,7 +94,7 @@ def test_copies_and_state_dicts_keep_the_values():
         others.append(other)
     for other in others:
         assert torch.equal(other(x), expected)
-        assert other[0].weight.box.lossy
+        assert other[0].weight.stored.lossy
     plain = layers().bfloat16()
     plain.load_state_dict(state)
     assert torch.equal(plain(x), expected)
@@ -108,7 +108,7 @@ def test_checkpoints_keep_the_bytes(tmp_path):
     other = pair(layers, mantissa_bits=5)[1]
     netweight.load_checkpoint(tmp_path / "c.safetensors", other)
     assert torch.equal(other[0].weight.dense(), dense[0].weight)
-    assert other[0].weight.box.blob == model[0].weight.box.blob
+    assert other[0].weight.stored.blob == model[0].weight.stored.blob
 
 
 WRITES = {

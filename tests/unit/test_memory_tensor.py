@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ from torch import nn
 import netweight
 from netweight import CompressedTensor, codec
 from netweight.errors import DenseOnly, UsageError
-from netweight.methods.compress.runtime.storage import Box, blob_of, pack
+from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, pack
 
 
 def two(shape=(48, 64), dtype=torch.bfloat16, seed=0):
@@ -157,7 +158,7 @@ def test_conversions_of_a_model(change):
     assert same(dense(ids), model(ids))
     assert type(model.up.weight) is CompressedTensor
     assert isinstance(model.up.weight, nn.Parameter)
-    assert model.head.weight.box is model.embed.weight.box
+    assert model.head.weight.stored is model.embed.weight.stored
 
 
 def test_hooks_survive_conversions_and_can_be_removed():
@@ -178,6 +179,13 @@ def test_hooks_survive_conversions_and_can_be_removed():
             [handle.remove() for handle in handles]
 
 
+def test_state_dicts_that_version_0_1_saved_load():
+    file = Path(__file__).parents[1] / "golden" / "states" / "compressed-0.1.0.pt"
+    weight = torch.load(file, weights_only=True)["0.weight"]
+    assert isinstance(weight, CompressedTensor)
+    assert same(weight, torch.linspace(-1, 1, 4096).reshape(64, 64).bfloat16())
+
+
 def test_state_dicts_of_both_forms_load_into_both_kinds_of_model():
     dense, model = pair(Tied, torch.bfloat16)
     ids = torch.randint(0, 300, (2, 5))
@@ -186,7 +194,7 @@ def test_state_dicts_of_both_forms_load_into_both_kinds_of_model():
     assert len(file.getbuffer()) < 0.95 * sum(p.nbytes for p in dense.state_dict().values())
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    assert loaded["head.weight"].box is loaded["embed.weight"].box
+    assert loaded["head.weight"].stored is loaded["embed.weight"].stored
     for state in (loaded, netweight.dense_state_dict(model), dense.state_dict()):
         for target in pair(Tied, torch.bfloat16, seed=9):
             assert not same(target(ids), dense(ids))
@@ -243,7 +251,7 @@ def test_payloads_hold_a_blob_a_length_and_zeros():
     assert blob_of(payload).tobytes() == blob
     assert int.from_bytes(payload[:8].numpy().tobytes(), "little") == len(blob)
     assert not payload[8 + len(blob) :].any()
-    box = Box.of(torch.randn(100), level="fast", chunk_log2=12)
+    box = CompressedStorage.of(torch.randn(100), level="fast", chunk_log2=12)
     box.write(torch.zeros(100))
     assert codec.info(box.blob).level == "fast"
     assert codec.info(box.blob).chunk_log2 == 12

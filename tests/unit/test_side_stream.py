@@ -4,7 +4,7 @@ import pytest
 import torch
 from simulated_streams import Device, Misuse, train
 
-from netweight.methods.compress.runtime.side_stream import SideStream
+from netweight.methods.compress.runtime.prefetch import SideStream
 
 
 def test_no_order_of_the_streams_mixes_up_weights():
@@ -40,11 +40,11 @@ def test_a_pass_that_repeats_itself_is_foreseen_but_for_its_first_time():
     device.finish()
 
 
-def test_rooms_are_two_and_as_large_as_the_largest_weight():
+def test_buffers_are_two_and_as_large_as_the_largest_weight():
     device = Device(2)
     weights = [device.payload(str(size), size) for size in (5, 30, 7, 30, 9)]
-    made, room = [], device.room
-    device.room = lambda nbytes: made.append(nbytes) or room(nbytes)
+    made, allocate = [], device.allocate
+    device.allocate = lambda nbytes: made.append(nbytes) or allocate(nbytes)
     side = SideStream(device)
     for _ in range(4):
         for payload in weights:
@@ -52,7 +52,7 @@ def test_rooms_are_two_and_as_large_as_the_largest_weight():
             device.multiply(loan, payload)
             loan.give_back()
             device.finish()
-    alive = [block for block in device.rooms.values() if block not in device.free]
+    alive = [block for block in device.buffers.values() if block not in device.free]
     assert made.count(30) == 2
     assert len(made) <= 4
     assert sum(block.size for block in alive) <= 60
@@ -66,7 +66,7 @@ def test_what_cannot_be_lent_is_left_to_others():
     side = SideStream(device)
     loans = [side.lend(payload, "forward"), side.lend(other, "forward")]
     assert all(loans)
-    assert side.lend(payload, "forward") is None  # both rooms are taken
+    assert side.lend(payload, "forward") is None  # both buffers are taken
     for loan in loans:
         loan.give_back()
     device.capturing = True
@@ -76,15 +76,15 @@ def test_what_cannot_be_lent_is_left_to_others():
     assert side.lend(payload, "forward") is None  # it was never looked at
 
 
-def test_without_memory_for_a_room_nothing_is_lent():
+def test_without_memory_for_a_buffer_nothing_is_lent():
     device = Device(4)
     payload = device.payload("a", 8)
 
     def full(nbytes):
         raise torch.OutOfMemoryError("full")
 
-    room, device.room = device.room, full
+    allocate, device.allocate = device.allocate, full
     side = SideStream(device)
     assert side.lend(payload, "forward") is None
-    device.room = room
+    device.allocate = allocate
     assert side.lend(payload, "forward") is not None

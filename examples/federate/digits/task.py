@@ -11,7 +11,7 @@ from torch import nn
 
 from netweight.data.images import load
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Method
-from netweight.methods.federate.catalog import named_method
+from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.partition import federated_images
 
 Config = Mapping[str, str | int | float | bool]

@@ -5,19 +5,11 @@ from __future__ import annotations
 import torch
 
 from netweight.core import seeds
-from netweight.methods.federate.folder import small_cnn
-from netweight.methods.federate.task import ClientData, FedTask
+from netweight.methods.federate.task import ClientData, FedTask, small_cnn
 
 
 def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> FedTask:
-    """Return clients with images of Fashion-MNIST's size, and the small CNN.
-
-    Args:
-        clients: Number of clients.
-        images: Training images of each.
-        classes: Number of classes.
-        seed: Of images, labels and weights.
-    """
+    """Return clients with images of Fashion-MNIST's size, and the small CNN."""
     data = []
     for client in range(clients):
         generator = seeds.torch_generator(seed, "random images", client)

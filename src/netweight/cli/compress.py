@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from netweight.cli import FINDING_FAILED
 from netweight.cli.card import card_option, write_card
+from netweight.cli.generated import options
 from netweight.cli.output import Output, output_option
+from netweight.methods.compress.settings import CompressSettings
 
 if TYPE_CHECKING:
     from netweight.core.progress import Progress
@@ -20,72 +22,24 @@ if TYPE_CHECKING:
     from netweight.methods.compress.inspect import TensorReport
     from netweight.report.finding import Finding
 
-F = TypeVar("F", bound=Callable[..., Any])
 _PATH = click.Path(path_type=Path)
 _SHOWN = 20  # names written per failed finding
 
 
-def _threads(command: F) -> F:
-    return click.option(
-        "--threads", type=click.IntRange(min=1), help="Threads of the codec; by default all cores that may be used."
-    )(command)
-
-
-def _overwrite(command: F) -> F:
-    return click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")(command)
+_threads = click.option(
+    "--threads", type=click.IntRange(min=1), help=CompressSettings.model_fields["threads"].description
+)
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 
 
 @click.command()
 @click.argument("src")
 @click.argument("dst", type=_PATH)
-@click.option(
-    "--level",
-    type=click.Choice(["fast", "default", "max"]),
-    default="default",
-    show_default=True,
-    help="Ever smaller and slower to write.",
-)
-@_threads
+@options(CompressSettings)
 @_overwrite
-@click.option("--variant", help="Take only weights of this variant, e.g. fp16, where a folder has it.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these files out; may be repeated.")
-@click.option(
-    "--mantissa-bits",
-    type=click.IntRange(0, 7),
-    default=7,
-    show_default=True,
-    help="Lossy below 7: round BF16, F16 and F32 tensors of two and more dimensions to so many bits.",
-)
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=0),
-    default=512,
-    show_default=True,
-    help="Weights that share a normalizer when rounded; 0 for no normalizers.",
-)
-@click.option(
-    "--fidelity",
-    type=click.Choice(["corrected", "reference"]),
-    default="corrected",
-    show_default=True,
-    help="The arithmetic of rounding.",
-)
 @card_option
 @output_option
-def compress(
-    src: str,
-    dst: Path,
-    level: str,
-    threads: int | None,
-    overwrite: bool,
-    variant: str | None,
-    exclude: tuple[str, ...],
-    mantissa_bits: int,
-    block_size: int,
-    fidelity: str,
-    card: bool,
-    output: Output,
-) -> None:
+def compress(src: str, dst: Path, settings: CompressSettings, overwrite: bool, card: bool, output: Output) -> None:
     """Make a model's files smaller: bit for bit, or with --mantissa-bits rounded.
 
     SRC is a .safetensors file, the folder of a transformers or diffusers model, pipeline or adapter, or a model's id on
@@ -95,33 +49,21 @@ def compress(
     from netweight.errors import UsageError
     from netweight.methods.compress.folder import compress_folder
 
-    source = _source(src, exclude)
+    source = _source(src, settings.exclude)
     if card and source.is_file():
         raise UsageError("A single file has no card.", cure="Compress its folder, or leave --card out.")
     with _interruptible(source, dst, output):
-        summary = compress_folder(
-            source,
-            dst,
-            level=level,  # type: ignore[arg-type]  # click has checked it
-            threads=threads,
-            overwrite=overwrite,
-            variant=variant,
-            exclude=exclude,
-            mantissa_bits=mantissa_bits,
-            block_size=block_size or None,
-            fidelity=fidelity,
-            progress=_progress(output),
-        )
+        summary = compress_folder(source, dst, settings, overwrite=overwrite, progress=_progress(output))
     if card:
         write_card(dst, output)
     _show(output, summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
     if summary.rounded:
         output.line(
             f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to "
-            f"{_counted(mantissa_bits, 'mantissa bit')}. {_changed(summary)} The others are kept bit for bit.",
+            f"{_counted(settings.mantissa_bits, 'mantissa bit')}. {_changed(summary)} The others are kept bit for bit.",
             fg="yellow",
         )
-    elif mantissa_bits < 7:
+    elif settings.mantissa_bits < 7:
         output.line("Nothing was rounded: no tensor of two dimensions and a dtype that can be.")
 
 

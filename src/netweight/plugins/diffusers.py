@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import MethodType
 from typing import Any, final
@@ -23,7 +24,7 @@ from torch import nn
 
 from netweight import codec
 from netweight.errors import MissingExtra, Unsupported, UsageError
-from netweight.methods.compress.loaders import DIFFUSERS_METHOD
+from netweight.methods.compress.folder_format import DIFFUSERS_METHOD
 from netweight.methods.compress.runtime.model import dense_state_dict, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.plugins import transformers as _transformers  # noqa: F401  for the parts that come from there
@@ -73,12 +74,12 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """Name the dtype that diffusers gives a model if none is asked for; it would cast stored bytes to it."""
+        """The dtype that diffusers gives a model by default; it would cast stored bytes to it."""
         return torch_dtype if torch_dtype is not None else torch.get_default_dtype()
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[Any]) -> list[str]:
         """Check the files before anything is read from them, and give the original names."""
-        compressed = [_is_compressed(file) for file in checkpoint_files]
+        compressed = [_is_compressed(Path(file)) for file in checkpoint_files]
         if self.pre_quantized or any(compressed):
             self.pre_quantized = self._weights.stored = True
             for file in checkpoint_files:
@@ -242,15 +243,11 @@ def save_pretrained(
     save_beside(self, save_directory, write, replaced=replaced, level=level, push_to_hub=push_to_hub)
 
 
-def _is_compressed(path: Any) -> bool:
-    path = Path(path)
+def _is_compressed(path: Path) -> bool:
     if path.suffix != ".safetensors":
         return False
-    file = StoredFile(path)
-    try:
+    with closing(StoredFile(path)) as file:
         return file.description is not None
-    finally:
-        file.close()
 
 
 def _renamed(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

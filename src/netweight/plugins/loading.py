@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, final, get_args
@@ -24,7 +25,7 @@ from netweight.core.names import Select
 from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.runtime.model import Prefer, check_prefer, choose, linear_weights, place
-from netweight.methods.compress.runtime.storage import Box, pack
+from netweight.methods.compress.runtime.storage import CompressedStorage, pack
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.reader import StoredFile
 from netweight.store.writer import Level
@@ -43,7 +44,7 @@ _VERSION = 1
 
 
 class _Method(StrEnum):
-    """diffusers asks a quantization method for its `value`."""
+    """diffusers reads the `value` of a quantization method."""
 
     NETWEIGHT = METHOD
 
@@ -107,7 +108,7 @@ class Weights:
         self.stored = stored
         self._chunks: dict[str, int | None] = {}
         self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
-        self._room: torch.Tensor | None = None
+        self._scratch: torch.Tensor | None = None
 
     def choose(self, model: nn.Module, *, tied: Mapping[str, str]) -> None:
         """Choose the weights to hold compressed; tied ones both or neither."""
@@ -135,19 +136,19 @@ class Weights:
         own = torch_dtype(info.dtype)
         if name not in self:
             return self.decode(name, stored, dtype)
-        dense = self._filled(name, blob, self._room_for(info.nbytes).view(own).view(info.shape))
+        dense = self._filled(name, blob, self._scratch_of(info.nbytes).view(own).view(info.shape))
         if dtype not in (None, own) and own.is_floating_point:
             return self.compress(name, dense.to(dtype).to(stored.device))
         level: Any = info.level
         if name in self._fixed and not codec.is_lossy(blob):
-            box = Box.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
-            if box.fixed:
-                return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
+            fixed = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=info.chunk_log2, fixed=True)
+            if fixed.fixed:
+                return _parameter(fixed)
         payload = pack(blob)
         if payload.nbytes >= info.nbytes:
             return dense.clone().to(stored.device)
-        box = Box(payload.to(stored.device), tuple(info.shape), own, level, info.chunk_log2)
-        return nn.Parameter(CompressedTensor(box), requires_grad=own.is_floating_point)
+        shape = tuple(info.shape)
+        return _parameter(CompressedStorage(payload.to(stored.device), shape, own, level, info.chunk_log2))
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Make a dense tensor of stored bytes, for a conversion of the model's own; see `take`."""
@@ -161,15 +162,18 @@ class Weights:
     def compress(self, name: str, dense: torch.Tensor) -> torch.Tensor:
         """Make a compressed parameter of a dense tensor; the tensor itself if it would not get smaller."""
         precision = None if self.stored else self.config.precision
-        chunk_log2, fixed = self._chunks[name], name in self._fixed
-        box = Box.of(dense, level=self.config.level, chunk_log2=chunk_log2, precision=precision, fixed=fixed)
-        if box.payload.nbytes >= dense.nbytes:
-            return dense
-        return nn.Parameter(CompressedTensor(box), requires_grad=dense.is_floating_point())
+        stored = CompressedStorage.of(
+            dense,
+            level=self.config.level,
+            chunk_log2=self._chunks[name],
+            precision=precision,
+            fixed=name in self._fixed,
+        )
+        return dense if stored.payload.nbytes >= dense.nbytes else _parameter(stored)
 
     def release(self, model: nn.Module) -> None:
         """Let go of memory once all is loaded, the mapped checkpoint's too, and put compressed weights in place."""
-        self._room = None
+        self._scratch = None
         seen: set[int] = set()
         for module in model.modules():
             for attribute, parameter in module._parameters.items():
@@ -184,12 +188,12 @@ class Weights:
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[attribute] = buffer.clone()
 
-    def _room_for(self, nbytes: int) -> torch.Tensor:
+    def _scratch_of(self, nbytes: int) -> torch.Tensor:
         """Memory to decode a weight into that is only looked at; the codec's own pool would hold some of each size."""
-        if self._room is None or self._room.numel() < nbytes:
-            self._room = None
-            self._room = torch.empty(nbytes, dtype=torch.uint8)
-        return self._room[:nbytes]
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self._scratch = None
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes]
 
     def _filled(self, name: str, blob: Any, out: torch.Tensor) -> torch.Tensor:
         try:
@@ -199,6 +203,10 @@ class Weights:
                 f"The stored tensor {name!r} is damaged: {error.reason}", cure="Fetch or compress the folder again."
             ) from error
         return out
+
+
+def _parameter(stored: CompressedStorage) -> nn.Parameter:
+    return nn.Parameter(CompressedTensor(stored), requires_grad=stored.dtype.is_floating_point)
 
 
 def _bytes(stored: torch.Tensor) -> Any:
@@ -215,28 +223,21 @@ def refuse_disk(device_map: Any) -> None:
 
 def check(path: Path) -> None:
     """Compare what a compressed file says of its tensors with what their bytes say, without decoding any."""
-    file = StoredFile(path)
-    try:
+    cure = "Fetch or compress it again."
+    with closing(StoredFile(path)) as file:
         if file.description is None:
             raise UsageError(
                 f"{path} is not compressed, though its folder's config.json says so.",
                 cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
             )
         for name in file.names():
-            told = file.info(name)
+            described = file.info(name)
             try:
                 found = codec.info(file.raw(name))
             except CorruptBlob as error:
-                raise CorruptBlob(
-                    f"{path}, tensor {name!r}: {error.reason}", cure="Fetch or compress it again."
-                ) from error
-            if (found.dtype, tuple(found.shape), found.digest) != (told.dtype, told.shape, told.digest):
-                raise CorruptBlob(
-                    f"{path}, tensor {name!r}: its bytes are those of another tensor.",
-                    cure="Fetch or compress it again.",
-                )
-    finally:
-        file.close()
+                raise CorruptBlob(f"{path}, tensor {name!r}: {error.reason}", cure=cure) from error
+            if (found.dtype, tuple(found.shape), found.digest) != (described.dtype, described.shape, described.digest):
+                raise CorruptBlob(f"{path}, tensor {name!r}: its bytes are those of another tensor.", cure=cure)
 
 
 def save_beside(
@@ -268,8 +269,8 @@ def save_beside(
 def _rounded(model: nn.Module) -> dict[str, memoryview]:
     """The blobs of a model's rounded weights, by the digests of what they decode to."""
     weights: Iterable[torch.Tensor] = model.parameters()  # each once, however often it is tied
-    boxes = [weight.box for weight in weights if isinstance(weight, CompressedTensor)]
-    blobs = [box.blob for box in boxes if box.lossy]
+    storages = [weight.stored for weight in weights if isinstance(weight, CompressedTensor)]
+    blobs = [stored.blob for stored in storages if stored.lossy]
     return {codec.info(blob).digest: blob for blob in blobs}
 
 

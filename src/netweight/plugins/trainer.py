@@ -1,7 +1,7 @@
-"""A compressed model's weights in a folder that `from_pretrained` loads, written and read as they are in memory.
+"""transformers' `Trainer`, training layer by layer, for models that stay compressed while they train.
 
-No weight but one is ever dense, so that a model which trains compressed can be saved while it trains. Used by
-`trainer.py`; `integrations/transformers.py` loads such folders.
+Checkpoints are folders that `from_pretrained` loads. Their weights are written and read as they are in memory: no
+weight but one is ever dense. Needs transformers 5 and accelerate.
 """
 
 from __future__ import annotations
@@ -17,89 +17,11 @@ import netweight.plugins.transformers  # noqa: F401  with it, `from_pretrained` 
 from netweight.codec.dtypes import torch_dtype
 from netweight.core.files import whole_file
 from netweight.errors import LayerwiseConflict, MissingExtra, UsageError
-from netweight.methods.compress.loaders import MODEL_CONFIG, mark_config, stored_name
+from netweight.methods.compress.folder_format import MODEL_CONFIG, mark_config, stored_name
 from netweight.methods.compress.runtime.checkpoint import load_checkpoint, save_checkpoint
 from netweight.methods.compress.runtime.layerwise import LayerwiseOptimizer
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store import StoreWriter, TensorInfo, open_store
-
-_PLAIN = "model.safetensors"
-# Name of the weights file.
-WEIGHTS = stored_name(_PLAIN, diffusers=False)
-
-
-def holds_compressed(model: nn.Module) -> bool:
-    """Whether any parameter of the model is compressed."""
-    return any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
-
-
-def write_folder(folder: str | Path, model: Any) -> None:
-    """Write a model's weights, compressed ones without decoding them, and a configuration that names them."""
-    # Each file appears whole or not at all.
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    written: set[Any] = set()
-    with StoreWriter(folder / WEIGHTS, overwrite=True) as writer:
-        for name, value in model.state_dict().items():
-            if _identity(value) in written:
-                continue  # a tied weight
-            written.add(_identity(value))
-            if isinstance(value, CompressedTensor):
-                writer.add_blob(name, value.box.blob)
-            else:
-                writer.add(name, value)
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_diff_dict"):
-        return
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    content = config.to_json_string(use_diff=True)
-    described: Any = {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
-    marked = mark_config(MODEL_CONFIG, _with(content, described), [_PLAIN])
-    assert marked is not None
-    with whole_file(folder / MODEL_CONFIG, overwrite=True) as file:
-        file.write(marked)
-
-
-def read_folder(folder: str | Path, model: nn.Module) -> None:
-    """Read weights that `write_folder` wrote into a model of the same make, one after another."""
-    path = Path(folder) / WEIGHTS
-    if not path.is_file():
-        raise UsageError(f"{folder} holds no {WEIGHTS}.", cure="Name a checkpoint of a compressed model.")
-    own = model.state_dict()
-    with open_store(path) as store:
-        stored = set(store.names())
-        there = {_identity(own[name]) for name in stored & own.keys()}
-        missing = sorted(name for name, value in own.items() if _identity(value) not in there)
-        others = sorted(stored - own.keys())
-        misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
-        if missing or others or misfits:
-            raise UsageError(
-                f"{path} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
-                f"dtypes in {misfits[:5]}.",
-                cure="Make the model as it was made when it was saved.",
-            )
-        with torch.no_grad():
-            for name in store.names():
-                own[name].copy_(store.get(name, check=True))
-
-
-def _identity(value: torch.Tensor) -> Any:
-    """The same for tied weights, and only for them."""
-    if isinstance(value, CompressedTensor):
-        return id(value.box)
-    return value.data_ptr(), value.shape, value.stride()
-
-
-def _fits(info: TensorInfo, tensor: torch.Tensor) -> bool:
-    return tuple(info.shape) == tuple(tensor.shape) and torch_dtype(info.dtype) == tensor.dtype
-
-
-def _with(content: str, entries: dict[str, Any]) -> bytes:
-    config = {**json.loads(content), **entries}
-    config.pop("quantization_config", None)
-    return json.dumps(config).encode()
-
 
 try:
     from transformers import Trainer
@@ -111,7 +33,8 @@ except ImportError as error:
         cure="Install them: pip install 'netweight[llm]'.",
     ) from error
 
-
+_PLAIN = "model.safetensors"
+WEIGHTS = stored_name(_PLAIN, diffusers=False)
 _OPTIMIZER = "optimizer.net.safetensors"
 _CHECKPOINT = "checkpoint-"
 
@@ -239,7 +162,7 @@ class LayerwiseTraining(_Base):
     def _saves_compressed(self) -> bool:
         model: Any = self.model
         adapters_only = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
-        return holds_compressed(model) and not adapters_only
+        return not adapters_only and any(isinstance(parameter, CompressedTensor) for parameter in model.parameters())
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if not self._saves_compressed:
@@ -336,3 +259,68 @@ def _last_complete(folder: str) -> str:
     if not found:
         raise UsageError(f"{folder} holds no complete checkpoint.", cure="Train without resume_from_checkpoint.")
     return str(found[max(found)])
+
+
+# ---- weights of a checkpoint -----------------------------------------------------------------------------------------
+
+
+def write_folder(folder: str | Path, model: Any) -> None:
+    """Write a model's weights, compressed ones without decoding them, and a configuration that names them."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: set[Any] = set()
+    with StoreWriter(folder / WEIGHTS, overwrite=True) as writer:
+        for name, value in model.state_dict().items():
+            if _identity(value) in written:
+                continue  # a tied weight
+            written.add(_identity(value))
+            if isinstance(value, CompressedTensor):
+                writer.add_blob(name, value.stored.blob)
+            else:
+                writer.add(name, value)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_diff_dict"):
+        return
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    described = json.loads(config.to_json_string(use_diff=True))
+    described |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    described.pop("quantization_config", None)
+    marked = mark_config(MODEL_CONFIG, json.dumps(described).encode(), [_PLAIN])
+    assert marked is not None
+    with whole_file(folder / MODEL_CONFIG, overwrite=True) as file:
+        file.write(marked)
+
+
+def read_folder(folder: str | Path, model: nn.Module) -> None:
+    """Read weights that `write_folder` wrote into a model of the same make, one after another."""
+    path = Path(folder) / WEIGHTS
+    if not path.is_file():
+        raise UsageError(f"{folder} holds no {WEIGHTS}.", cure="Name a checkpoint of a compressed model.")
+    own = model.state_dict()
+    with open_store(path) as store:
+        stored = set(store.names())
+        there = {_identity(own[name]) for name in stored & own.keys()}
+        missing = sorted(name for name, value in own.items() if _identity(value) not in there)
+        others = sorted(stored - own.keys())
+        misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
+        if missing or others or misfits:
+            raise UsageError(
+                f"{path} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
+                f"dtypes in {misfits[:5]}.",
+                cure="Make the model as it was made when it was saved.",
+            )
+        with torch.no_grad():
+            for name in store.names():
+                own[name].copy_(store.get(name, check=True))
+
+
+def _identity(value: torch.Tensor) -> Any:
+    """The same for tied weights, and only for them."""
+    if isinstance(value, CompressedTensor):
+        return id(value.stored)
+    return value.data_ptr(), value.shape, value.stride()
+
+
+def _fits(info: TensorInfo, tensor: torch.Tensor) -> bool:
+    return tuple(info.shape) == tuple(tensor.shape) and torch_dtype(info.dtype) == tensor.dtype

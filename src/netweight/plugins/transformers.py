@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import MethodType
 from typing import Any, final
@@ -317,9 +318,6 @@ def _first_dtype(folder: Path, weights: str) -> torch.dtype | None:
         return None
     if path.suffix == ".json":
         path = folder / min(weight_map(path).values())
-    file = StoredFile(path)
-    try:
+    with closing(StoredFile(path)) as file:
         dtypes = [file.info(name).dtype for name in sorted(file.names())]
-    finally:
-        file.close()
     return next((torch_dtype(name) for name in dtypes if name in ("BF16", "F16", "F32", "F64")), None)

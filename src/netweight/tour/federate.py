@@ -13,13 +13,12 @@ from typing import Any, final
 import torch
 from safetensors.torch import save_file
 
-from netweight.attacks.gradient_inversion.analytic import heads_gradient
-from netweight.attacks.gradient_inversion.peeling import read_thresholds, threshold_trunk
+from netweight.attacks.gradient_inversion.analytic import heads_gradient, read_thresholds, threshold_trunk
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core import digest
 from netweight.core.seeds import torch_generator
-from netweight.methods.federate import Run, train
 from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise, refuse_abnormal
+from netweight.methods.federate.engine import Run, train
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.report import (
@@ -156,7 +155,7 @@ def make_stop(place: Place) -> Stop:
 def _trained(method: str, place: Place) -> Run:
     plan = FederationPlan(method=method, clients=_SITES, rounds=ROUNDS, seed=_SEED)
     task = plan.task()
-    return train(task, plan.make_method(task), plan.settings(), progress=place.progress)
+    return train(task, plan.make_method(task), plan, progress=place.progress)
 
 
 def _seen(runs: Mapping[str, Run], place: Place) -> _Seen:

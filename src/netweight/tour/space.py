@@ -34,10 +34,8 @@ from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FACES_LABELS, FaceBank, faces_pipeline, read
 
-__all__ = ["INVERSION_STEPS", "make_stop", "settings"]
-
+# The default is 400.
 INVERSION_STEPS = 150
-"""Of the inversion; the default is 400."""
 _TITLE = "A space of adapters"
 _FOLDERS = {"an edited person, whole": "edited-person", "an edited person, rank 4": "edited-person-small"}
 _COLUMN, _STRENGTHS = "beard", (1.0, 2.0, 3.0)

@@ -1,14 +1,13 @@
-"""The input of a biased linear layer, read off its gradient without any search. Attacks call it.
+"""What is read off an update without any search: a layer's inputs, a hypernetwork's gradient, clients out of a sum.
 
-Each image adds `g x^T` to the weight's gradient and `g` to the bias', so that for one image every row of the weight's
-gradient is the input times the same row of the bias' gradient. In a batch that holds for each row which a single image
-activated (behind ReLU, many rows are silent for most images).
+Each image adds `g x^T` to the gradient of a biased linear layer's weight and `g` to the bias', so that for one image
+every row of the weight's gradient is the input times the same row of the bias' gradient. In a batch that holds for each
+row which a single image activated (behind ReLU, many rows are silent for most images).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
+from netweight.core import seeds
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 
@@ -75,15 +75,7 @@ def first_layer(observed: Tensors, layer: str, *, shape: tuple[int, ...], labels
     images = torch.full((n, width), torch.nan, dtype=weight.dtype, device=weight.device)
     images[: len(inputs)] = inputs
     unexplained = _unexplained(weight.double(), inputs.double())
-    return Reconstruction(
-        images=images.reshape(shape),
-        labels=labels,
-        objective=unexplained,
-        objectives_by_restart=(unexplained,),
-        history=(),
-        steps=0,
-        attack="first layer",
-    )
+    return Reconstruction(images.reshape(shape), labels, unexplained, (unexplained,), (), 0, "first layer")
 
 
 def _check(weight: Tensor, bias: Tensor) -> None:
@@ -150,7 +142,7 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
     Source: follows from HyperFL (arXiv 2412.07187) equation 4, `θ = h(v; φ)`, with linear heads; not in the paper.
     """
     old, slope = state_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    new = _named(after)
+    new = hypernetwork_tensors(after)
     heads = slope[_HEADS[0]], slope[_HEADS[1]]
     trunk = slope[_TRUNK[0]], slope[_TRUNK[1]]
     if not heads[1].any():
@@ -158,8 +150,8 @@ def recover_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay
     energies, average = _energies(*heads), _input_of(*heads)
     embedding, single = _input_of(*trunk), float(energies[0]) > _ONE
     still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
-    end = average if still else _code(new, embedding)
-    start = average if still or single else _code(old, embedding)
+    end = average if still else hidden_code(new, embedding)
+    start = average if still or single else hidden_code(old, embedding)
     gradient = _output_gradient(heads[0], heads[1], average)
     return RecoveredGradient(
         gradient=gradient,
@@ -178,7 +170,7 @@ def state_gradient(
     """Return the state before, without prefix, and the gradient of one step by it; both float64."""
     if not lr > 0:
         raise UsageError(f"A learning rate of {lr} cannot be meant.", cure="Give the client's rate, such as 0.02.")
-    old, new = _named(before), _named(after)
+    old, new = hypernetwork_tensors(before), hypernetwork_tensors(after)
     slope = {}
     for name, tensor in old.items():
         if name not in new or new[name].shape != tensor.shape:
@@ -195,8 +187,8 @@ def heads_gradient(before: Tensors, after: Tensors, *, lr: float, weight_decay: 
     return slope["heads.weight"], slope["heads.bias"]
 
 
-def _code(state: dict[str, Tensor], embedding: Tensor) -> Tensor:
-    """The hidden code that a trunk makes of an embedding."""
+def hidden_code(state: Tensors, embedding: Tensor) -> Tensor:
+    """Return the hidden code that a trunk makes of an embedding, given tensors without prefix."""
     code, layer = embedding, 0
     while f"trunk.{layer}.weight" in state:
         code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
@@ -208,8 +200,8 @@ def _generated(state: dict[str, Tensor], code: Tensor) -> Tensor:
     return state["heads.weight"] @ code + state["heads.bias"]
 
 
-def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The hypernetwork's tensors without their prefix, as float64: differences of float32 lose digits otherwise."""
+def hypernetwork_tensors(state: Tensors, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return a hypernetwork's tensors without their prefix; float64, as differences of float32 lose digits."""
     prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
     if len(prefixes) != 1:
         near = ", ".join(nearest_names("heads.weight", state)) or "none"
@@ -221,7 +213,7 @@ def _named(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             near = ", ".join(nearest_names(prefix + wanted, state)) or "none"
             raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure=f"Nearest: {near}.")
     chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
-    return {name: found[name].detach().double() for name in chosen}
+    return {name: found[name].detach().to(dtype) for name in chosen}
 
 
 def _input_of(weight: Tensor, bias: Tensor) -> Tensor:
@@ -238,3 +230,51 @@ def _energies(weight: Tensor, bias: Tensor) -> Tensor:
     both = torch.cat([weight, bias[:, None]], dim=1)
     values: Tensor = torch.linalg.eigvalsh(both.T @ both).flip(0).clamp_min(0)
     return values / values.sum()
+
+
+# Single clients out of a sum over clients, which secure aggregation does not hide when heads are linear. The sum of the
+# clients' changes is `Σ gᵢ mᵢᵀ`. Codes of different clients are different keys: with more hidden units than clients and
+# the codes known, each gᵢ is solved for. A client's code follows from its embedding, which one round without secure
+# aggregation gives away. A malicious server needs no such round: a trunk of thresholds along one direction makes codes
+# that the sum's columns can be told apart by.
+
+
+def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+    """Return each client's gradient from the sum or average of their updates."""
+    weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
+    if codes.ndim != 2 or codes.shape[1] != weight.shape[1] or len(codes) > weight.shape[1] + 1:
+        raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {weight.shape[1]} units.")
+    keys = torch.cat([codes.double(), torch.ones(len(codes), 1, dtype=torch.float64)], dim=1)
+    opened: Tensor = torch.cat([weight, bias[:, None]], dim=1) @ torch.linalg.pinv(keys)
+    return opened.T
+
+
+def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
+    """Return a state whose trunk makes hidden unit j the part of `u · v` above the j-th of H thresholds."""
+    # The thresholds are quantiles of the standard normal distribution, from which embeddings are drawn. The heads stay
+    # honest, so no check of generated weights sees anything.
+    if any(name.endswith("trunk.1.weight") for name in state):
+        raise UsageError("Thresholds are written into trunks of one layer; this one has more.")
+    malicious = {name: tensor.detach().clone() for name, tensor in state.items()}
+    for name, tensor in malicious.items():
+        if name.endswith("trunk.0.weight"):
+            direction = torch.randn(tensor.shape[1], generator=seeds.torch_generator(seed, "direction"))
+            tensor.copy_((direction / direction.norm()).expand_as(tensor))
+        elif name.endswith("trunk.0.bias"):
+            tensor.copy_(-_thresholds(len(tensor)))
+    return malicious
+
+
+def read_thresholds(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
+    """What the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
+    # A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
+    # second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
+    # direction.
+    columns = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)[0].T
+    slopes = (columns[:-1] - columns[1:]) / _thresholds(len(columns)).double().diff()[:, None]
+    return slopes[:-1] - slopes[1:]
+
+
+def _thresholds(count: int) -> Tensor:
+    quantiles: Tensor = torch.special.ndtri((torch.arange(count) + 0.5) / count)
+    return quantiles

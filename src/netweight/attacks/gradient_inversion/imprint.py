@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import recover_gradient
 from netweight.attacks.gradient_inversion.client import Tensors
-from netweight.attacks.gradient_inversion.matching import Chain, read_chain
+from netweight.attacks.gradient_inversion.peeling import Chain, read_chain
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.nn.flat import ParameterLayout

@@ -1,233 +1,37 @@
-"""Adam with the schedules of the inversion attacks, over restarts side by side. Attacks call it; it knows no model."""
+"""Gradient matching: search images whose update is like the observed one. IG, ROG and DLG.
+
+Each takes the client's training rule (`local_update`), the parameters that the client started from (`params`), what it
+sent (`observed`, tensors by name) and the shape of its batch, and returns the best of several restarts.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.func import vmap
+from torch import Tensor, nn
 
-from netweight.attacks.gradient_inversion.client import LocalUpdate, Reconstruction, Tensors, chosen_tensors
+from netweight.attacks.gradient_inversion.client import (
+    LocalUpdate,
+    Reconstruction,
+    Tensors,
+    chosen_tensors,
+    sgd_difference,
+)
 from netweight.attacks.gradient_inversion.labels import labels_of_update
+from netweight.attacks.gradient_inversion.optimize import Descended, Schedule, descend, starting_points
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress
-from netweight.errors import Unsupported, UsageError
-
-# A scalar from the variables of one restart, in their order; differentiable.
-Objective: TypeAlias = Callable[..., Tensor]
-Schedule: TypeAlias = Literal["steps", "cosine", "constant"]
-_HISTORY = 100  # points of a history
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Descended:
-    """Where a descent ended."""
-
-    # Those of the best restart, each of the shape that was searched, without the axis of restarts.
-    variables: tuple[Tensor, ...]
-    objectives: tuple[float, ...]  # the objective of every restart at its end
-    best: int  # the restart with the least objective
-    history: tuple[float, ...]  # objectives of the best restart over time
-
-
-def descend(
-    objective: Objective,
-    start: tuple[Tensor, ...],
-    *,
-    steps: int,
-    lr: float,
-    signed: bool = False,
-    schedule: Schedule = "steps",
-    project: Callable[..., None] | None = None,
-    anneal: Callable[[float], None] | None = None,
-    progress: Progress = QUIET,
-    description: str = "inverting",
-) -> Descended:
-    """Minimize an objective by Adam from several starting points."""
-    restarts = len(start[0])
-    if steps < 1 or restarts < 1:
-        raise UsageError(f"A descent of {steps} steps from {restarts} starting points cannot be.")
-    variables = [tensor.detach().clone().requires_grad_() for tensor in start]
-    objectives = _side_by_side(objective, variables)
-    optimizer = torch.optim.Adam(variables, lr=lr)
-    values: list[list[float]] = []
-    every = max(1, steps // _HISTORY)
-    with progress.task(description, steps, unit="steps") as task:
-        for step in range(steps):
-            share = _factor(schedule, step / steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * share
-            if anneal is not None:
-                anneal(share)
-            found = _differentiate(objectives, variables, signed)
-            if step % every == 0:
-                values.append(found)
-            optimizer.step()
-            if project is not None:
-                with torch.no_grad():
-                    project(*variables)
-            task.update()
-    final = _differentiate(objectives, variables, signed)
-    best = min(range(restarts), key=lambda restart: _order(final[restart]))
-    kept = tuple(variable.detach()[best] for variable in variables)
-    return Descended(kept, tuple(final), best, (*(row[best] for row in values), final[best]))
-
-
-def starting_points(params: Tensors, shape: tuple[int, ...], restarts: int, seed: int) -> Tensor:
-    """Draw starting points from a standard normal distribution."""
-    if len(shape) != 4 or min(shape) < 1:
-        raise UsageError(f"The shape of a batch is (n, c, h, w), not {shape}.")
-    if not params:
-        raise UsageError("The attack needs the parameters that the client started from; none were given.")
-    drawn = [torch.randn(shape, generator=seeds.torch_generator(seed, "restart", r)) for r in range(restarts)]
-    return torch.stack(drawn).to(next(iter(params.values())))
-
-
-def _factor(schedule: Schedule, done: float) -> float:
-    if schedule == "steps":
-        return 0.1 ** sum(done >= part / 8 for part in (3, 5, 7))
-    return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
-
-
-def _side_by_side(objective: Objective, variables: list[Tensor]) -> Callable[..., Tensor]:
-    """The objectives of all restarts at once, shape `(restarts,)`."""
-    # By vmap where the model allows it: four restarts of a small convolutional network take 0.57 of a loop's time on
-    # one core. Not every model does (dropout, normalization that writes its statistics); then one after another.
-    if len(variables[0]) > 1:
-        together = vmap(objective)
-        with contextlib.suppress(RuntimeError):  # vmap's refusal; what is wrong with the objective shows again below
-            together(*(variable.detach() for variable in variables))
-            return together
-    return lambda *parts: torch.stack([objective(*rows) for rows in zip(*parts, strict=True)])
-
-
-def _differentiate(objectives: Callable[..., Tensor], variables: list[Tensor], signed: bool) -> list[float]:
-    """Set the gradients of all restarts and return their objectives."""
-    values = objectives(*variables)
-    for variable, slope in zip(variables, torch.autograd.grad(values.sum(), variables), strict=True):
-        variable.grad = slope.sign() if signed else slope
-    return [float(value) for value in values.detach()]
-
-
-def _order(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
-
-
-_CURE = "Peeling needs convolutions, max pooling and (leaky) ReLU in a chain; match gradients by descent instead."
-
-
-@final
-@dataclass(frozen=True)
-class Block:
-    """One convolution with what follows it, up to the next."""
-
-    name: str  # module name of the convolution
-    stride: int
-    padding: int  # its zero padding
-    pool: int  # side of the square, non-overlapping windows of max pooling; 1 without pooling
-    slope: float  # slope of the activation below zero; 1 without activation
-
-
-@final
-@dataclass(frozen=True)
-class Chain:
-    """The blocks in order, and the name of the first linear layer, which sees their flattened result."""
-
-    blocks: tuple[Block, ...]  # the convolutional blocks
-    linear: str  # full name of the layer
-
-
-def read_chain(body: nn.Module) -> Chain:
-    """Return the chain that a body begins with, up to its first linear layer."""
-    try:
-        graph = fx.symbolic_trace(body)
-    except Exception as reason:  # whatever a foreign forward raises when values are symbols
-        raise Unsupported(f"The body could not be traced: {reason}.", cure=_CURE) from reason
-    modules = dict(graph.named_modules())
-    blocks: list[Block] = []
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output") or _is(node, modules, nn.Identity, nn.Flatten, "flatten"):
-            continue
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.Linear):
-            if not blocks or module.bias is None:
-                raise Unsupported(f"The layer {node.target!r} has no convolution before it or no bias.", cure=_CURE)
-            return Chain(tuple(blocks), str(node.target))
-        if isinstance(module, nn.Conv2d):
-            blocks.append(_convolution(str(node.target), module))
-        elif not blocks:
-            raise Unsupported(f"{node.name!r} comes before the first convolution.", cure=_CURE)
-        elif _is(node, modules, nn.ReLU, "relu"):
-            blocks[-1] = _with(blocks[-1], slope=0.0)
-        elif _is(node, modules, nn.LeakyReLU, "leaky_relu"):
-            slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else _argument(node, 1, 0.01)
-            blocks[-1] = _with(blocks[-1], slope=float(slope))
-        elif _is(node, modules, nn.MaxPool2d, "max_pool2d", "boolean_dispatch"):
-            blocks[-1] = _with(blocks[-1], pool=_window(node, module))
-        else:
-            raise Unsupported(f"{node.name!r} is no part of a chain.", cure=_CURE)
-    raise Unsupported("The body has no linear layer.", cure=_CURE)
-
-
-def _is(node: fx.Node, modules: dict[str, nn.Module], *kinds: type[nn.Module] | str) -> bool:
-    if node.op == "call_module":
-        return isinstance(modules[str(node.target)], tuple(kind for kind in kinds if isinstance(kind, type)))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in kinds and (name != "boolean_dispatch" or node.target is F.max_pool2d)
-
-
-def _argument(node: fx.Node, index: int, default: Any) -> Any:
-    names = ("input", "negative_slope")
-    return node.args[index] if len(node.args) > index else node.kwargs.get(names[index], default)
-
-
-def _convolution(name: str, layer: nn.Conv2d) -> Block:
-    square = all(len(set(pair)) == 1 for pair in (layer.stride, layer.dilation)) and not isinstance(layer.padding, str)
-    if not square or layer.dilation[0] != 1 or layer.groups != 1 or layer.bias is None:
-        raise Unsupported(f"The convolution {name!r} is dilated, grouped, without bias or not square.", cure=_CURE)
-    if len(set(layer.padding)) != 1 or layer.padding_mode != "zeros":
-        raise Unsupported(f"The convolution {name!r} pads unevenly or not with zeros.", cure=_CURE)
-    return Block(name, int(layer.stride[0]), int(layer.padding[0]), 1, 1.0)
-
-
-def _window(node: fx.Node, module: nn.Module | None) -> int:
-    kernel: Any
-    stride: Any
-    padding: Any
-    dilation: Any
-    if isinstance(module, nn.MaxPool2d):
-        kernel, stride, padding, dilation = module.kernel_size, module.stride, module.padding, module.dilation
-    else:
-        kernel = node.args[1] if len(node.args) > 1 else node.kwargs["kernel_size"]
-        stride = node.kwargs.get("stride") or kernel
-        padding, dilation = node.kwargs.get("padding", 0), node.kwargs.get("dilation", 1)
-    if not isinstance(kernel, int) or stride != kernel or padding != 0 or dilation != 1:
-        raise Unsupported(f"The windows of {node.name!r} overlap, are padded or not square.", cure=_CURE)
-    return kernel
-
-
-def _with(block: Block, *, pool: int | None = None, slope: float | None = None) -> Block:
-    """The block with pooling or an activation, which may come in either order: leaky ReLU is monotone."""
-    if (pool is not None and block.pool != 1) or (slope is not None and block.slope != 1):
-        raise Unsupported(f"Two poolings or two activations follow {block.name!r}.", cure=_CURE)
-    return Block(
-        block.name,
-        block.stride,
-        block.padding,
-        block.pool if pool is None else pool,
-        block.slope if slope is None else slope,
-    )
-
+from netweight.core.progress import QUIET, Progress, Task
+from netweight.errors import UsageError
 
 # Least and greatest value of a pixel: two numbers, or two tensors with one value per channel.
 Bounds: TypeAlias = tuple[float | Tensor, float | Tensor]
+
+
 # A further term of the objective: a scalar from images and labels.
 Term: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -235,34 +39,21 @@ Term: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class MatchingConfig:
-    """How IG searches.
+    """How IG searches."""
 
-    Attributes:
-        steps: Steps of Adam per restart.
-        lr: Its learning rate; lowered tenfold after 3/8, 5/8 and 7/8 of the steps.
-        signed: Whether only the signs of the gradient are used.
-        total_variation: Weight of the mean absolute difference between neighboring pixels.
-        distance: "cosine" compares directions, as the paper does; "squared" is half the squared distance over the
-            squared length of the observed update: the same for equal lengths, and else it counts the length too.
-        annealed: Whether that weight falls with the cube root of the learning rate, to a tenth at the end: smooth at
-            first, then true to the update. The paper keeps it.
-        restarts: Starting points; the one with the least objective is kept.
-        tensors: Patterns (`netweight.Select`) of the tensors to compare; all that were observed by default.
-        schedule: How the learning rate falls.
-
-    Raises:
-        UsageError: There is no such distance, a number is below 1, or a weight is negative.
-    """
-
-    steps: int = 4800
-    lr: float = 0.1
-    signed: bool = True
-    total_variation: float = 0.01
+    steps: int = 4800  # steps of Adam per restart
+    lr: float = 0.1  # its learning rate, which falls by `schedule`
+    signed: bool = True  # whether only the signs of the gradient are used
+    total_variation: float = 0.01  # weight of the mean absolute difference between neighboring pixels
+    # Whether that weight falls with the cube root of the learning rate: smooth at first, then true to the update. The
+    # paper keeps it.
     annealed: bool = True
+    # "cosine" compares directions, as the paper does; "squared" is half the squared distance over the squared length of
+    # the observed update: the same for equal lengths, and else it counts the length too.
     distance: Literal["cosine", "squared"] = "cosine"
-    restarts: int = 1
-    tensors: str | tuple[str, ...] | None = None
-    schedule: Schedule = "steps"
+    restarts: int = 1  # starting points; the one with the least objective is kept
+    tensors: str | tuple[str, ...] | None = None  # patterns (`netweight.Select`) of the tensors to compare; None: all
+    schedule: Schedule = "steps"  # "steps" lowers the rate tenfold after 3/8, 5/8 and 7/8 of the steps
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -336,25 +127,11 @@ def invert(
         images.clamp_(low, high)
 
     found = descend(
-        objective,
-        (start,),
-        steps=config.steps,
-        lr=config.lr,
-        signed=config.signed,
-        schedule=config.schedule,
-        project=project,
-        anneal=anneal,
-        progress=progress,
-    )
-    return Reconstruction(
-        images=found.variables[0],
-        labels=known,
-        objective=found.objectives[found.best],
-        objectives_by_restart=found.objectives,
-        history=found.history,
-        steps=config.steps,
-        attack="IG" if config.distance == "cosine" else "IG (squared distance)",
-    )
+        objective, (start,), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
+        project=project, anneal=anneal, progress=progress,
+    )  # fmt: skip
+    name = "IG" if config.distance == "cosine" else "IG (squared distance)"
+    return found.reconstruction(found.variables[0], known, steps=config.steps, attack=name)
 
 
 def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
@@ -388,3 +165,210 @@ def _box(bounds: Bounds, channels: int, like: Tensor) -> tuple[Tensor, Tensor]:
     if any(len(end) not in (1, channels) for end in (low, high)) or not (low < high).all():
         raise UsageError(f"The bounds {bounds} are no range of pixels for {channels} channels.")
     return low, high
+
+
+# Images, shape `(n, c, h, w)`, to better ones of the same shape: the trained network of stage 2, which users bring.
+PostProcessing: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class ROGConfig:
+    """How ROG searches."""
+
+    steps: int = 100  # steps of Adam per restart
+    lr: float = 0.05  # its learning rate; lowered to a tenth along a cosine
+    factor: int = 4  # how much coarser than the images the latent is, in each direction
+    restarts: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if min(self.steps, self.factor, self.restarts) < 1 or self.lr <= 0:
+            raise UsageError(f"ROG cannot run with {self}.", cure="All numbers are positive.")
+
+
+def rog_client(model: nn.Module) -> LocalUpdate:
+    """Return the client that ROG's authors attack: 5 local steps of SGD at rate 0.003, on batches of 16."""
+    return sgd_difference(model, lr=0.003, steps=5, batch_size=16)
+
+
+def rog(
+    local_update: LocalUpdate,
+    params: Tensors,
+    observed: Tensors,
+    *,
+    shape: tuple[int, ...],
+    labels: Tensor,
+    config: ROGConfig | None = None,
+    post_processing: PostProcessing | None = None,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Reconstruction:
+    """Search a coarse latent whose enlargement gives the observed update, by the squared distance (stage 1 of ROG).
+
+    The second stage of the paper is a generator and a denoiser trained on public images. They are not part of this
+    library: bring one, or the result is labeled "no post-processing" and will be blurred, and is not to be set beside
+    the paper's numbers.
+
+    Args:
+        local_update: The client's training rule, `rog_client` for the paper's.
+        params: The parameters the client started from.
+        observed: What the client sent. Tensors by name.
+        shape: Shape of the batch, `(n, c, h, w)`.
+        labels: The labels, which ROG takes as known. Shape `(n,)`, int64.
+        config: How to search.
+        post_processing: The second stage.
+        seed: Seed of the starting points.
+        progress: Where progress is shown.
+
+    Returns:
+        The best restart. The objective is half the squared distance over the squared length of the observed
+        update, and is that of stage 1 even where a network came after it.
+
+    Raises:
+        NameNotFound: The observed names match nothing that the client would send.
+        UsageError: Shapes do not fit or values are not finite; or the network returned another shape.
+
+    Source: Yue et al. 2023, "Gradient Obfuscation Gives a False Sense of Security in Federated Learning", section 4.
+    """
+    config = config or ROGConfig()
+    size = shape[2:]
+    coarse = (*shape[:2], *(-(-side // config.factor) for side in size))
+    latents = starting_points(params, coarse, config.restarts, seed)
+    labels = labels.to(latents.device)
+    chosen = chosen_tensors(observed, None, local_update(params, (_enlarge(latents[0], size), labels)))
+    # Relative, since Adam's epsilon is absolute and updates after small local steps are tiny.
+    if not any(tensor.any() for tensor in chosen.values()):
+        raise UsageError("The observed update is zero, so there is nothing to match.")
+
+    def objective(latent: Tensor) -> Tensor:
+        return relative_distance(local_update(params, (_enlarge(latent, size), labels)), chosen)
+
+    found = descend(
+        objective, (latents,), steps=config.steps, lr=config.lr, schedule="cosine", progress=progress, description="ROG"
+    )
+    images, second = _enlarge(found.variables[0], size), "no post-processing"
+    if post_processing is not None:
+        images, second = _polished(images, post_processing), "the user's post-processing"
+    return found.reconstruction(images, labels, steps=config.steps, attack=f"ROG ({second})")
+
+
+def _enlarge(latent: Tensor, size: tuple[int, ...]) -> Tensor:
+    return F.interpolate(latent, size=list(size), mode="bicubic", align_corners=False)
+
+
+def _polished(images: Tensor, network: PostProcessing) -> Tensor:
+    better = network(images).detach()
+    if better.shape != images.shape:
+        raise UsageError(
+            f"The post-processing returned images of shape {tuple(better.shape)}, not {tuple(images.shape)}."
+        )
+    return better
+
+
+@final
+@dataclass(frozen=True)
+class DLGConfig:
+    """How DLG searches."""
+
+    steps: int = 300  # steps of L-BFGS per restart
+    restarts: int = 1  # starting points, on which DLG depends; the one with the least objective is kept
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.steps < 1 or self.restarts < 1:
+            raise UsageError(f"DLG cannot run with {self}.", cure="Steps and restarts are at least 1.")
+
+
+def dlg(
+    local_update: LocalUpdate,
+    params: Tensors,
+    observed: Tensors,
+    *,
+    shape: tuple[int, ...],
+    classes: int | None = None,
+    labels: Tensor | None = None,
+    config: DLGConfig | None = None,
+    seed: int,
+    progress: Progress = QUIET,
+) -> Reconstruction:
+    """Search images, and labels if they are unknown, whose update is nearest to the observed one.
+
+    Needs a smooth network (sigmoid, tanh, GELU); with ReLU the distance has no useful curvature. Unlike the paper's,
+    the line search keeps Wolfe's conditions, without which most starts diverge. There is no box.
+
+    Args:
+        local_update: The client's training rule, with a loss that takes class probabilities.
+        params: The parameters the client started from.
+        observed: What the client sent. Tensors by name.
+        shape: Shape of the batch, `(n, c, h, w)`.
+        classes: Number of classes, if the labels are to be found.
+        labels: The labels, if they are known: then only the images are searched.
+        config: How to search.
+        seed: Seed of the starting points.
+        progress: Where progress is shown.
+
+    Returns:
+        The best restart; labels as given, or as probabilities of shape `(n, classes)`.
+
+    Raises:
+        NameNotFound: The observed names match nothing that the client would send.
+        UsageError: Shapes do not fit, values are not finite, or both or neither of `classes` and `labels` are given.
+
+    Source: Zhu et al. 2019, "Deep Leakage from Gradients", algorithm 1.
+    """
+    config = config or DLGConfig()
+    if (labels is None) == (classes is None):
+        raise UsageError("DLG takes the labels, or the number of classes to find them.", cure="Give one of the two.")
+    starts = starting_points(params, shape, config.restarts, seed)
+    scores = [
+        torch.randn((shape[0], classes or 0), generator=seeds.torch_generator(seed, "labels", restart)).to(starts)
+        for restart in range(config.restarts)
+    ]
+
+    def batch(images: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+        return images, score.softmax(dim=1) if labels is None else labels.to(images.device)
+
+    chosen = chosen_tensors(observed, None, local_update(params, batch(starts[0], scores[0])))
+
+    def objective(images: Tensor, score: Tensor) -> Tensor:
+        return squared_distance(local_update(params, batch(images, score)), chosen)
+
+    ends = []
+    with progress.task("DLG", config.steps * config.restarts, unit="steps") as task:
+        for start in zip(starts, scores, strict=True):
+            ends.append(_search(objective, start, config.steps, task))
+    objectives = tuple(history[-1] for _, history in ends)
+    best = min(range(len(ends)), key=lambda end: objectives[end] if math.isfinite(objectives[end]) else math.inf)
+    variables, history = ends[best]
+    images, found = batch(*variables)
+    descended = Descended(variables, objectives, best, history)
+    return descended.reconstruction(images, found, steps=config.steps, attack="DLG")
+
+
+def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
+    """Return the squared Euclidean distance between two updates over the names in `observed`."""
+    return torch.stack([(imitated[name] - tensor).square().sum() for name, tensor in observed.items()]).sum()
+
+
+def _search(
+    objective: Callable[[Tensor, Tensor], Tensor], start: tuple[Tensor, Tensor], steps: int, task: Task
+) -> tuple[tuple[Tensor, Tensor], tuple[float, ...]]:
+    """Run L-BFGS from one start; return where it ended and the objective from start to end."""
+    images, score = (part.clone().requires_grad_() for part in start)
+    optimizer = torch.optim.LBFGS(
+        [images, score], max_iter=1, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def slope() -> Tensor:
+        optimizer.zero_grad()
+        value = objective(images, score)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
+
+    history = []
+    for _ in range(steps):
+        history.append(float(optimizer.step(slope)))  # type: ignore[no-untyped-call]
+        task.update()
+    history.append(float(objective(images, score).detach()))
+    return (images.detach(), score.detach()), tuple(history)

@@ -1,65 +1,117 @@
-"""Single clients out of a sum over clients: what secure aggregation does not hide when heads are linear.
+"""Undoing one block of a convolutional network for one image, given its weights and its gradient.
 
-The sum of the clients' changes is `Σ gᵢ mᵢᵀ`. Codes of different clients are different keys: with more hidden units
-than clients and the codes known, each gᵢ is solved for. A client's code follows from its embedding, which one round
-without secure aggregation gives away. A malicious server needs no such round: a trunk of thresholds along one direction
-makes codes that the sum's columns can be told apart by.
+A block is a convolution with max pooling and an activation; `read_chain` finds the blocks that a body begins with.
 """
 
 from __future__ import annotations
 
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx, nn
 
-from netweight.attacks.gradient_inversion.analytic import heads_gradient
-from netweight.attacks.gradient_inversion.client import Tensors
-from netweight.attacks.gradient_inversion.matching import Block
-from netweight.core import seeds
-from netweight.errors import UsageError
+from netweight.errors import Unsupported
+
+_CURE = "Peeling needs convolutions, max pooling and (leaky) ReLU in a chain; match gradients by descent instead."
 
 
-def separate_clients(before: Tensors, after: Tensors, codes: Tensor, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """Return each client's gradient from the sum or average of their updates."""
-    weight, bias = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)
-    if codes.ndim != 2 or codes.shape[1] != weight.shape[1] or len(codes) > weight.shape[1] + 1:
-        raise UsageError(f"Codes of shape {tuple(codes.shape)} do not separate a sum over {weight.shape[1]} units.")
-    keys = torch.cat([codes.double(), torch.ones(len(codes), 1, dtype=torch.float64)], dim=1)
-    opened: Tensor = torch.cat([weight, bias[:, None]], dim=1) @ torch.linalg.pinv(keys)
-    return opened.T
+@final
+@dataclass(frozen=True)
+class Block:
+    """One convolution with what follows it, up to the next."""
+
+    name: str  # module name of the convolution
+    stride: int
+    padding: int  # its zero padding
+    pool: int  # side of the square, non-overlapping windows of max pooling; 1 without pooling
+    slope: float  # slope of the activation below zero; 1 without activation
 
 
-def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
-    """Return a state whose trunk makes hidden unit j the part of `u · v` above the j-th of H thresholds."""
-    # The thresholds are quantiles of the standard normal distribution, from which embeddings are drawn. The heads stay
-    # honest, so no check of generated weights sees anything.
-    if any(name.endswith("trunk.1.weight") for name in state):
-        raise UsageError("Thresholds are written into trunks of one layer; this one has more.")
-    malicious = {name: tensor.detach().clone() for name, tensor in state.items()}
-    for name, tensor in malicious.items():
-        if name.endswith("trunk.0.weight"):
-            direction = torch.randn(tensor.shape[1], generator=seeds.torch_generator(seed, "direction"))
-            tensor.copy_((direction / direction.norm()).expand_as(tensor))
-        elif name.endswith("trunk.0.bias"):
-            tensor.copy_(-_thresholds(len(tensor)))
-    return malicious
+@final
+@dataclass(frozen=True)
+class Chain:
+    """The blocks in order, and the name of the first linear layer, which sees their flattened result."""
+
+    blocks: tuple[Block, ...]  # the convolutional blocks
+    linear: str  # full name of the layer
 
 
-def read_thresholds(before: Tensors, after: Tensors, *, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """What the clients between neighboring thresholds sent, `(H - 2, P)`: single gradients where there is one."""
-    # A unit's column of the sum is `Σ gᵢ max(u · vᵢ - tⱼ, 0)`, piecewise linear in tⱼ with a bend at every client. So
-    # second differences are zero but at the clients. A client between two thresholds bends two of them, both in its
-    # direction.
-    columns = heads_gradient(before, after, lr=lr, weight_decay=weight_decay)[0].T
-    slopes = (columns[:-1] - columns[1:]) / _thresholds(len(columns)).double().diff()[:, None]
-    return slopes[:-1] - slopes[1:]
+def read_chain(body: nn.Module) -> Chain:
+    """Return the chain that a body begins with, up to its first linear layer."""
+    try:
+        graph = fx.symbolic_trace(body)
+    except Exception as reason:  # whatever a foreign forward raises when values are symbols
+        raise Unsupported(f"The body could not be traced: {reason}.", cure=_CURE) from reason
+    modules = dict(graph.named_modules())
+    blocks: list[Block] = []
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output") or _is(node, modules, nn.Identity, nn.Flatten, "flatten"):
+            continue
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Linear):
+            if not blocks or module.bias is None:
+                raise Unsupported(f"The layer {node.target!r} has no convolution before it or no bias.", cure=_CURE)
+            return Chain(tuple(blocks), str(node.target))
+        if isinstance(module, nn.Conv2d):
+            blocks.append(_convolution(str(node.target), module))
+        elif not blocks:
+            raise Unsupported(f"{node.name!r} comes before the first convolution.", cure=_CURE)
+        elif _is(node, modules, nn.ReLU, "relu"):
+            blocks[-1] = _with(blocks[-1], slope=0.0)
+        elif _is(node, modules, nn.LeakyReLU, "leaky_relu"):
+            slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else _argument(node, 1, 0.01)
+            blocks[-1] = _with(blocks[-1], slope=float(slope))
+        elif _is(node, modules, nn.MaxPool2d, "max_pool2d", "boolean_dispatch"):
+            blocks[-1] = _with(blocks[-1], pool=_window(node, module))
+        else:
+            raise Unsupported(f"{node.name!r} is no part of a chain.", cure=_CURE)
+    raise Unsupported("The body has no linear layer.", cure=_CURE)
 
 
-def _thresholds(count: int) -> Tensor:
-    quantiles: Tensor = torch.special.ndtri((torch.arange(count) + 0.5) / count)
-    return quantiles
+def _is(node: fx.Node, modules: dict[str, nn.Module], *kinds: type[nn.Module] | str) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], tuple(kind for kind in kinds if isinstance(kind, type)))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in kinds and (name != "boolean_dispatch" or node.target is F.max_pool2d)
+
+
+def _argument(node: fx.Node, index: int, default: Any) -> Any:
+    names = ("input", "negative_slope")
+    return node.args[index] if len(node.args) > index else node.kwargs.get(names[index], default)
+
+
+def _convolution(name: str, layer: nn.Conv2d) -> Block:
+    square = all(len(set(pair)) == 1 for pair in (layer.stride, layer.dilation)) and not isinstance(layer.padding, str)
+    if not square or layer.dilation[0] != 1 or layer.groups != 1 or layer.bias is None:
+        raise Unsupported(f"The convolution {name!r} is dilated, grouped, without bias or not square.", cure=_CURE)
+    if len(set(layer.padding)) != 1 or layer.padding_mode != "zeros":
+        raise Unsupported(f"The convolution {name!r} pads unevenly or not with zeros.", cure=_CURE)
+    return Block(name, int(layer.stride[0]), int(layer.padding[0]), 1, 1.0)
+
+
+def _window(node: fx.Node, module: nn.Module | None) -> int:
+    kernel: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    if isinstance(module, nn.MaxPool2d):
+        kernel, stride, padding, dilation = module.kernel_size, module.stride, module.padding, module.dilation
+    else:
+        kernel = node.args[1] if len(node.args) > 1 else node.kwargs["kernel_size"]
+        stride = node.kwargs.get("stride") or kernel
+        padding, dilation = node.kwargs.get("padding", 0), node.kwargs.get("dilation", 1)
+    if not isinstance(kernel, int) or stride != kernel or padding != 0 or dilation != 1:
+        raise Unsupported(f"The windows of {node.name!r} overlap, are padded or not square.", cure=_CURE)
+    return kernel
+
+
+def _with(block: Block, *, pool: int | None = None, slope: float | None = None) -> Block:
+    """The block with pooling or an activation, which may come in either order: leaky ReLU is monotone."""
+    if (pool is not None and block.pool != 1) or (slope is not None and block.slope != 1):
+        raise Unsupported(f"Two poolings or two activations follow {block.name!r}.", cure=_CURE)
+    return replace(block, pool=block.pool if pool is None else pool, slope=block.slope if slope is None else slope)
 
 
 @final

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from netweight.attacks.gradient_inversion.analytic import first_layer
 from netweight.attacks.gradient_inversion.client import LocalUpdate, Reconstruction, Tensors
-from netweight.attacks.gradient_inversion.dlg import DLGConfig, dlg
 from netweight.attacks.gradient_inversion.labels import labels_of_update
-from netweight.attacks.gradient_inversion.matching import Bounds, MatchingConfig, invert
-from netweight.attacks.gradient_inversion.rog import ROGConfig, rog
+from netweight.attacks.gradient_inversion.matching import Bounds, DLGConfig, MatchingConfig, ROGConfig, dlg, invert, rog
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 
@@ -38,27 +35,20 @@ def run_attack(
 ) -> Reconstruction:
     """Run one of the generic attacks."""
     _check(name, {"layer": layer, "classes": classes, "total_variation": total_variation}, labels)
+    given = {"steps": steps, "total_variation": total_variation}
+    search: dict[str, Any] = {"restarts": restarts, **{key: value for key, value in given.items() if value is not None}}
+    about: dict[str, Any] = {"shape": shape, "seed": seed, "progress": progress}
     if name == "dlg":
-        return dlg(
-            local_update, params, observed, shape=shape, classes=classes, labels=labels, seed=seed, progress=progress,
-            config=DLGConfig(steps=steps or DLGConfig.steps, restarts=restarts),
-        )  # fmt: skip
+        about |= {"classes": classes, "labels": labels, "config": DLGConfig(**search)}
+        return dlg(local_update, params, observed, **about)
     if labels is None:
         labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
     if name == "first-layer":
         return first_layer(observed, layer or "", shape=shape, labels=labels)
     if name == "rog":
-        return rog(
-            local_update, params, observed, shape=shape, labels=labels, seed=seed, progress=progress,
-            config=ROGConfig(steps=steps or ROGConfig.steps, restarts=restarts),
-        )  # fmt: skip
-    config = MatchingConfig(steps=steps or MatchingConfig.steps, restarts=restarts)
-    if total_variation is not None:
-        config = replace(config, total_variation=total_variation)
-    return invert(
-        local_update, params, observed, shape=shape, labels=labels, bounds=bounds, config=config, seed=seed,
-        progress=progress,
-    )  # fmt: skip
+        return rog(local_update, params, observed, labels=labels, config=ROGConfig(**search), **about)
+    config = MatchingConfig(**search)
+    return invert(local_update, params, observed, labels=labels, bounds=bounds, config=config, **about)
 
 
 def _check(name: Name, settings: dict[str, object], labels: Tensor | None) -> None:

@@ -69,13 +69,11 @@ def write_findings(
         write_png(folder / f"image-{number}.png", image)
     report = Report(f"Gradient inversion: {found.attack}", command=command, seeds=(seed,), inputs=inputs)
     report.section(
-        "What the update gives away",
-        findings,
-        figures=_figures(found, images, reference),
+        "What the update gives away", findings, figures=_figures(found, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
         conclusion=_conclusion(findings),
         intro="Better means a better attack, unless a limit was set. PSNR and SSIM compare with the true images.",
-    )
+    )  # fmt: skip
     return report.write(folder)
 
 
@@ -91,24 +89,20 @@ def _conclusion(findings: list[Finding]) -> str:
 def _figures(found: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:
     batches = {"found": images} if reference is None else {"true": reference, "found": images}
     shown = min(len(images), _SHOWN)
+    below = "" if reference is None else ", below the true ones"
     grid = image_grid(
-        [[_pixels(image) for image in batch[:shown]] for batch in batches.values()],
-        rows=list(batches),
-        columns=[str(number) for number in range(shown)],
-        alt=f"{shown} of {len(images)} images that the attack {found.attack} found"
-        + ("" if reference is None else ", below the true ones"),
-        caption=f"Attack: {found.attack}.",
-    )
+        [[_pixels(image) for image in batch[:shown]] for batch in batches.values()], rows=list(batches),
+        columns=[str(number) for number in range(shown)], caption=f"Attack: {found.attack}.",
+        alt=f"{shown} of {len(images)} images that the attack {found.attack} found{below}",
+    )  # fmt: skip
     if not found.history:
         return [grid]
     every = [found.steps * point / (len(found.history) - 1) for point in range(len(found.history))]
     curve = lines(
-        {"objective": (every, found.history)},
+        {"objective": (every, found.history)}, xlabel="steps", ylabel="objective",
         alt=f"The objective went from {found.history[0]:.3g} to {found.history[-1]:.3g}",
-        xlabel="steps",
-        ylabel="objective",
         log="y" if min(found.history) > 0 else "",
-    )
+    )  # fmt: skip
     return [grid, curve]
 
 

@@ -1,8 +1,9 @@
-"""The image behind a gradient of generated weights, without label, classifier or embedding: features, then peeling.
+"""Attacks on generated weights: the image behind a gradient by peeling, and a joint search with embedding and head.
 
 Rows of the first linear layer's gradient are its input times a number, and that number is the bias's gradient; so one
-image's features are exact, and so is the gradient that flows back from them. From there each block of the feature
-extractor is undone (`peeling.py`), from the last to the first, and then all of them again with what the image says.
+image's features are exact, and so is the gradient that flows back from them, without label, classifier or embedding.
+From there each block of the feature extractor is undone (`peeling.py`), from the last to the first, and then all of
+them again with what the image says.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, state_gradient
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
-from netweight.attacks.gradient_inversion.matching import Bounds, Chain, descend, read_chain, total_variation
-from netweight.attacks.gradient_inversion.peeling import Peel, solve_in_box
+from netweight.attacks.gradient_inversion.matching import Bounds, total_variation
+from netweight.attacks.gradient_inversion.optimize import Descended, descend
+from netweight.attacks.gradient_inversion.peeling import Chain, Peel, read_chain, solve_in_box
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
@@ -56,8 +58,26 @@ def invert_generated(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Reconstruct the image behind one recovered gradient."""
-    # Source: exact features as in Phong et al. 2017; the rest is this library's own.
+    """Reconstruct the image behind one recovered gradient.
+
+    Args:
+        recovered: What `recover_gradient` read from a client that took one step on one image.
+        body: The feature extractor: convolutions, max pooling and (leaky) ReLU in a chain up to a linear layer.
+        shape: Shape of the image, `(1, c, h, w)`.
+        bounds: Least and greatest value of a pixel.
+        config: How blocks are undone.
+        seed: Seed of the first guesses.
+        progress: Where progress is shown.
+
+    Returns:
+        The image of the best restart; labels are not searched.
+
+    Raises:
+        Unsupported: The body is no such chain.
+        UsageError: Shapes do not fit.
+
+    Source: exact features as in Phong et al. 2017; the rest is this library's own.
+    """
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
         raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")
@@ -69,15 +89,10 @@ def invert_generated(
     objectives = tuple(history[-1] for _, history in found)
     best = min(range(len(found)), key=objectives.__getitem__)
     image, history = found[best]
-    return Reconstruction(
-        images=image[None].to(torch.get_default_dtype()),
-        labels=torch.empty(0, dtype=torch.int64),
-        objective=objectives[best],
-        objectives_by_restart=objectives,
-        history=tuple(history),
-        steps=config.softening + config.rounds,
-        attack="hypernetwork, analytic then peeling",
-    )
+    return Descended((image,), objectives, best, tuple(history)).reconstruction(
+        image[None].to(torch.get_default_dtype()), torch.empty(0, dtype=torch.int64),
+        steps=config.softening + config.rounds, attack="hypernetwork, analytic then peeling",
+    )  # fmt: skip
 
 
 @final
@@ -239,22 +254,12 @@ def _second_difference(length: int) -> Tensor:
 @final
 @dataclass(frozen=True)
 class TailoredConfig:
-    """How the joint search goes.
+    """How the joint search goes."""
 
-    Attributes:
-        steps: Steps of Adam per restart.
-        lr: Learning rate, the same for image, embedding and classifier.
-        total_variation: Weight of the mean absolute difference between neighboring pixels.
-        restarts: Starting points.
-
-    Raises:
-        UsageError: A count or rate is not positive.
-    """
-
-    steps: int = 2000
-    lr: float = 0.1
-    total_variation: float = 0.01
-    restarts: int = 1
+    steps: int = 2000  # steps of Adam per restart
+    lr: float = 0.1  # learning rate, the same for image, embedding and classifier
+    total_variation: float = 0.01  # weight of the mean absolute difference between neighboring pixels
+    restarts: int = 1  # starting points
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
@@ -328,23 +333,12 @@ def tailored(
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
     start = _starting_points(config.restarts, shape, state["trunk.0.weight"].shape[1], classes, features, seed)
     found = descend(
-        objective,
-        (start[0].clamp(low, high), *(start[1:] if labels is None else start[1:3])),
-        steps=config.steps,
-        lr=config.lr,
-        project=lambda images, *_: images.clamp_(low, high),
-        progress=progress,
-        description="tailored",
-    )
-    return Reconstruction(
-        images=found.variables[0],
-        labels=found.variables[3].softmax(1) if labels is None else labels,
-        objective=found.objectives[found.best],
-        objectives_by_restart=found.objectives,
-        history=found.history,
-        steps=config.steps,
-        attack="tailored to HyperFL (a reconstruction of the idea)",
-    )
+        objective, (start[0].clamp(low, high), *(start[1:] if labels is None else start[1:3])), steps=config.steps,
+        lr=config.lr, project=lambda images, *_: images.clamp_(low, high), progress=progress, description="tailored",
+    )  # fmt: skip
+    labels = found.variables[3].softmax(1) if labels is None else labels
+    name = "tailored to HyperFL (a reconstruction of the idea)"
+    return found.reconstruction(found.variables[0], labels, steps=config.steps, attack=name)
 
 
 def _starting_points(

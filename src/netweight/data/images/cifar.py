@@ -1,7 +1,7 @@
-"""CIFAR-10: 50,000 and 10,000 color images, 32 × 32, from lossless files, from JPEG copies, or from the hub.
+"""CIFAR-10 and CINIC-10: color images of ten classes, 32 × 32, from files or the hub; and their augmentation.
 
-A JPEG copy is good for training and attacks, but models trained on the original lose accuracy on it; what is loaded
-from one is called "cifar10-jpeg".
+A JPEG copy of CIFAR-10 is good for training and attacks, but models trained on the original lose accuracy on it; what
+is loaded from one is called "cifar10-jpeg".
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _binary(files: list[Path]) -> tuple[Tensor, Tensor]:
     return records[:, 1:].reshape(-1, 3, 32, 32).contiguous(), records[:, 0].long()
 
 
-_MEAN_STD = ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587))
+_CINIC_MEAN_STD = ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587))
 
 
 def cinic10() -> Images:
@@ -112,7 +112,7 @@ def cinic10() -> Images:
     if folder is None or not all((folder / split).is_dir() for split in ("train", "test")):
         holding = "the official release, unpacked: train/airplane/….png"
         splits = from_hub("flwrlabs/cinic10", "train", "test", name="cinic10", folder="cinic10", holding=holding)
-        return from_rows("cinic10", splits[0], splits[1], "image", _MEAN_STD)
+        return from_rows("cinic10", splits[0], splits[1], "image", _CINIC_MEAN_STD)
     key: list[list[list[str | int]]] = []
     parts: list[tuple[list[Any], list[int]]] = []
     for split in ("train", "test"):
@@ -120,7 +120,7 @@ def cinic10() -> Images:
         files = [file for own in found.values() for file in own]
         key.append([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
         parts.append((files, [CIFAR_CLASSES.index(name) for name, own in found.items() for _ in own]))
-    return decoded("cinic10", key, parts[0], parts[1], _MEAN_STD)
+    return decoded("cinic10", key, parts[0], parts[1], _CINIC_MEAN_STD)
 
 
 def crop_and_flip(

@@ -92,15 +92,9 @@ def from_dataset(
         images, targets = [images[0][kept], images[0][taken]], [targets[0][kept], targets[0][taken]]
         writers = [writers[0][kept], writers[0][taken]] if writers else None
     mean, std = mean_std or measured_mean_std(images[0])
-    return Images(
-        name,
-        (images[0], targets[0]),
-        (images[1], targets[1]),
-        names,
-        writers=(writers[0], writers[1]) if writers else None,
-        mean=mean,
-        std=std,
-    )
+    split = [(images[part], targets[part]) for part in (0, 1)]
+    wrote = (writers[0], writers[1]) if writers else None
+    return Images(name, split[0], split[1], names, writers=wrote, mean=mean, std=std)
 
 
 def split_off(labels: Tensor, share: float, *, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The idx format in which MNIST and its successors are published: `…-ubyte`, mostly compressed by gzip."""
+"""MNIST and Fashion-MNIST, and the idx format in which they and EMNIST are published: `…-ubyte`, mostly gzipped."""
 
 from __future__ import annotations
 
@@ -48,17 +48,8 @@ def mnist() -> Images:
 
 
 _CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 
 
 def fashion_mnist() -> Images:

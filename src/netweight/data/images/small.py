@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: real data that comes with a package, so that nothing needs to be downloaded."""
+"""scikit-learn's handwritten digits, which come with a package and need no download; and Omniglot, by writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from netweight.data.images.images import Images, measured_mean_std
 from netweight.data.images.sources import decode_splits, local_folder, missing, module
 from netweight.errors import CorruptBlob, UsageError
 
-_MEAN_STD = ((0.3051,), (0.3248,))  # of the 1,501 train images, as resized here
+_DIGITS_MEAN_STD = ((0.3051,), (0.3248,))  # of the 1,501 train images, as resized here
 _EVERY = 6  # of each class, every sixth image tests
 
 
@@ -30,7 +30,7 @@ def digits() -> Images:
     tests = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):
         tests[(labels == digit).nonzero().flatten()[_EVERY - 1 :: _EVERY]] = True
-    mean, std = _MEAN_STD
+    mean, std = _DIGITS_MEAN_STD
     splits = [(images[part], labels[part]) for part in (~tests, tests)]
     return Images("digits", splits[0], splits[1], tuple("0123456789"), mean=mean, std=std)
 

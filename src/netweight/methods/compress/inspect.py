@@ -1,20 +1,23 @@
 """How the bits of weights are spread: sign, exponent and mantissa, their histograms and entropies.
 
-This is the observation on which lossless compression of weights rests: signs and mantissas look random, exponents do
-not. Integers and truth values have no such parts and are counted as whole bytes. Used by `netweight inspect` and by
-the reproductions of figures 1 and 5.
+This is the observation on which lossless compression of weights rests (NeuZip, arXiv 2410.20650, section 3.1, figures 1
+and 5): signs and mantissas look random, exponents do not. Integers and truth values have no such parts and are counted
+as whole bytes. Entropies are Shannon's of order 0. Used by `netweight inspect`.
 """
-
-# Source: NeuZip (arXiv 2410.20650), section 3.1 and figures 1 and 5; the entropies are Shannon's of order 0.
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from netweight.codec import BlobInfo
 from netweight.core.files import whole_file
@@ -25,16 +28,12 @@ from netweight.report.finding import Figure
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.store.reader import Store, TensorInfo, open_store
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
-
 # At most 2^12 bins for a mantissa; of a longer one the top bits are counted and the rest apart.
 MANTISSA_BINS = 12
 # Elements looked at at a time, so that a tensor larger than memory's leftovers can be measured.
 BLOCK = 1 << 22
+_SUFFIXES = (".svg", ".png", ".pdf")
+_DRAWN_BINS = 256
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Layout:
     mantissa: int  # bits of the mantissa; all bits for integers
 
 
-_FLOATS = {
+_LAYOUTS = {
     "bfloat16": Layout(16, 1, 8, 7),
     "float16": Layout(16, 1, 5, 10),
     "float32": Layout(32, 1, 8, 23),
@@ -57,10 +56,8 @@ _FLOATS = {
     "float8_e5m2": Layout(8, 1, 5, 2),
     "float8_e5m2fnuz": Layout(8, 1, 5, 2),
     "float8_e8m0fnu": Layout(8, 0, 8, 0),
-}
-_INTEGERS = {"bool": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
-_INTEGERS |= {f"u{name}": width for name, width in _INTEGERS.items() if name != "bool"}
-_LAYOUTS = _FLOATS | {name: Layout(width, 0, 0, width) for name, width in _INTEGERS.items()}
+    "bool": Layout(8, 0, 0, 8),
+} | {f"{kind}{width}": Layout(width, 0, 0, width) for kind in ("int", "uint") for width in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,25 @@ class BitStatistics:
 
     @property
     def mantissa_entropy(self) -> float:
-        """Entropy of the mantissa in bits per weight."""
-        # Exact up to 12 mantissa bits. Above, the top 12 bits count with their joint entropy and the lower ones with
-        # the entropies of the bytes they lie in, as if independent: an upper bound that sees low bytes left at zero, as
-        # in fp32 weights that were bf16 once.
-        return _entropy(self.mantissa) + self._low_entropy()
+        """Entropy of the mantissa in bits per weight; above 12 bits an upper bound."""
+        # Of a longer mantissa the top 12 bits count with their joint entropy, and the lower ones, from the lowest byte,
+        # with the entropies of the bytes they lie in, as if independent. That sees low bytes left at zero, as in fp32
+        # weights that were bf16 once. The byte that straddles the boundary is folded to its lower bits.
+        low, total = self.layout.mantissa - MANTISSA_BINS, 0.0
+        for position in range(max(0, -(-low // 8))):
+            width = min(8, low - 8 * position)
+            total += _entropy(self.bytes[position].reshape(-1, 1 << width).sum(axis=0))
+        return _entropy(self.mantissa) + total
+
+    @property
+    def entropies(self) -> dict[str, float]:
+        """The three by name."""
+        return {"sign": self.sign_entropy, "exponent": self.exponent_entropy, "mantissa": self.mantissa_entropy}
 
     @property
     def bits_per_weight(self) -> float:
         """Bits that an ideal coder of order 0 needs when it codes the parts one by one."""
-        return self.sign_entropy + self.exponent_entropy + self.mantissa_entropy
+        return sum(self.entropies.values())
 
     @property
     def exponent_only_bits(self) -> float:
@@ -124,8 +130,7 @@ class BitStatistics:
     def shares(self) -> dict[str, float]:
         """Share of each part in `bits_per_weight`; they add up to 1, and are all 0 for a constant tensor."""
         total = self.bits_per_weight
-        parts = {"sign": self.sign_entropy, "exponent": self.exponent_entropy, "mantissa": self.mantissa_entropy}
-        return {name: part / total if total else 0.0 for name, part in parts.items()}
+        return {name: part / total if total else 0.0 for name, part in self.entropies.items()}
 
     def to_json(self, *, histograms: bool = False) -> dict[str, Any]:
         """Return the numbers as a JSON value."""
@@ -135,33 +140,17 @@ class BitStatistics:
             "bits": self.layout.bits,
             "bits_per_weight": self.bits_per_weight,
             "exponent_only_bits": self.exponent_only_bits,
-            "entropy": {
-                "sign": self.sign_entropy,
-                "exponent": self.exponent_entropy,
-                "mantissa": self.mantissa_entropy,
-            },
+            "entropy": self.entropies,
             "share": self.shares,
             "exponents_used": self.exponents_used,
         }
         if histograms:
-            parts = {"sign": self.sign, "exponent": self.exponent, "mantissa": self.mantissa}
-            values["histograms"] = {name: counts.tolist() for name, counts in parts.items()}
+            values["histograms"] = {name: getattr(self, name).tolist() for name in values["entropy"]}
         return values
-
-    def _low_entropy(self) -> float:
-        """Entropy of the mantissa bits below the top twelve, byte by byte from the lowest."""
-        # The byte that straddles the boundary is folded to its lower bits.
-        low, total = self.layout.mantissa - MANTISSA_BINS, 0.0
-        for position in range(max(0, -(-low // 8))):
-            width = min(8, low - 8 * position)
-            total += _entropy(self.bytes[position].reshape(-1, 1 << width).sum(axis=0))
-        return total
 
 
 def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
-    """Count the signs, exponents and mantissas of a tensor."""
-    # Works through the tensor in blocks of 4 million elements, so that it needs little memory beside it.
-    # Source: NeuZip, figures 1 and 5.
+    """Count the signs, exponents and mantissas of a tensor, in blocks that need little memory beside it."""
     name = getattr(tensor.dtype, "name", None) or str(tensor.dtype).removeprefix("torch.")
     if name not in _LAYOUTS:
         raise Unsupported(
@@ -169,11 +158,26 @@ def bit_statistics(tensor: torch.Tensor | NDArray[Any]) -> BitStatistics:
             cure="View it as an integer or floating-point type first.",
         )
     layout = _LAYOUTS[name]
-    counts = _Counts(layout)
-    for block in _blocks(tensor, layout.bits // 8):
-        counts.add(block)
-    shape = tuple(int(size) for size in tensor.shape)
-    return BitStatistics(name, shape, counts.sign, counts.exponent, counts.mantissa, counts.bytes)
+    itemsize, top = layout.bits // 8, min(layout.mantissa, MANTISSA_BINS)
+    # Counts of sign, exponent and top of the mantissa, which lie side by side; a part of no bits has no counts.
+    widths = (layout.sign, layout.exponent, top)
+    counts = [np.zeros(1 << width if width else 0, np.int64) for width in widths]
+    bytes_ = np.zeros((itemsize, 256), np.int64)
+    # The top 24 bits hold them for every type (64-bit floats: 1 + 11 + 12).
+    head_bytes = min(itemsize, 3)
+    for block in _blocks(tensor, itemsize):
+        for position in range(itemsize):
+            bytes_[position] += np.bincount(block[:, position], minlength=256)
+        head = np.zeros(len(block), np.int32)
+        for place, position in enumerate(range(itemsize - head_bytes, itemsize)):
+            head |= block[:, position].astype(np.int32) << (8 * place)
+        below = 8 * head_bytes
+        for width, count in zip(widths, counts, strict=True):
+            below -= width
+            if width:
+                count += np.bincount(head >> below & (len(count) - 1), minlength=len(count))
+    sign, exponent, mantissa = counts
+    return BitStatistics(name, tuple(int(size) for size in tensor.shape), sign, exponent, mantissa, bytes_)
 
 
 def merge(statistics: Iterable[BitStatistics]) -> BitStatistics:
@@ -182,54 +186,12 @@ def merge(statistics: Iterable[BitStatistics]) -> BitStatistics:
     if not parts or len({part.dtype for part in parts}) > 1:
         found = sorted({part.dtype for part in parts}) or "nothing"
         raise UsageError(f"Statistics of {found} cannot be merged.", cure="Merge those of one dtype at a time.")
-    return BitStatistics(
-        parts[0].dtype,
-        (sum(part.count for part in parts),),
-        sum((part.sign for part in parts[1:]), parts[0].sign),
-        sum((part.exponent for part in parts[1:]), parts[0].exponent),
-        sum((part.mantissa for part in parts[1:]), parts[0].mantissa),
-        sum((part.bytes for part in parts[1:]), parts[0].bytes),
-    )
-
-
-class _Counts:
-    """Histograms while they grow."""
-
-    def __init__(self, layout: Layout) -> None:
-        import numpy as np
-
-        self.layout = layout
-        self.top = min(layout.mantissa, MANTISSA_BINS)
-        self.sign = np.zeros(2 if layout.sign else 0, np.int64)
-        self.exponent = np.zeros(1 << layout.exponent if layout.exponent else 0, np.int64)
-        self.mantissa = np.zeros(1 << self.top if self.top else 0, np.int64)
-        self.bytes = np.zeros((layout.bits // 8, 256), np.int64)
-
-    def add(self, block: NDArray[np.uint8]) -> None:
-        """Count a block of elements given as bytes, shape `(elements, itemsize)`, lowest byte first."""
-        import numpy as np
-
-        for position in range(block.shape[1]):
-            self.bytes[position] += np.bincount(block[:, position], minlength=256)
-        # The top 24 bits hold sign, exponent and the counted mantissa bits of every type (64-bit floats: 1 + 11 + 12).
-        width = min(self.layout.bits, 24)
-        head = np.zeros(len(block), np.int32)
-        for position in range(block.shape[1] - width // 8, block.shape[1]):
-            head = block[:, position].astype(np.int32) << (8 * (position - block.shape[1] + width // 8)) | head
-        if self.layout.sign:
-            self.sign += np.bincount(head >> (width - 1), minlength=2)
-        if self.layout.exponent:
-            below = width - self.layout.sign - self.layout.exponent
-            self.exponent += np.bincount(head >> below & (len(self.exponent) - 1), minlength=len(self.exponent))
-        if self.top:
-            below = width - self.layout.sign - self.layout.exponent - self.top
-            self.mantissa += np.bincount(head >> below & (len(self.mantissa) - 1), minlength=len(self.mantissa))
+    counts = [sum(getattr(part, name) for part in parts) for name in ("sign", "exponent", "mantissa", "bytes")]
+    return BitStatistics(parts[0].dtype, (sum(part.count for part in parts),), *counts)
 
 
 def _blocks(tensor: Any, itemsize: int) -> Iterator[NDArray[np.uint8]]:
     """The elements as rows of bytes, lowest byte first, a few million at a time, on the CPU."""
-    import numpy as np
-
     if isinstance(tensor, np.ndarray):
         flat = tensor.reshape(-1)
         little = tensor.dtype.newbyteorder("<")
@@ -237,30 +199,24 @@ def _blocks(tensor: Any, itemsize: int) -> Iterator[NDArray[np.uint8]]:
             part = np.ascontiguousarray(flat[start : start + BLOCK].astype(little, copy=False))
             yield part.view(np.uint8).reshape(-1, itemsize)
         return
-    import torch
-
-    flat_tensor = tensor.detach().reshape(-1)
-    for start in range(0, flat_tensor.numel(), BLOCK):
-        part_tensor = flat_tensor[start : start + BLOCK].contiguous().cpu().view(torch.uint8)
-        rows: NDArray[np.uint8] = part_tensor.numpy().reshape(-1, itemsize)
-        yield rows if _little_endian() else rows[:, ::-1]
-
-
-def _little_endian() -> bool:
-    import sys
-
-    return sys.byteorder == "little"
+    for some in torch.split(tensor.detach().reshape(-1), BLOCK) if tensor.numel() else ():
+        rows: NDArray[np.uint8] = some.contiguous().cpu().view(torch.uint8).numpy().reshape(-1, itemsize)
+        yield rows if sys.byteorder == "little" else rows[:, ::-1]
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
     """Shannon's entropy of a histogram, in bits; 0 for an empty one."""
-    import numpy as np
-
     total = int(counts.sum()) if counts.size else 0
     if total == 0:
         return 0.0
     shares = counts[counts > 0] / total
     return float(-(shares * np.log2(shares)).sum()) + 0.0
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+_ROUNDING = ("mantissa_bits", "block_size", "fidelity", "bound", "worst_change")
 
 
 @final
@@ -292,15 +248,7 @@ class TensorReport:
             "compressed": info.compressed,
             "stored_bits_per_weight": self.stored_bits,
             "digest": info.digest,
-            "rounding": None
-            if rounding is None
-            else {
-                "mantissa_bits": rounding.mantissa_bits,
-                "block_size": rounding.block_size,
-                "fidelity": rounding.fidelity,
-                "bound": rounding.bound,
-                "worst_change": rounding.worst_change,
-            },
+            "rounding": None if rounding is None else {name: getattr(rounding, name) for name in _ROUNDING},
             "bits": None if self.bits is None else self.bits.to_json(histograms=histograms),
         }
 
@@ -344,16 +292,15 @@ def _bits(store: Store, name: str, threads: int) -> BitStatistics | None:
     return statistics
 
 
-SUFFIXES = (".svg", ".png", ".pdf")
-MOST_BINS = 256
+# ---- plots -----------------------------------------------------------------------------------------------------------
 
 
 def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLike[str]) -> Path:
     """Draw the histograms of one or more tensors or models into a file."""
     # Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
     path = Path(file)
-    if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(SUFFIXES)}.")
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(_SUFFIXES)}.")
     with canvas(3 * len(_checked(stats_by_label)), page=False, across=3, **_size(stats_by_label)) as (drawing, axes):
         _draw(stats_by_label, axes)
         with whole_file(path, overwrite=True) as opened:
@@ -380,15 +327,10 @@ def _size(stats_by_label: Mapping[str, BitStatistics]) -> dict[str, Any]:
 
 def _draw(stats_by_label: Mapping[str, BitStatistics], axes: list[Any]) -> None:
     for row, (label, statistics) in enumerate(stats_by_label.items()):
-        parts = {
-            "sign": (statistics.sign, statistics.sign_entropy, statistics.layout.sign),
-            "exponent": (statistics.exponent, statistics.exponent_entropy, statistics.layout.exponent),
-            "mantissa": (statistics.mantissa, statistics.mantissa_entropy, statistics.layout.mantissa),
-        }
-        for column, (name, (counts, entropy, width)) in enumerate(parts.items()):
+        for column, (name, entropy) in enumerate(statistics.entropies.items()):
             panel = axes[3 * row + column]
-            panel.set_title(f"{name}: {entropy:.2f} of {width} bits", fontsize=8.5)
-            _histogram(panel, counts, column)
+            panel.set_title(f"{name}: {entropy:.2f} of {getattr(statistics.layout, name)} bits", fontsize=8.5)
+            _histogram(panel, getattr(statistics, name), column)
         axes[3 * row].set_ylabel(f"{label}\nshare of weights")
 
 
@@ -410,9 +352,7 @@ def _histogram(panel: Any, counts: NDArray[np.int64], color: int) -> None:
 
 def _staircase(panel: Any, counts: NDArray[np.int64], color: int) -> None:
     """A filled staircase; thousands of bins are folded to 256, which the eye cannot tell apart."""
-    import numpy as np
-
-    folded = counts.reshape(min(len(counts), MOST_BINS), -1).sum(axis=1)
+    folded = counts.reshape(min(len(counts), _DRAWN_BINS), -1).sum(axis=1)
     step = len(counts) // len(folded)
     edges = np.arange(len(folded) + 1) * step - 0.5
     panel.stairs(folded / max(int(counts.sum()), 1), edges, fill=True, color=series_color(color))

@@ -5,37 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from netweight.core.progress import Progress
-from netweight.methods.compress.manifest import MANIFEST, Manifest
-from netweight.methods.compress.settings import CompressConfig
-from netweight.methods.compress.shard import make_plan
+from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.folder_format import MANIFEST, Manifest
+from netweight.methods.compress.plan import make_plan
+from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import TREATMENT, Compressed
 from netweight.registry import CardEntry, Method
 
 
-def _compress(source: Path, destination: Path, settings: CompressConfig, progress: Progress) -> None:
-    from netweight.methods.compress.folder import compress_folder
-
-    compress_folder(
-        source,
-        destination,
-        level=settings.level,
-        threads=settings.threads,
-        variant=settings.variant,
-        exclude=settings.exclude,
-        mantissa_bits=settings.mantissa_bits,
-        block_size=settings.block_size,
-        fidelity=settings.fidelity,
-        progress=progress,
-    )
+def _compress(source: Path, destination: Path, settings: CompressSettings, progress: Progress) -> None:
+    compress_folder(source, destination, settings, progress=progress)
 
 
 def _examine(
-    audit: str, destination: Path, source: Path, settings: CompressConfig, progress: Progress
-) -> tuple[Compressed, CompressConfig]:
+    audit: str, destination: Path, source: Path, settings: CompressSettings, progress: Progress
+) -> tuple[Compressed, CompressSettings]:
     return Compressed(destination, source), settings
 
 
-def _check(source: Path | None, settings: CompressConfig) -> None:
+def _check(source: Path | None, settings: CompressSettings) -> None:
     if source is not None and source.is_dir():
         make_plan(source, settings)
 
@@ -73,6 +61,6 @@ def _bytes(count: int) -> str:
 
 
 COMPRESS = Method(
-    TREATMENT, CompressConfig, home=Compressed.__module__, apply=_compress, examine=_examine, check=_check,
+    TREATMENT, CompressSettings, home=Compressed.__module__, apply=_compress, examine=_examine, check=_check,
     takes=("model", "adapters"), card=_card,
 )  # fmt: skip

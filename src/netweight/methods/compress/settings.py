@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import final, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, final
 
-from netweight.codec import Precision
-from netweight.errors import UsageError
-from netweight.store.writer import Level
+from pydantic import BeforeValidator, Field
+
+from netweight.settings import Cli, Settings
+
+if TYPE_CHECKING:
+    from netweight.codec import Precision
 
 
 @final
-@dataclass(frozen=True)
-class CompressConfig:
-    """How a file or folder is compressed; what comes back is changed by `mantissa_bits` below 7 alone.
+class CompressSettings(Settings):
+    """How a file or folder is compressed; what comes back is changed by `mantissa_bits` below 7 alone."""
 
-    Attributes:
-        level: The codec's level: `"fast"`, `"default"` or `"max"`, ever smaller and slower to write.
-        threads: Threads of the encoder, at least 1; None takes the processor cores that this process may use.
-        variant: Take only the weight files of this variant (e.g. `"fp16"`) where a folder has it; None takes all.
-        exclude: Shell patterns of files to leave out, matched against the path within the folder, e.g. `"*.bin"`.
-        mantissa_bits: Bits of the mantissa to keep, 0 to 6, of floats of up to 32 bits in tensors of two and more
-            dimensions; 7 keeps all bits of everything.
-        block_size: Weights that share a normalizer when rounded; None for no normalizers.
-        fidelity: The arithmetic of rounding, "corrected" or "reference"; see `netweight.codec.encode_lossy`.
+    level: Literal["fast", "default", "max"] = Field(default="default", description="Ever smaller and slower to write.")
+    threads: int | None = Field(
+        default=None, ge=1, description="Threads of the codec; by default all cores that may be used."
+    )
+    variant: str | None = Field(
+        default=None, description="Take only weights of this variant, e.g. fp16, where a folder has it."
+    )
+    exclude: Annotated[tuple[str, ...], Cli(metavar="PATTERN")] = Field(
+        default=(),
+        description="Leave these files out, by shell patterns of their paths in the folder; may be repeated.",
+    )
+    mantissa_bits: int = Field(
+        default=7, ge=0, le=7,
+        description="Lossy below 7: round BF16, F16 and F32 tensors of two and more dimensions to so many bits.",
+    )  # fmt: skip
+    block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
+        default=512, ge=0, description="Weights that share a normalizer when rounded; 0 for no normalizers."
+    )
+    fidelity: Literal["corrected", "reference"] = Field(default="corrected", description="The arithmetic of rounding.")
 
-    Raises:
-        UsageError: A value is out of its range.
-    """
-
-    level: Level = "default"
-    threads: int | None = None
-    variant: str | None = None
-    exclude: tuple[str, ...] = ()
-    mantissa_bits: int = 7
-    block_size: int | None = 512
-    fidelity: str = "corrected"
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.level not in get_args(Level):
-            raise UsageError(f"There is no level {self.level!r}.", cure=f"Levels are {', '.join(get_args(Level))}.")
-        Precision(self.mantissa_bits, self.block_size, self.fidelity)  # checks them
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"{self.threads} threads cannot work.", cure="Give 1 or more, or none for all cores.")
+    def check(self) -> None:
+        """Refuse what cannot be rounded so."""
+        _ = self.precision
 
     @property
     def precision(self) -> Precision:
         """How much of weights to keep."""
+        from netweight.codec import Precision
+
         return Precision(self.mantissa_bits, self.block_size, self.fidelity)
 
     @property

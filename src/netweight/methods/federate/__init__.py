@@ -1,33 +1,25 @@
-"""Federated learning: HyperFL and the methods it is compared with, on one interface, for two engines."""
+"""Federated learning: HyperFL and the methods it is compared with, on one interface, for two engines.
 
-from netweight.methods.federate.aggregate import LowRank, Update, aggregate
-from netweight.methods.federate.direct import DirectMethod, fedavg, fedavg_private_head, local_only
-from netweight.methods.federate.engine import Federation, Round, Run, train
-from netweight.methods.federate.hyperfl import HyperFL
-from netweight.methods.federate.method import Client, Method, Trained, Weights
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
-from netweight.methods.federate.task import ClientData, FedTask
+`train(task, method, settings)` runs a federation in this process, `netweight.plugins.flower` the same methods over a
+network. `validate_updates` and `aggregate` are what a server does with updates; `audit` attacks what was trained.
+"""
 
-__all__ = [
-    "Client",
-    "ClientData",
-    "DirectMethod",
-    "FedTask",
-    "Federation",
-    "HyperFL",
-    "LocalTraining",
-    "LowRank",
-    "Method",
-    "Phase",
-    "Privacy",
-    "Round",
-    "Run",
-    "Trained",
-    "Update",
-    "Weights",
-    "aggregate",
-    "fedavg",
-    "fedavg_private_head",
-    "local_only",
-    "train",
-]
+from netweight.core.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "ClientData": "netweight.methods.federate.task",
+        "FedTask": "netweight.methods.federate.task",
+        "Federation": "netweight.methods.federate.settings",
+        "HyperFL": "netweight.methods.federate.hyperfl",
+        "LocalTraining": "netweight.methods.federate.settings",
+        "Method": "netweight.methods.federate.method",
+        "aggregate": "netweight.methods.federate.updates",
+        "audit": "netweight.methods.federate.report",
+        "fedavg": "netweight.methods.federate.direct",
+        "named_method": "netweight.methods.federate.folder",
+        "train": "netweight.methods.federate.engine",
+        "validate_updates": "netweight.methods.federate.updates",
+    },
+)

@@ -1,4 +1,4 @@
-"""Clients that protect themselves: noise on updates, a least number of local steps, refusal.
+"""Clients that protect themselves: noise on updates, a least number of local steps, refusal of what looks abnormal.
 
 Wraps any method. What each protection withstands and what it does not is in docs/gradient-inversion.md. Secure
 aggregation is not here: it is how updates travel (docs/flower.md), and leaves each update as it is.
@@ -6,27 +6,29 @@ aggregation is not here: it is how updates travel (docs/flower.md), and leaves e
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from netweight.attacks.gradient_inversion.analytic import hidden_code, hypernetwork_tensors
 from netweight.core import seeds
-from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.aggregate import LowRank, Tensors, Update
+from netweight.errors import UsageError
 from netweight.methods.federate.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
-from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
+from netweight.methods.federate.method import Client, Method, Trained, Weights, prefixed, without
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.updates import LowRank, Tensors, Update
 from netweight.nn.flat import ParameterLayout
 
 _LOG = logging.getLogger(__name__)
+_MEMORY = "refusal."  # prefix of what a client that may refuse keeps of the last round
 
 
 @final
@@ -35,7 +37,7 @@ class UpdateNoise:
     """Gaussian noise on a client's whole update, whose change is clipped first."""
 
     # Source: McMahan et al., "Learning differentially private recurrent language models" (arXiv 1710.06963), with the
-    #     noise added by clients.
+    # noise added by clients.
 
     clip: float  # largest norm of the change over all shared tensors together, above 0
     multiplier: float  # standard deviation of the noise on each value, as a multiple of `clip`; at least 0
@@ -54,7 +56,7 @@ class Hardened:
     # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
 
     method: Method
-    noise: UpdateNoise | None = None  # noise on updates; None for none
+    noise: UpdateNoise | None = None
     minimum_steps: int = 1  # fewest local steps that a client agrees to
     # What a client accepts of a hypernetwork it is sent; None to accept everything.
     refusal: RefusalLimits | None = None
@@ -101,10 +103,12 @@ class Hardened:
         if not willing:
             return []
         trained = self.method.train(task, model, willing, round=round, seed=seed)
+        if self.refusal is not None:
+            trained = [_remembering(one, client, round, seed) for one, client in zip(trained, willing, strict=True)]
         if self.noise is None:
             return trained
         return [
-            dataclasses.replace(one, update=_noisy(one.update, client.received, self.noise, seed))
+            replace(one, update=_noisy(one.update, client.received, self.noise, seed))
             for one, client in zip(trained, willing, strict=True)
         ]
 
@@ -113,7 +117,7 @@ class Hardened:
         return self.method.aggregate(state, updates)
 
     def _agrees(self, task: FedTask, client: Client, round: int) -> bool:
-        reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client)]
+        reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client, round)]
         if reasons:
             _LOG.warning("Round %d: client %d takes no part: %s.", round, client.number, "; ".join(reasons))
         return not reasons
@@ -124,7 +128,7 @@ class Hardened:
         steps = self.training.epochs * steps_per_epoch(task.client(number).n, self.training.batch_size)
         return [f"{steps} local steps are fewer than {self.minimum_steps}"] if steps < self.minimum_steps else []
 
-    def _strange(self, task: FedTask, client: Client) -> list[str]:
+    def _strange(self, task: FedTask, client: Client, round: int) -> list[str]:
         if self.refusal is None or "embedding" not in client.private:
             return []
         images = task.client(client.number).train[0][: self.training.batch_size]
@@ -133,6 +137,7 @@ class Hardened:
             body=task.body,
             embedding=client.private["embedding"],
             images=images,
+            change=_change_since(client, round),
             limits=self.refusal,
         )
 
@@ -154,7 +159,44 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
     for name, change in changes.items():
         drawn = torch.randn(change.shape, generator=generator, dtype=change.dtype)
         sent[name] = received[name] + factor * change + noise.clip * noise.multiplier * drawn
-    return dataclasses.replace(update, tensors=sent)
+    return replace(update, tensors=sent)
+
+
+def _remembering(one: Trained, client: Client, round: int, seed: int) -> Trained:
+    """Let a client keep of a round what the next state is compared with: a sketch of this one, its own change."""
+    known = client.private.get(f"{_MEMORY}seed")
+    key = seeds.derive(seed, "client", client.number, "sketch") % 2**62 if known is None else int(known)
+    changes = [
+        float((value - client.received[name]).double().square().sum())
+        for name, value in dense_tensors(one.update.tensors, client.received).items()
+    ]
+    memory = {
+        "seed": torch.tensor(key), "round": torch.tensor(round), "state": _sketch(client.received, key),
+        "change": torch.tensor(sum(changes) ** 0.5, dtype=torch.float64),
+    }  # fmt: skip
+    return replace(one, private={**one.private, **prefixed(_MEMORY, memory)})
+
+
+def _change_since(client: Client, round: int) -> float | None:
+    """How far the shared state moved since the last round, as a multiple of the client's own change in it."""
+    memory = without(_MEMORY, client.private)
+    if not memory or int(memory["round"]) != round - 1:
+        return None
+    now = _sketch(client.received, int(memory["seed"]))
+    return relative_change({"": now}, {"": memory["state"]}, float(memory["change"]))
+
+
+def _sketch(state: Tensors, seed: int, size: int = 1024) -> Tensor:
+    """Return a count sketch of a state: signed sums of random groups of values, shape `(size,)`, float64.
+
+    The distance of two sketches is that of the states within a few per cent, for a fraction of the memory.
+    """
+    generator, sketch = seeds.torch_generator(seed), torch.zeros(size, dtype=torch.float64)
+    for name in sorted(state):
+        values = state[name].detach().cpu().double().flatten()
+        drawn = torch.randint(2 * size, values.shape, generator=generator)
+        sketch.index_add_(0, drawn // 2, torch.where(drawn % 2 == 0, values, -values))
+    return sketch
 
 
 @final
@@ -180,7 +222,7 @@ class Signs:
     peaked: float  # compared with the limit of this name
     repeated: float  # likewise
     lonely: float | None  # likewise; needs images
-    change: float | None  # likewise; needs the state before and the client's own change
+    change: float | None  # likewise
 
 
 _WORDS = {
@@ -192,21 +234,33 @@ _WORDS = {
 
 
 def refuse_abnormal(
-    received: Mapping[str, Tensor],
+    received: Tensors,
     *,
     body: nn.Module,
     embedding: Tensor,
     images: Tensor | None = None,
-    previous: Mapping[str, Tensor] | None = None,
-    own_change: float | None = None,
+    change: float | None = None,
     limits: RefusalLimits | None = None,
 ) -> list[str]:
-    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one."""
+    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one.
+
+    Args:
+        received: The shared tensors by name, under any prefix, with heads that generate the body alone.
+        body: The feature extractor.
+        embedding: The client's, shape `(E,)`.
+        images: Some of the client's, shape `(n, c, h, w)`, for the limit `lonely`.
+        change: What `relative_change` says, for the limit `change`.
+        limits: The most that is accepted.
+
+    Raises:
+        NameNotFound: The tensors are no hypernetwork's.
+        UsageError: Shapes do not fit.
+    """
     limits = limits or RefusalLimits()
     bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
     if bad:
         return [f"{name!r} holds NaN or infinity" for name in bad]
-    signs = signs_of(received, body=body, embedding=embedding, images=images, previous=previous, own_change=own_change)
+    signs = signs_of(received, body=body, embedding=embedding, images=images, change=change)
     reasons = []
     for name, words in _WORDS.items():
         value, limit = getattr(signs, name), getattr(limits, name)
@@ -217,28 +271,23 @@ def refuse_abnormal(
 
 @torch.no_grad()
 def signs_of(
-    received: Mapping[str, Tensor],
+    received: Tensors,
     *,
     body: nn.Module,
     embedding: Tensor,
     images: Tensor | None = None,
-    previous: Mapping[str, Tensor] | None = None,
-    own_change: float | None = None,
+    change: float | None = None,
 ) -> Signs:
     """Measure a received hypernetwork; arguments as for `refuse_abnormal`."""
-    state, layout = _without_prefix(received), ParameterLayout.of(body)
+    state, layout = hypernetwork_tensors(received, embedding.dtype), ParameterLayout.of(body)
     weight, bias = state["heads.weight"], state["heads.bias"]
     if len(bias) != layout.size or state["trunk.0.weight"].shape[1] != len(embedding):
         raise UsageError(
             f"The heads generate {len(bias)} values from {state['trunk.0.weight'].shape[1]} numbers; "
             f"the body has {layout.size} parameters and the embedding {len(embedding)} numbers."
         )
-    generated = layout.split(weight @ _code(state, embedding) + bias)
+    generated = layout.split(weight @ hidden_code(state, embedding) + bias)
     matrices = [part.flatten(1) for part in generated.values() if part.ndim > 1]
-    change = None
-    if previous is not None and own_change is not None:
-        moved = sum(float((received[name] - previous[name]).double().square().sum()) for name in received)
-        change = moved**0.5 / max(own_change, 1e-12)
     return Signs(
         peaked=max(_kurtosis(matrix) for matrix in matrices),
         repeated=max(_repeated(matrix) for matrix in [*matrices, state["trunk.0.weight"]]),
@@ -247,24 +296,10 @@ def signs_of(
     )
 
 
-def _without_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefixes = {name.removesuffix("heads.weight") for name in state if name.endswith("heads.weight")}
-    if len(prefixes) != 1:
-        raise NameNotFound(f"The state has {len(prefixes)} tensors 'heads.weight', not one.")
-    prefix = prefixes.pop()
-    found = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    for wanted in ("heads.bias", "trunk.0.weight", "trunk.0.bias"):
-        if wanted not in found:
-            raise NameNotFound(f"The tensor {prefix + wanted!r} is missing.", cure="Give the hypernetwork's state.")
-    return found
-
-
-def _code(state: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
-    code, layer = embedding, 0
-    while f"trunk.{layer}.weight" in state:
-        code = torch.relu(state[f"trunk.{layer}.weight"] @ code + state[f"trunk.{layer}.bias"])
-        layer += 1
-    return code
+def relative_change(received: Tensors, previous: Tensors, own_change: float) -> float:
+    """Return how far a state moved, as a multiple of a client's own change in the round between."""
+    moved = [float((value - previous[name]).double().square().sum()) for name, value in received.items()]
+    return math.sqrt(sum(moved)) / max(own_change, 1e-12)
 
 
 def _kurtosis(values: Tensor) -> float:
@@ -282,7 +317,7 @@ def _repeated(matrix: Tensor) -> float:
     return float((zero | (alike.max(1).values > 0.999)).double().mean())
 
 
-def _lonely(body: nn.Module, parameters: Mapping[str, Tensor], images: Tensor) -> float:
+def _lonely(body: nn.Module, parameters: Tensors, images: Tensor) -> float:
     """Share of the first linear layer's rows whose gradient would come from one image alone."""
     linear = next((module for module in body.modules() if isinstance(module, nn.Linear)), None)
     if linear is None:

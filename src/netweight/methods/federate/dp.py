@@ -1,126 +1,324 @@
-"""Differentially private local SGD, one client after another. `DirectMethod` calls it for phases with privacy.
+"""Differential privacy: the sum of clipped gradients of single examples, and how much noise a budget asks for.
 
-Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
-The noise comes from the federation's seed, so that a run can be repeated; who knows the seed can take the noise off
-again. Where that matters, each client must draw a seed of its own and keep it.
+A layer's input a and the gradient g of its output hold every example's gradient of its weights. For a linear layer
+that is g aᵀ, whose norm and weighted sum need no such matrix; for a convolution it is a product over the positions. So
+one backward pass gives what `by_vmap` computes example by example, for models of these two kinds of layers.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, final
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, final
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import grad_and_value, vmap
 
-from netweight.core import seeds
-from netweight.errors import MissingExtra, UsageError
-from netweight.methods.federate.local import Descent, Stream, padded
-from netweight.methods.federate.method import LocalModel, Weights
-from netweight.methods.federate.per_example import clipped_sum, one_by_one
-from netweight.methods.federate.settings import LocalTraining, Phase, Privacy
+from netweight.errors import MissingExtra, Unsupported, UsageError
+from netweight.methods.federate.settings import Trains
+from netweight.methods.federate.task import LocalModel, Statistics
 
-
-def train_privately(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    phase: Phase,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase with `phase.privacy` set."""
-    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
-    trained = [
-        _train_one(model, w, number, phase, training, seed)
-        for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
-    ]
-    return [w for w, _ in trained], [loss for _, loss in trained]
-
-
-def _train_one(
-    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
-) -> tuple[Weights, float]:
-    assert phase.privacy is not None
-    stream = Stream(model, number, phase.epochs, training.batch_size, seed, phase.privacy.sampling)
-    expected = min(training.batch_size, model.task.client(number).n)
-    model.train("both" if phase.head_lr is not None else phase.trains)
-    client = _Client(model, weights, phase, phase.privacy, training, expected)
-    losses = []
-    for step, index in enumerate(stream.indices):
-        noise = seeds.torch_generator(seed, "noise", step, device=str(model.device))
-        if not len(index):
-            client.step_without_examples(noise)
-            continue
-        index, mask = padded(index)
-        losses.append(client.step(*stream.batch(index), mask.to(model.device), noise))
-    loss = float(torch.stack(losses).mean()) if losses else 0.0
-    return Weights(client.body.vectors[0], client.head.vectors[0], weights.statistics), loss
+# Inputs, shape `(n, …)`, and targets, shape `(n, …)`, of one client's step; n may be 0.
+Batch = tuple[Tensor, Tensor]
+_LOG = logging.getLogger(__name__)
+# Largest number of single examples' gradient values to hold: a quarter of a gigabyte.
+_VALUES_AT_ONCE = 2**26
 
 
 @final
-class _Client:
-    """One client while it trains: its two halves, each with its optimizer."""
+@dataclass(frozen=True)
+class PrivateStep:
+    """A client's step, whose examples' gradients are clipped over all that is trained together."""
 
-    def __init__(
-        self,
-        model: LocalModel,
-        weights: Weights,
-        phase: Phase,
-        privacy: Privacy,
-        training: LocalTraining,
-        expected: int,
-    ) -> None:
-        self._model, self._phase, self._privacy, self._expected = model, phase, privacy, expected
-        self._statistics = weights.statistics
-        self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
-        self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
+    model: LocalModel
+    body: Tensor  # shape `(P,)`
+    head: Tensor  # shape `(Q,)`
+    batch: Batch
+    mask: Tensor  # which examples count, shape `(n,)`; the others fill the batch up
+    trains: Trains
+    clip: float  # largest norm of an example's gradient
+    statistics: Statistics | None = None
 
-    def step(self, inputs: Tensor, targets: Tensor, mask: Tensor, noise: torch.Generator) -> Tensor:
-        """Take one step with the examples of the mask; return their mean loss."""
-        if self._phase.head_lr is not None:
-            self._plain_head_step(inputs[mask], targets[mask])
-        found = clipped_sum(
-            self._model,
-            self.body.vectors[0],
-            self.head.vectors[0],
-            (inputs, targets),
-            mask,
-            self._phase.trains,
-            self._privacy.clip,
-            self._statistics,
-        )
-        self._descend(found.body, found.head, noise)
-        return found.loss
+    def halves(self, body: Any, head: Any) -> tuple[Any, Any]:
+        """Return what is said of each half, None for one that is not trained."""
+        return (None if self.trains == "head" else body), (None if self.trains == "body" else head)
 
-    def step_without_examples(self, noise: torch.Generator) -> None:
-        """Take one step with noise alone, as every step must look the same from outside."""
-        trains = self._phase.trains
-        body = torch.zeros_like(self.body.vectors[0]) if trains != "head" else None
-        head = torch.zeros_like(self.head.vectors[0]) if trains != "body" else None
-        self._descend(body, head, noise)
+    def factors(self, squared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return norms, given their squares, and what each example's gradient is multiplied by: 0 for padding."""
+        norms = squared.sqrt()
+        return norms, torch.where(self.mask, self.clip / norms.clamp(min=self.clip), 0)
 
-    def _plain_head_step(self, inputs: Tensor, targets: Tensor) -> None:
-        found = one_by_one(
-            self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self._statistics]
-        )
-        assert found.head is not None
-        self.head.step(found.head, [0])
 
-    def _descend(self, body: Tensor | None, head: Tensor | None, noise: torch.Generator) -> None:
-        """Step what is trained, given sums of clipped gradients."""
-        for descent, total in ((self.body, body), (self.head, head)):
-            if total is not None:
-                descent.step((self._noisy(total, noise) / self._expected)[None], [0])
+@final
+@dataclass(frozen=True)
+class Clipped:
+    """Clipped gradients of a batch, summed."""
 
-    def _noisy(self, total: Tensor, generator: torch.Generator) -> Tensor:
-        deviation = self._privacy.noise_multiplier * self._privacy.clip
-        drawn = torch.randn(total.shape, generator=generator, device=total.device, dtype=total.dtype)
-        return total.add(drawn, alpha=deviation)
+    body: Tensor | None  # shape `(P,)`, or None if not asked for
+    head: Tensor | None  # shape `(Q,)`, or None if not asked for
+    loss: Tensor  # mean loss of the examples, a scalar; 0 if there is none
+    norms: Tensor  # norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked
+
+
+def clipped_sum(step: PrivateStep) -> Clipped:
+    """Clip each example's gradient and add them up."""
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    refuse_mixing_layers(step.model)
+    at_once = max(
+        1, _VALUES_AT_ONCE // sum(half.numel() for half in step.halves(step.body, step.head) if half is not None)
+    )
+    split = zip(*(torch.split(one, at_once) for one in (*step.batch, step.mask)), strict=True)
+    parts = [_sum_of_part(replace(step, batch=(x, y), mask=mask)) for x, y, mask in split]
+    return parts[0] if len(parts) == 1 else _joined(parts, [int(m.sum()) for m in torch.split(step.mask, at_once)])
+
+
+def _joined(parts: Sequence[Clipped], counts: Sequence[int]) -> Clipped:
+    """Add up the parts of a batch, in which so many examples count."""
+    bodies = [part.body for part in parts if part.body is not None]
+    heads = [part.head for part in parts if part.head is not None]
+    losses = torch.stack([part.loss * count for part, count in zip(parts, counts, strict=True)])
+    return Clipped(
+        torch.stack(bodies).sum(0) if bodies else None,
+        torch.stack(heads).sum(0) if heads else None,
+        losses.sum() / max(sum(counts), 1),
+        torch.cat([part.norms for part in parts]),
+    )
+
+
+def refuse_mixing_layers(model: LocalModel) -> None:
+    """Refuse layers in training mode that normalize over the batch or keep statistics of it."""
+    for half, module in (("body", model.body), ("head", model.head)):
+        for name, layer in module.named_modules():
+            normalizes = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            keeps = isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats
+            if layer.training and (normalizes or keeps):
+                raise Unsupported(
+                    f"The {half}'s layer {name or type(layer).__name__!r} ({type(layer).__name__}) mixes the examples "
+                    "of a batch, so that no example has a gradient of its own to clip.",
+                    cure="Use GroupNorm or LayerNorm, or train this half without differential privacy.",
+                )
+
+
+# Whether the fast way is right for what a model trains, as far as it was tried.
+_FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
+
+
+def _sum_of_part(step: PrivateStep) -> Clipped:
+    if not bool(step.mask.any()):
+        body, head = step.halves(torch.zeros_like(step.body), torch.zeros_like(step.head))
+        return Clipped(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
+    known = _FITS.setdefault(step.model, {})
+    if not known.get(step.trains, True):
+        return by_vmap(step)
+    found = by_layers(step)
+    if found is None or step.trains not in known:
+        plain = by_vmap(step)
+        known[step.trains] = found is not None and _agree(found, plain, step.mask, step.clip)
+        if not known[step.trains]:
+            _LOG.info("Gradients of single examples are computed by vmap for this model, which is slower.")
+            return plain
+    assert found is not None
+    return found
+
+
+def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
+    """Say whether two ways give the same."""
+    norms, others = fast.norms[mask], plain.norms[mask]
+    alike = (norms - others).abs() <= 1e-3 * others
+    apart = [a - b for a, b in ((fast.body, plain.body), (fast.head, plain.head)) if a is not None and b is not None]
+    return bool(alike.float().mean() >= 0.75) and bool(torch.cat(apart).norm() <= 0.05 * others.clamp(max=clip).sum())
+
+
+def by_vmap(step: PrivateStep) -> Clipped:
+    """Do what `clipped_sum` does with every example's gradient as a row of a matrix; for any model."""
+
+    def loss(body: Tensor, head: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return step.model.loss(body, head, x[None], y[None], step.statistics)
+
+    which = {"body": (0,), "head": (1,), "both": (0, 1)}[step.trains]
+    rule = vmap(grad_and_value(loss, argnums=which), in_dims=(None, None, 0, 0), randomness="different")
+    rows, losses = rule(step.body.detach(), step.head.detach(), *step.batch)
+    norms, factors = step.factors(torch.stack([part.square().sum(1) for part in rows]).sum(0))
+    sums = [factors @ part for part in rows]
+    return Clipped(*step.halves(sums[0], sums[-1]), losses[step.mask].mean(), norms)
+
+
+def by_layers(step: PrivateStep) -> Clipped | None:
+    """Do what `clipped_sum` does from one backward pass; None if some trained parameter is not of a known layer."""
+    model, task = step.model, step.model.task
+    halves = [
+        half
+        for half in step.halves(("body.", model.body, task.body_layout), ("head.", model.head, task.head_layout))
+        if half is not None
+    ]
+    layers: dict[str, nn.Module] = {}
+    for prefix, module, layout in halves:
+        owners = {name.rpartition(".")[0]: module.get_submodule(name.rpartition(".")[0]) for name in layout.names}
+        if not all(is_known(layer) for layer in owners.values()):
+            return None
+        layers |= {prefix + name: layer for name, layer in owners.items()}
+    found = _backward(step, layers)
+    if found is None:
+        return None
+    gradients, loss = found
+    parts = [[gradients[prefix + name] for name in layout.names] for prefix, _, layout in halves]
+    norms, factors = step.factors(torch.stack([one.squared_norms() for half in parts for one in half]).sum(0))
+    sums = [torch.cat([one.weighted_sum(factors) for one in half]) for half in parts]
+    return Clipped(*step.halves(sums[0], sums[-1]), loss, norms)
+
+
+def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[str, PerSample], Tensor] | None:
+    """Return gradients by full parameter name and the mean loss; None if a layer was not called exactly once."""
+    model, mask, (inputs, targets) = step.model, step.mask, step.batch
+    with torch.enable_grad(), _captured(layers) as calls:
+        outputs = model.classify(step.head.detach(), model.features(step.body.detach(), inputs, step.statistics))
+        loss = model.task.loss(outputs[mask], targets[mask])
+    if any(len(made) != 1 or made[0].inputs.shape[0] != len(inputs) for made in calls.values()):
+        return None
+    once = {name: made[0] for name, made in calls.items()}
+    # The loss is a mean over the examples that count; an example's own gradient is not divided by their number.
+    seed = mask.sum().to(loss)
+    found = torch.autograd.grad(loss, [call.output for call in once.values()], seed, allow_unused=True)
+    gradients: dict[str, PerSample] = {}
+    for (name, call), gradient in zip(once.items(), found, strict=True):
+        along = loss.new_zeros(call.shape) if gradient is None else gradient
+        for own, value in layer_gradients(layers[name], call.inputs, along).items():
+            gradients[f"{name.removesuffix('.')}.{own}"] = value
+    return gradients, loss.detach()
+
+
+@final
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer while it was watched."""
+
+    inputs: Tensor  # shape `(n, …)`
+    output: GradientEdge  # where its output stands in the graph
+    shape: torch.Size  # the output's
+
+
+@contextmanager
+def _captured(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[_Call]]]:
+    """Note every call of the layers while the block runs, by the layers' names."""
+    calls: dict[str, list[_Call]] = {name: [] for name in layers}
+
+    def noting(made: list[_Call]) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            # Weights need no gradients: an output that does not depend on any becomes the start of a graph of its own.
+            begun = output if output.requires_grad else output.detach().requires_grad_()
+            made.append(_Call(inputs[0].detach(), get_gradient_edge(begun), output.shape))
+            # A leaf that needs gradients cannot be changed in place, as the next layer may do, but a copy of it can.
+            return begun if begun is output else begun.clone()
+
+        return note
+
+    handles = [layer.register_forward_hook(noting(calls[name])) for name, layer in layers.items()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class PerSample(Protocol):
+    """One parameter's gradients for n examples."""
+
+    def squared_norms(self) -> Tensor:
+        """Return each example's squared norm, shape `(n,)`."""
+        ...
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum of the examples' gradients times `weights`, shape `(n,)`, as a flat vector."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class _Products:
+    """Gradients g aᵀ of a linear layer that saw one vector per example: never formed."""
+
+    gradients: Tensor
+    inputs: Tensor
+
+    def squared_norms(self) -> Tensor:
+        return self.gradients.square().sum(1) * self.inputs.square().sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return ((self.gradients * weights[:, None]).T @ self.inputs).flatten()
+
+
+@final
+@dataclass(frozen=True)
+class _Rows:
+    """Gradients as they are, one row per example."""
+
+    rows: Tensor
+
+    def squared_norms(self) -> Tensor:
+        return self.rows.square().sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return weights @ self.rows
+
+
+@final
+@dataclass(frozen=True)
+class _Kernels:
+    """Gradients of a convolution's kernels with channels last, shape `(n, out, height, width, in)`."""
+
+    kernels: Tensor
+
+    def squared_norms(self) -> Tensor:
+        return self.kernels.flatten(1).square().sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = (weights @ self.kernels.flatten(1)).view(self.kernels.shape[1:])
+        return total.permute(0, 3, 1, 2).flatten()
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros."""
+    if type(layer) is nn.Conv2d:
+        return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is nn.Linear
+
+
+def layer_gradients(layer: nn.Module, inputs: Tensor, gradients: Tensor) -> dict[str, PerSample]:
+    """Return the gradients of a known layer's weight and bias."""
+    if isinstance(layer, nn.Conv2d):
+        return _convolution(layer, inputs, gradients)
+    if inputs.ndim == 2:
+        return {"weight": _Products(gradients, inputs), "bias": _Rows(gradients)}
+    along, seen = gradients.flatten(1, -2), inputs.flatten(1, -2)
+    return {"weight": _Rows((along.transpose(1, 2) @ seen).flatten(1)), "bias": _Rows(along.sum(1))}
+
+
+def _convolution(layer: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> dict[str, PerSample]:
+    along = gradients.permute(0, 2, 3, 1).flatten(1, 2)
+    kernels = along.transpose(1, 2) @ _patches(layer, inputs, gradients.shape[2], gradients.shape[3])
+    kernels = kernels.view(*kernels.shape[:2], *layer.kernel_size, inputs.shape[1])
+    return {"weight": _Kernels(kernels), "bias": _Rows(along.sum(1))}
+
+
+def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tensor:
+    """Return what each output position of a convolution sees, shape `(n, height · width, kernel · channels)`."""
+    assert not isinstance(layer.padding, str)
+    down, across = layer.padding
+    padded = F.pad(inputs, (across, across, down, down)) if down or across else inputs
+    last = padded.permute(0, 2, 3, 1).contiguous()
+    of_example, of_row, of_column, of_channel = last.stride()
+    (step_y, step_x), (gap_y, gap_x) = layer.stride, layer.dilation
+    shape = (len(last), height, width, *layer.kernel_size, last.shape[3])
+    strides = (of_example, of_row * step_y, of_column * step_x, of_row * gap_y, of_column * gap_x, of_channel)
+    return last.as_strided(shape, strides).reshape(len(last), height * width, -1)
 
 
 # Rényi differential privacy, as the HyperFL paper's code counts; or privacy random variables, tighter and slower.

@@ -1,4 +1,4 @@
-"""What a federation is asked to do and what is known of each round. Both engines call it."""
+"""The engine of one process: rounds with one thread per core, checkpoints between them, and how a run is known."""
 
 from __future__ import annotations
 
@@ -21,85 +21,23 @@ from netweight.core.environment import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
-from netweight.methods.federate.aggregate import Tensors, check_outgoing, examine
-from netweight.methods.federate.method import Client, LocalModel, Method, Trained, Weights
-from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.method import Client, Method, Trained, Weights
+from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.updates import Tensors, check_allow_list, validate_updates
 
+# The file within a run's folder that it resumes from.
+CHECKPOINT = "federation.safetensors"
 
-@final
-@dataclass(frozen=True)
-class Federation:
-    """The settings of a federation.
-
-    Attributes:
-        rounds: Number of rounds, at least 1.
-        fraction: Share of clients asked in each round, above 0 and up to 1: `max(int(fraction · clients), 1)`.
-        seed: Every draw derives from it.
-        evaluate_every: Measure accuracy before and after local training every so many rounds, and in the last.
-        drop_out: Share of the asked clients that vanish from each round at random, to rehearse it; 0 to below 1.
-        min_clients: A round with fewer sound updates is tried again.
-        retries: How often; then the federation stops with its state saved.
-        until_plateau: End before the last round once accuracy has stopped rising, as `at_plateau` judges.
-
-    Raises:
-        UsageError: A value is out of its range.
-    """
-
-    rounds: int = 200
-    fraction: float = 1.0
-    seed: int = 520
-    evaluate_every: int = 1
-    drop_out: float = 0.0
-    min_clients: int = 1
-    retries: int = 3
-    until_plateau: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if min(self.rounds, self.evaluate_every, self.min_clients) < 1 or self.retries < 0:
-            raise UsageError(
-                f"A federation cannot have {self.rounds} rounds, evaluation every {self.evaluate_every}, at least "
-                f"{self.min_clients} clients, {self.retries} retries."
-            )
-        if not 0 < self.fraction <= 1 or not 0 <= self.drop_out < 1:
-            raise UsageError(
-                f"A federation cannot have fraction {self.fraction} and drop-out {self.drop_out}.",
-                cure="The fraction is above 0 and up to 1, drop-out at least 0 and below 1.",
-            )
-
-    def evaluates(self, round: int) -> bool:
-        """Whether accuracy is measured in a round.
-
-        Args:
-            round: From 1.
-        """
-        return round % self.evaluate_every == 0 or round == self.rounds
-
-    def is_done(self, rounds: Sequence[Round]) -> bool:
-        """Whether no more rounds are to follow.
-
-        Args:
-            rounds: Those that have been.
-        """
-        return len(rounds) >= self.rounds or (self.until_plateau and at_plateau(rounds))
+S = TypeVar("S")
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is known of a finished round.
-
-    Attributes:
-        round: Its number, from 1.
-        clients: Who was asked, in order.
-        before: Accuracy of each client's model as received, by client, with freshly generated weights; empty in
-            rounds without evaluation.
-        after: The same after local training.
-        loss: Mean training loss by client.
-        seconds: Wall-clock time of local training and aggregation, without evaluation.
-        refused: Client → why its update was left out.
-        attempts: How often the round was tried.
-    """
+    """What is known of a finished round."""
 
     round: int  # its number, from 1
     clients: tuple[int, ...]  # who was asked, in order
@@ -114,17 +52,17 @@ class Round:
 
     @property
     def mean_before(self) -> float | None:
-        """Mean accuracy over the round's clients before local training, each counted once."""
+        """Mean accuracy before local training, each client counted once."""
         return _mean(self.before)
 
     @property
     def mean_after(self) -> float | None:
-        """Mean accuracy over the round's clients after local training, each counted once."""
+        """Mean accuracy after local training, each client counted once."""
         return _mean(self.after)
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean training loss over the round's clients."""
+        """Mean training loss over the clients."""
         return _mean(self.loss)
 
     def to_json(self) -> dict[str, Any]:
@@ -133,26 +71,23 @@ class Round:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
-        """Return the round that `to_json` was asked for.
-
-        Args:
-            values: JSON values.
-        """
-        maps = {
-            name: {int(client): value for client, value in values[name].items()}
-            for name in ("before", "after", "loss", "refused")
-        }
-        return cls(
-            values["round"], tuple(values["clients"]), seconds=values["seconds"], attempts=values["attempts"], **maps
-        )
+        """Read what `to_json` gave: JSON's keys are text and its tuples lists."""
+        maps = ("before", "after", "loss", "refused")
+        numbered = {name: {int(client): value for client, value in values[name].items()} for name in maps}
+        return cls(**{**values, **numbered, "clients": tuple(values["clients"])})
 
 
 def _mean(values: Mapping[int, float]) -> float | None:
     return sum(values.values()) / len(values) if values else None
 
 
+def is_done(settings: Federation, rounds: Sequence[Round]) -> bool:
+    """Whether no more rounds are to follow those that have been."""
+    return len(rounds) >= settings.rounds or (settings.until_plateau and at_plateau(rounds))
+
+
 def at_plateau(rounds: Sequence[Round], *, evaluations: int = 6, least: float = 0.001) -> bool:
-    """Whether accuracy has stopped rising, both before and after local training."""
+    """Whether mean accuracy, before and after local training alike, rose by less than `least` lately."""
     readings = [(r.mean_before, r.mean_after) for r in rounds if r.after][-2 * evaluations :]
     if len(readings) < 2 * evaluations:
         return False
@@ -217,41 +152,20 @@ class Checkpoint:
         return cls(state, private, [Round.from_json(values) for values in about["rounds"]])
 
 
-# The file within a run's folder that it resumes from.
-CHECKPOINT = "federation.safetensors"
-
-S = TypeVar("S")
-T = TypeVar("T")
-_LOG = logging.getLogger(__name__)
-
-
 @final
 @dataclass(frozen=True)
 class Run:
-    """A trained federation.
+    """A trained federation."""
 
-    Attributes:
-        task: What was learned.
-        method: How.
-        state: The server's tensors by name, after the last round.
-        private: Each client's private tensors by name.
-        rounds: What is known of each round.
-        seed: Of the federation.
-    """
-
-    task: FedTask
-    method: Method
-    state: Tensors
-    private: dict[int, Tensors]
-    rounds: tuple[Round, ...]
-    seed: int
+    task: FedTask  # what was learned
+    method: Method  # how
+    state: Tensors  # the server's tensors by name, after the last round
+    private: dict[int, Tensors]  # each client's private tensors by name
+    rounds: tuple[Round, ...]  # what is known of each round
+    seed: int  # the federation's
 
     def weights(self, client: int) -> Weights:
-        """Return a client's personal model from the server's state and what the client keeps.
-
-        Args:
-            client: Its number.
-        """
+        """Return a client's personal model from the server's state and what the client keeps."""
         return self.method.weights(self.task, self.method.message(self.state, client), self.private[client])
 
 
@@ -287,37 +201,39 @@ def train(
         PrivateTensor: The method was about to send a private tensor.
     """
     with ExitStack() as stack:
-        kept = None if folder is None else stack.enter_context(_opened(task, method, settings, folder))
-        federation = _Federation(task, method, settings, kept, torch.device(device), workers)
+        federation = _Federation(task, method, settings, torch.device(device), workers)
+        if folder is not None:
+            federation.resume(stack.enter_context(_opened(task, method, settings, folder)))
         with progress.task(f"{method.name}: rounds", total=settings.rounds, unit="rounds") as work:
             work.update(len(federation.rounds))
             with federation.working():
-                while not settings.is_done(federation.rounds):
+                while not is_done(settings, federation.rounds):
                     federation.run_round()
                     if len(federation.rounds) % save_every == 0:
                         federation.save()
                     work.update(1)
         federation.save()
-    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
+    return federation.result()
 
 
 def finished(task: FedTask, method: Method, settings: Federation, *, folder: str | Path) -> Run:
     """Open a federation that has been trained; nothing is trained and nothing written."""
+    federation = _Federation(task, method, settings, torch.device("cpu"), 1)
     with _opened(task, method, settings, folder, reading=True) as kept:
-        federation = _Federation(task, method, settings, kept, torch.device("cpu"), 1)
-    if not settings.is_done(federation.rounds):
+        federation.resume(kept)
+    if not is_done(settings, federation.rounds):
         raise UsageError(
             f"The federation in {folder} has {len(federation.rounds)} of {settings.rounds} rounds.",
             cure="Run it again to go on.",
         )
-    return Run(task, method, federation.state, federation.all_private(), tuple(federation.rounds), settings.seed)
+    return federation.result()
 
 
 @contextmanager
 def round_by_round(task: FedTask, method: Method, *, seed: int, workers: int) -> Iterator[Callable[[], None]]:
     """Yield a function that runs one more round on the CPU, all clients asked and nothing evaluated: to time rounds."""
     endless = Federation(rounds=2**31, seed=seed, evaluate_every=2**31)
-    federation = _Federation(task, method, endless, None, torch.device("cpu"), workers)
+    federation = _Federation(task, method, endless, torch.device("cpu"), workers)
     with federation.working():
         yield federation.run_round
 
@@ -327,25 +243,27 @@ class _Federation:
     """A federation under way."""
 
     def __init__(
-        self,
-        task: FedTask,
-        method: Method,
-        settings: Federation,
-        kept: _Kept | None,
-        device: torch.device,
-        workers: int | None,
+        self, task: FedTask, method: Method, settings: Federation, device: torch.device, workers: int | None
     ) -> None:
-        self.task, self.method, self.settings, self.kept, self.device = task, method, settings, kept, device
-        self.workers = workers or (usable_cores() if device.type == "cpu" else 1)
-        self.workers = min(self.workers, len(task.clients))
+        self.task, self.method, self.settings, self.device = task, method, settings, device
+        self.workers = min(workers or (usable_cores() if device.type == "cpu" else 1), len(task.clients))
         self._models = [LocalModel(task, device) for _ in range(self.workers)]
         self.state: Tensors = self._placed(method.start(task, seed=settings.seed))
         self._private: dict[int, Tensors] = {}
         self.rounds: list[Round] = []
-        saved = None if kept is None else Checkpoint.load(kept.job, kept.digest)
+        self.kept: _Kept | None = None
+
+    def resume(self, kept: _Kept) -> None:
+        """Go on from a checkpoint, if there is one, and save there from now on."""
+        self.kept, saved = kept, Checkpoint.load(*kept)
         if saved is not None:
             self.state, self.rounds = self._placed(saved.state), list(saved.rounds)
             self._private = {client: self._placed(tensors) for client, tensors in saved.private.items()}
+
+    def result(self) -> Run:
+        """Return what was trained, with the private tensors of clients that never took part, too."""
+        private = {client: self.private(client) for client in self.task.clients}
+        return Run(self.task, self.method, self.state, private, tuple(self.rounds), self.settings.seed)
 
     def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
         return {name: value.to(self.device) for name, value in tensors.items()}
@@ -368,14 +286,10 @@ class _Federation:
             self._private[client] = self._placed(start)
         return self._private[client]
 
-    def all_private(self) -> dict[int, Tensors]:
-        """Return what every client keeps, those included that never took part."""
-        return {client: self.private(client) for client in self.task.clients}
-
     def save(self) -> None:
         """Write a checkpoint, if there is a folder for it."""
         if self.kept is not None:
-            Checkpoint(self.state, self._private, self.rounds).save(self.kept.job, self.kept.digest)
+            Checkpoint(self.state, self._private, self.rounds).save(*self.kept)
 
     def run_round(self) -> None:
         """Run the next round, again if too few clients answer."""
@@ -386,7 +300,7 @@ class _Federation:
                 self.rounds.append(done)
                 return
         self.save()
-        where = f"; its state is in {self.kept.job.folder}" if self.kept is not None else ""
+        where = f"; its state is in {self.kept[0].folder}" if self.kept is not None else ""
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
             f"{self.settings.retries + 1} attempts{where}.",
@@ -403,20 +317,20 @@ class _Federation:
         started = time.perf_counter()
         trained = self._train(clients, number)
         for one in trained:
-            check_outgoing(one.update.tensors, self.method.shared, client=one.update.client)
-        intake = examine(sent, [one.update for one in trained], round=number)
-        for client, why in intake.refused.items():
+            check_allow_list(one.update.tensors, self.method.shared, client=one.update.client)
+        found = validate_updates(sent, [one.update for one in trained], round=number)
+        for client, why in found.refused.items():
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", number, attempt + 1, client, why)
-        if len(intake.accepted) < self.settings.min_clients:
+        if len(found.accepted) < self.settings.min_clients:
             return None
-        self.state = self.method.aggregate(self.state, intake.accepted)
+        self.state = self.method.aggregate(self.state, found.accepted)
         seconds = time.perf_counter() - started
-        sound = {update.client for update in intake.accepted}
+        sound = {update.client for update in found.accepted}
         kept = [one for one in trained if one.update.client in sound]
         self._private.update({one.update.client: one.private for one in kept})
         after = self._accuracies([(one.update.client, one.weights) for one in kept]) if measured else {}
         losses = {one.update.client: one.loss for one in kept}
-        return Round(number, asked, before, after, losses, seconds, intake.refused, attempt + 1)
+        return Round(number, asked, before, after, losses, seconds, found.refused, attempt + 1)
 
     def _received(self, client: Client) -> Weights:
         return self.method.weights(self.task, client.received, client.private)
@@ -444,38 +358,38 @@ class _Federation:
         return [result for part in found for result in part]
 
 
-_MAY_CHANGE = ("rounds", "evaluate_every", "until_plateau")
-
-
-@final
-@dataclass(frozen=True)
-class _Kept:
-    """Where a federation is kept."""
-
-    job: Job
-    digest: str
+# A job, and the digest by which earlier releases know its federation.
+_Kept = tuple[Job, str]
 
 
 @contextmanager
 def _opened(
     task: FedTask, method: Method, settings: Federation, folder: str | Path | Job, *, reading: bool = False
 ) -> Iterator[_Kept]:
-    """Open a federation's job. Its key is all that decides the result but for when it ends, which may be put off."""
-    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
+    """Open a federation's job, which is known by all that decides its result, but for when it ends."""
     data = {
         client: [
-            digest.of_tensor(tensor.contiguous()) for tensor in (*task.client(client).train, *task.client(client).test)
+            digest.of_tensor(part.contiguous()) for part in (*task.client(client).train, *task.client(client).test)
         ]
         for client in task.clients
     }
+    key, known = identity(task, method, settings, data, may_change=("rounds", "evaluate_every", "until_plateau"))
+    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
+        yield job, known
+
+
+def identity(
+    task: FedTask, method: Method, settings: Federation, data: Any, *, may_change: Sequence[str]
+) -> tuple[dict[str, Any], str]:
+    """What a federation was asked for, part by part, and one digest of it; some settings may change to go on."""
+    asked = {name: getattr(settings, name) for name in Federation.model_fields if name not in may_change}
     start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
     layouts = [str(task.body_layout), str(task.head_layout)]
     key = {
         "settings": asked, "method": described(method), "clients": len(data), "data": digest.of_config(data),
         "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest.of_config(layouts),
     }  # fmt: skip
-    with Job.open(folder, key=key, of="a federation", state=CHECKPOINT, reading=reading) as job:
-        yield _Kept(job, digest.of_config([asked, repr(method), data, start, layouts]))
+    return key, digest.of_config([asked, repr(method), data, start, layouts])
 
 
 def described(method: Method) -> Any:

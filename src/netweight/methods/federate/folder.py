@@ -1,61 +1,28 @@
-"""The small convolutional networks of the HyperFL paper, as a feature extractor and a classifier."""
+"""A federation as commands and recipes ask for it: methods and data by name, one class of settings for both."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from pydantic import Field
 
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
+from netweight.methods.federate.settings import Federation, LocalTraining
+from netweight.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
 
     from netweight.data.images import Images
-    from netweight.methods.federate import Federation, FedTask, LocalTraining, Method
-
-
-@final
-class SmallCNN(nn.Module):
-    """The feature extractor: two convolutions for 28 × 28 images, three for 32 × 32, and a layer of 128 features."""
-
-    # Source: HyperFL (arXiv 2412.07187), the networks for EMNIST and Fashion-MNIST, and for CIFAR-10 and CINIC-10.
-    # `size`: height and width of an image, 28 or 32
-
-    def __init__(self, channels: int = 1, size: int = 28) -> None:
-        super().__init__()
-        if size not in (28, 32):
-            raise UsageError(f"The small CNN takes images of 28 or 32 pixels, not {size}.", cure="Resize the images.")
-        self.conv1 = nn.Conv2d(channels, 16, 5)
-        self.conv2 = nn.Conv2d(16, 32, 5, padding=1)
-        self.conv3 = nn.Conv2d(32, 64, 3, padding=1) if size == 32 else None
-        self.fc1 = nn.Linear(800 if size == 28 else 576, 128)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return features, shape `(n, 128)`, of images, shape `(n, channels, size, size)`."""
-        maps = images
-        for convolution in (self.conv1, self.conv2, self.conv3):
-            if convolution is not None:
-                # Pooling first gives the same values, since leaky ReLU is monotone, for a quarter of the work.
-                maps = F.leaky_relu(F.max_pool2d(convolution(maps), 2))
-        return F.leaky_relu(self.fc1(maps.flatten(1)))
-
-
-def small_cnn(channels: int = 1, size: int = 28, classes: int = 10, *, seed: int = 0) -> tuple[SmallCNN, nn.Linear]:
-    """Return the feature extractor and its classifier with weights that depend on `seed` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return SmallCNN(channels, size), nn.Linear(128, classes)
-
+    from netweight.methods.federate.method import Method
+    from netweight.methods.federate.task import FedTask
 
 # Name of the settings' file in a run's folder.
 PLAN_FILE = "federation.json"
@@ -63,59 +30,54 @@ PLAN_FILE = "federation.json"
 REFERENCE_SPLIT = 2022
 
 
+class _Clients(Settings):
+    """Who learns, and how data is split among them."""
+
+    method: str = Field(default="hyperfl", description="How clients train: see docs/federate.md.")
+    clients: int = Field(default=20, ge=1, description="Number of clients.")
+    partition: Literal["dominant-groups", "dirichlet", "by-writer"] = Field(
+        default="dominant-groups", description="How data is split among clients."
+    )
+    alpha: float = Field(default=0.5, gt=0, description="Concentration of the Dirichlet partition.")
+    model: str | None = Field(
+        default=None, description='Your own network, "module:factory": (channels, size, classes) to (body, head).'
+    )
+
+
+class _Asked(Federation, _Clients):
+    """All that decides a federation but its data."""
+
+    rounds: int = Field(default=20, ge=1, description="Number of rounds.")
+    epochs: int = Field(default=5, ge=1, description="Local epochs per round.")
+    batch_size: int = Field(default=50, ge=1, description="Examples per local step.")
+    lr: float | None = Field(
+        default=None, gt=0, description="Learning rate of what is shared, in place of the method's own."
+    )
+    epsilon: float = Field(default=4.0, gt=0, description="Budget of differentially private methods, all rounds.")
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Its delta.")
+    noise: float = Field(default=0.0, ge=0, description="Noise of clients on their updates, as a multiple of --clip.")
+    clip: float = Field(default=1.0, gt=0, description="Largest norm of an update's change where there is noise.")
+    minimum_steps: int = Field(default=1, ge=1, description="Clients refuse to train fewer local steps.")
+    refuse: bool = Field(default=False, description="Clients refuse abnormal hypernetworks.")
+
+
+class FolderFederation(_Asked):
+    """What a command and a recipe say of a federation, whose data they are given."""
+
+    workers: int | None = Field(default=None, ge=1, description="Threads; one per core by default.")
+    device: str = Field(default="cpu", description="Where to train: cpu or cuda.")
+    images: int = Field(default=5, ge=1, description="Attacked updates per threat model of the audit.")
+
+    def plan(self, data: str) -> FederationPlan:
+        """Return what decides the federation."""
+        return FederationPlan(data=data, **{name: getattr(self, name) for name in _Asked.model_fields})
+
+
 @final
-@dataclass(frozen=True)
-class FederationPlan:
-    """All that decides a federation.
+class FederationPlan(_Asked):
+    """All that decides a federation; a run's folder keeps it."""
 
-    Attributes:
-        data: A data set of `zoo.data.load`, or a folder of images with a subfolder per class.
-        method: A method of `methods.federate.catalog`.
-        clients: Number of clients.
-        rounds: Number of rounds.
-        until_plateau: Whether to end before the last round once accuracy has stopped rising.
-        fraction: Share of clients asked in each round.
-        seed: Of the model, batches and sampling.
-        partition: "dominant-groups", "dirichlet" or "by-writer".
-        alpha: Concentration of the Dirichlet partition.
-        epochs: Local epochs of what is shared.
-        batch_size: Examples per local step.
-        lr: Learning rate of what is shared; None takes the method's own.
-        epsilon: Privacy budget of differentially private methods over all rounds.
-        delta: Its δ.
-        drop_out: Share of clients that vanish from each round, to rehearse it.
-        min_clients: A round with fewer sound updates is tried again.
-        evaluate_every: Rounds between measurements of accuracy.
-        noise: Noise that clients add to every value of their update, as a multiple of `clip`; 0 for none.
-        clip: Largest norm of an update's change where there is noise.
-        minimum_steps: Fewest local steps that clients agree to.
-        refuse: Whether clients refuse abnormal hypernetworks.
-        model: `"module:factory"`, which is called with channels, size and classes and returns `(body, head)`; None
-            for the small CNN of the HyperFL paper.
-    """
-
-    data: str = "digits"
-    method: str = "hyperfl"
-    clients: int = 20
-    rounds: int = 20
-    until_plateau: bool = False
-    fraction: float = 1.0
-    seed: int = 520
-    partition: str = "dominant-groups"
-    alpha: float = 0.5
-    epochs: int = 5
-    batch_size: int = 50
-    lr: float | None = None
-    epsilon: float = 4.0
-    delta: float = 1e-5
-    drop_out: float = 0.0
-    min_clients: int = 1
-    evaluate_every: int = 1
-    noise: float = 0.0
-    clip: float = 1.0
-    minimum_steps: int = 1
-    refuse: bool = False
-    model: str | None = None
+    data: str = Field(default="digits", description="A data set by name, or a folder of images.")
 
     def images(self) -> Images:
         """Return the data set."""
@@ -131,97 +93,138 @@ class FederationPlan:
     def task(self) -> FedTask:
         """Return the network and every client's data."""
         from netweight.data.images import crop_and_flip
-        from netweight.methods.federate import FedTask
         from netweight.methods.federate.partition import federated_images
+        from netweight.methods.federate.task import FedTask
 
         images = self.images()
         body, head = self._network(images)
         parts = federated_images(
-            images,
-            clients=self.clients,
-            partition=self.partition,  # type: ignore[arg-type]  # refused there by name
-            alpha=self.alpha,
-            seed=REFERENCE_SPLIT,
+            images, clients=self.clients, partition=self.partition, alpha=self.alpha, seed=REFERENCE_SPLIT
         )
-        natural = images.train[0].shape[1] == 3
+        natural = images.shape[0] == 3
         augment = partial(crop_and_flip, fill=images.black) if natural else None
         return FedTask(body, head, parts, augment=augment)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
-        _, channels, height, width = images.train[0].shape
+        from netweight.methods.federate.task import small_cnn
+
+        channels, height, width = images.shape
         if self.model is not None:
             return _factory(self.model)(channels, height, len(images.classes))  # type: ignore[no-any-return]
-
         if height != width:
             raise UsageError(f"The small CNN takes square images, not {height} × {width}.", cure="Give a model.")
         return small_cnn(channels, height, len(images.classes), seed=self.seed)
 
     def training(self) -> LocalTraining | None:
         """Return how clients train; None for methods whose local training is of another kind."""
-        from netweight.methods.federate.catalog import METHODS
-
-        own = METHODS[self.method].training if self.method in METHODS else None
+        own = entry_of(self.method).training
         if own is None:
             return None
-        rate = own.lr if self.lr is None else self.lr
-        return dataclasses.replace(own, epochs=self.epochs, batch_size=self.batch_size, lr=rate)
+        return own.replace(epochs=self.epochs, batch_size=self.batch_size, lr=own.lr if self.lr is None else self.lr)
 
     def make_method(self, task: FedTask) -> Method:
-        """Return the method, with the protections asked for around it."""
+        """Return the method, with the protections asked for around it; noise as the budget asks of the schedule."""
         from netweight.methods.federate.defenses import Hardened, RefusalLimits, UpdateNoise
 
-        method = self._plain_method(task)
+        budget = None
+        if entry_of(self.method).private:
+            from netweight.methods.federate.dp import noise_multiplier_for_all
+
+            sizes = [task.client(number).n for number in task.clients]
+            epochs = self.epochs * self.rounds
+            budget = noise_multiplier_for_all(
+                self.epsilon, self.delta, sizes=sizes, batch_size=self.batch_size, epochs=epochs
+            )
+        method = named_method(self.method, training=self.training(), noise_multiplier=budget)
         if not (self.noise or self.refuse or self.minimum_steps > 1):
             return method
         noise = UpdateNoise(self.clip, self.noise) if self.noise else None
         return Hardened(method, noise, self.minimum_steps, RefusalLimits() if self.refuse else None)
 
-    def _plain_method(self, task: FedTask) -> Method:
-        """Return the method; a differentially private one with the noise that the budget asks of the schedule."""
-        from netweight.methods.federate.catalog import METHODS, named_method
-
-        training = self.training()
-        if self.method not in METHODS or not METHODS[self.method].private:
-            return named_method(self.method, training=training)
-        from netweight.methods.federate.dp import noise_multiplier_for_all
-
-        noise = noise_multiplier_for_all(
-            self.epsilon,
-            self.delta,
-            sizes=[task.client(number).n for number in task.clients],
-            batch_size=self.batch_size,
-            epochs=self.epochs * self.rounds,
-        )
-        return named_method(self.method, training=training, noise_multiplier=noise)
-
-    def settings(self) -> Federation:
-        """Return rounds, sampling and seed."""
-        from netweight.methods.federate import Federation
-
-        return Federation(
-            rounds=self.rounds,
-            fraction=self.fraction,
-            seed=self.seed,
-            evaluate_every=self.evaluate_every,
-            until_plateau=self.until_plateau,
-            drop_out=self.drop_out,
-            min_clients=self.min_clients,
-        )
-
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAN_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        (folder / PLAN_FILE).write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> FederationPlan:
+    def load(cls, folder: Path) -> Self:
         """Read the settings of a run."""
         path = folder / PLAN_FILE
         if not path.is_file():
             raise UsageError(
                 f"{folder} holds no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
             )
-        return cls(**json.loads(path.read_text()))
+        return cls.of(json.loads(path.read_text()))
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A method of the catalog."""
+
+    home: str  # module and name of what makes the method
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # its arguments
+    # Its local training; None where that is of another kind than HyperFL's.
+    training: LocalTraining | None = LocalTraining()
+    private: bool = False  # whether local training is differentially private: it then takes a noise multiplier
+
+
+# A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
+# times at the start, while weight decay pulls no harder. A quarter of the paper's rate with forty times its decay keeps
+# the training loss above 0, and so local training worth its while, to the last round.
+_GENTLE = LocalTraining(lr=0.005, weight_decay=0.02)
+_FROM_BODY = {"start_from": "body"}
+
+METHODS: Mapping[str, Entry] = {
+    "hyperfl": Entry("hyperfl:HyperFL"),
+    "hyperfl-body": Entry("hyperfl:HyperFL", {**_FROM_BODY, "joint_head": True, "name": "hyperfl-body"}),
+    "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
+    "fedavg": Entry("direct:fedavg"),
+    "fedavg-private-head": Entry("direct:fedavg_private_head"),
+    "local": Entry("direct:local_only"),
+    "pfedhn": Entry("pfedhn:pfedhn", training=None),
+    "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
+    "dp-fedavg": Entry("direct:dp_fedavg", private=True),
+    "centaur": Entry("direct:centaur", private=True),
+    "ppsgd": Entry("direct:ppsgd", private=True),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """Look a method up."""
+    if name not in METHODS:
+        near = ", ".join(nearest_names(name, METHODS))
+        raise NameNotFound(f"There is no method {name!r}.", cure=f"Nearest names: {near}.")
+    return METHODS[name]
+
+
+def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
+    """Make a method by the name that commands and tables use.
+
+    Args:
+        name: A key of `METHODS`.
+        training: Local training; the method's own by default.
+        noise_multiplier: Noise of a differentially private method, which `dp.noise_multiplier_for_all` computes from
+            a budget; for no other.
+
+    Raises:
+        NameNotFound: There is no such method.
+        UsageError: Noise is missing, or given to a method that adds none.
+    """
+    entry = entry_of(name)
+    if entry.private and noise_multiplier is None:
+        raise UsageError(
+            f"{name} is differentially private and needs noise.",
+            cure="Give a noise multiplier; netweight.methods.federate.dp.noise_multiplier_for_all turns an ε into one.",
+        )
+    if not entry.private and noise_multiplier is not None:
+        raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
+    module, _, maker = entry.home.partition(":")
+    training = training or entry.training
+    given = {"training": training, "noise_multiplier": noise_multiplier}
+    make = getattr(importlib.import_module(f"netweight.methods.federate.{module}"), maker)
+    method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
+    return method
 
 
 def _factory(name: str) -> Any:

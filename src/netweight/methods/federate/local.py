@@ -1,19 +1,256 @@
-"""Which examples go into which step, from a seed. Local training calls it."""
+"""Local SGD: which examples go into which step, each client's gradients, and the steps, plain or private."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
+from torch.func import grad_and_value, vmap
 
 from netweight.core import seeds
-from netweight.errors import UsageError
-from netweight.methods.federate.method import LocalModel, Weights
-from netweight.methods.federate.per_example import Batch, rule_for
-from netweight.methods.federate.settings import LocalTraining, Phase
+from netweight.errors import Unsupported
+from netweight.methods.federate.dp import Batch, PrivateStep, clipped_sum
+from netweight.methods.federate.method import Client, Method, Weights
+from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
+from netweight.methods.federate.task import FedTask, LocalModel, Statistics
+
+_Trained = tuple[list[Weights], list[float]]  # each client's weights and mean loss
+
+
+@final
+@dataclass(frozen=True)
+class Learner:
+    """A client before a stretch of local training."""
+
+    number: int  # its number in the task
+    weights: Weights
+    seed: int  # of its draws
+
+
+def learners_of(method: Method, task: FedTask, clients: Sequence[Client], *, round: int, seed: int) -> list[Learner]:
+    """Return the clients of a round with the models that they begin with."""
+    return [
+        Learner(
+            client.number, method.weights(task, client.received, client.private),
+            seeds.derive(seed, "client", client.number, "round", round),
+        )
+        for client in clients
+    ]  # fmt: skip
+
+
+def train_phase(model: LocalModel, clients: Sequence[Learner], phase: Phase, training: LocalTraining) -> _Trained:
+    """Train clients by one phase; return their weights and mean losses, in the order given."""
+    if phase.privacy is None and phase.trains != "head":
+        streams = [_batches(model, client, phase.epochs, training.batch_size) for client in clients]
+        return _train_streams(model, clients, streams, phase.trains, phase.lr, training)
+    train = _train_head if phase.privacy is None else _train_privately
+    found = [train(model, client, phase, training) for client in clients]
+    return [weights for weights, _ in found], [loss for _, loss in found]
+
+
+def train_steps(model: LocalModel, clients: Sequence[Learner], steps: int, training: LocalTraining) -> _Trained:
+    """Train both halves of clients by a number of steps, whatever their numbers of examples."""
+    streams = []
+    for client in clients:
+        epochs = -(-steps // steps_per_epoch(model.task.client(client.number).n, training.batch_size))
+        streams.append(itertools.islice(_batches(model, client, epochs, training.batch_size), steps))
+    return _train_streams(model, clients, streams, "both", training.lr, training)
+
+
+def _batches(model: LocalModel, client: Learner, epochs: int, batch_size: int) -> Iterator[Batch]:
+    """Yield a client's batches; its examples are placed when the first is asked for."""
+    yield from Stream(model, client, epochs, batch_size)
+
+
+def _train_streams(
+    model: LocalModel, clients: Sequence[Learner], streams: Sequence[Iterator[Batch]], trains: Literal["body", "both"],
+    lr: float, training: LocalTraining,
+) -> _Trained:  # fmt: skip
+    """Train clients by one stream of batches each."""
+    if model.device.type == "cpu" and len(clients) > 1:  # one client at a time stays in the processor's cache
+        singles = [
+            _train_streams(model, [client], [stream], trains, lr, training)
+            for client, stream in zip(clients, streams, strict=True)
+        ]
+        return [found[0] for found, _ in singles], [losses[0] for _, losses in singles]
+    statistics = [client.weights.statistics_on(model.device) for client in clients]
+    bodies = Descent(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
+    heads = Descent(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
+    model.train(trains)
+    gradients = rule_for(model.device)
+    total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
+    for rows, batches in side_by_side(streams):
+        own = [statistics[row] for row in rows]
+        found = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
+        if found.body is not None:
+            bodies.step(found.body, rows)
+        if found.head is not None:
+            heads.step(found.head, rows)
+        total[rows] += found.losses.cpu()
+        count[rows] += 1
+    trained = [Weights(b, h, s) for b, h, s in zip(bodies.vectors, heads.vectors, statistics, strict=True)]
+    return trained, (total / count).tolist()
+
+
+def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
+    """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
+    rows = list(range(len(streams)))
+    while step := [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]:
+        rows = [row for row, _ in step]
+        yield rows, [batch for _, batch in step]
+
+
+def _train_head(model: LocalModel, client: Learner, phase: Phase, training: LocalTraining) -> tuple[Weights, float]:
+    """Train one client's head on the features of its body as it stands, which is in evaluation mode."""
+    # Features are computed once unless inputs are augmented.
+    model.train("head")
+    weights, (inputs, targets) = client.weights, model.task.client(client.number).train
+    stream = Stream(model, client, phase.epochs, training.batch_size)
+    head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
+    losses = []
+    known = None if model.task.augment else _features(model, weights, inputs)
+    targets = targets.to(model.device)
+    for index in stream.indices:
+        if known is None:
+            inputs, wanted = stream.batch(index)
+            features = _features(model, weights, inputs)
+        else:
+            features, wanted = known[index], targets[index]
+        vector = head.vectors[0].detach().requires_grad_()
+        loss = model.task.loss(model.classify(vector, features), wanted)
+        head.step(torch.autograd.grad(loss, vector)[0][None], [0])
+        losses.append(float(loss.detach()))
+    return Weights(weights.body.to(model.device), head.vectors[0], weights.statistics), sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
+    body, statistics = weights.body.to(model.device), weights.statistics_on(model.device)
+    return torch.cat([model.features(body, part, statistics) for part in torch.split(model.place(inputs), 256)])
+
+
+def _train_privately(
+    model: LocalModel, client: Learner, phase: Phase, training: LocalTraining
+) -> tuple[Weights, float]:
+    """Train one client by DP-SGD."""
+    # Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
+    # The noise comes from the federation's seed, so that a run can be repeated; who knows the seed can take the noise
+    # off again. Where that matters, each client must draw a seed of its own and keep it.
+    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    assert phase.privacy is not None
+    stream = Stream(model, client, phase.epochs, training.batch_size, phase.privacy.sampling)
+    model.train("both" if phase.head_lr is not None else phase.trains)
+    private = _PrivateSteps(model, client, phase, phase.privacy, training)
+    losses = []
+    for step, index in enumerate(stream.indices):
+        noise = seeds.torch_generator(client.seed, "noise", step, device=str(model.device))
+        if not len(index):
+            private.step_without_examples(noise)
+            continue
+        index, mask = padded(index)
+        losses.append(private.step(*stream.batch(index), mask.to(model.device), noise))
+    loss = float(torch.stack(losses).mean()) if losses else 0.0
+    return Weights(private.body.vectors[0], private.head.vectors[0], client.weights.statistics), loss
+
+
+@final
+class _PrivateSteps:
+    """One client's two halves while it trains, each with its optimizer."""
+
+    def __init__(
+        self, model: LocalModel, client: Learner, phase: Phase, privacy: Privacy, training: LocalTraining
+    ) -> None:
+        self._model, self._phase, self._privacy = model, phase, privacy
+        self._expected = min(training.batch_size, model.task.client(client.number).n)
+        weights, self._statistics = client.weights, client.weights.statistics
+        self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
+        self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
+
+    def step(self, inputs: Tensor, targets: Tensor, mask: Tensor, noise: torch.Generator) -> Tensor:
+        """Take one step with the examples of the mask; return their mean loss."""
+        if self._phase.head_lr is not None:
+            self._plain_head_step(inputs[mask], targets[mask])
+        found = clipped_sum(PrivateStep(
+            self._model, self.body.vectors[0], self.head.vectors[0], (inputs, targets), mask, self._phase.trains,
+            self._privacy.clip, self._statistics,
+        ))  # fmt: skip
+        self._descend(found.body, found.head, noise)
+        return found.loss
+
+    def step_without_examples(self, noise: torch.Generator) -> None:
+        """Take one step with noise alone, as every step must look the same from outside."""
+        trains = self._phase.trains
+        body = torch.zeros_like(self.body.vectors[0]) if trains != "head" else None
+        head = torch.zeros_like(self.head.vectors[0]) if trains != "body" else None
+        self._descend(body, head, noise)
+
+    def _plain_head_step(self, inputs: Tensor, targets: Tensor) -> None:
+        found = one_by_one(
+            self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self._statistics]
+        )
+        assert found.head is not None
+        self.head.step(found.head, [0])
+
+    def _descend(self, body: Tensor | None, head: Tensor | None, noise: torch.Generator) -> None:
+        """Step what is trained, given sums of clipped gradients."""
+        for descent, total in ((self.body, body), (self.head, head)):
+            if total is not None:
+                descent.step((self._noisy(total, noise) / self._expected)[None], [0])
+
+    def _noisy(self, total: Tensor, generator: torch.Generator) -> Tensor:
+        deviation = self._privacy.noise_multiplier * self._privacy.clip
+        drawn = torch.randn(total.shape, generator=generator, device=total.device, dtype=total.dtype)
+        return total.add(drawn, alpha=deviation)
+
+
+@final
+class Descent:
+    """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
+
+    def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
+        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
+        self._velocity = torch.zeros_like(vectors)
+
+    def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
+        """Move the rows given; the others, whose clients have finished, stay."""
+        if len(rows) == len(self.vectors):
+            self._move(self.vectors, self._velocity, gradients)
+            return
+        for position, row in enumerate(rows):
+            self._move(self.vectors[row], self._velocity[row], gradients[position])
+
+    def _move(self, vectors: Tensor, velocity: Tensor, gradients: Tensor) -> None:
+        velocity.mul_(self._training.momentum).add_(gradients).add_(vectors, alpha=self._training.weight_decay)
+        vectors.sub_(velocity, alpha=self._lr)
+
+
+@final
+class Stream:
+    """One client's batches of one phase, in order, augmented where the task says so."""
+
+    def __init__(
+        self, model: LocalModel, client: Learner, epochs: int, batch_size: int, sampling: Sampling = "shuffled"
+    ) -> None:
+        inputs, self._targets = model.task.client(client.number).train
+        self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
+        self._augment = model.task.augment
+        self._generator = seeds.torch_generator(client.seed, "augment")
+        draw = poisson_batches if sampling == "poisson" else shuffled_batches
+        self.indices = draw(len(inputs), batch_size, epochs, client.seed)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches."""
+        for index in self.indices:
+            yield self.batch(index)
+
+    def batch(self, index: Tensor) -> Batch:
+        """Return the batch of the examples `index`."""
+        inputs = self._inputs[index]
+        return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
@@ -45,188 +282,101 @@ def padded(index: Tensor, multiple: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @final
-class Descent:
-    """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of K clients."""
 
-    def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
-        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
-        self._velocity = torch.zeros_like(vectors)
-
-    def step(self, gradients: Tensor, rows: Sequence[int]) -> None:
-        """Move the rows given; the others, whose clients have finished, stay."""
-        if len(rows) == len(self.vectors):
-            self._move(self.vectors, self._velocity, gradients)
-            return
-        for position, row in enumerate(rows):
-            self._move(self.vectors[row], self._velocity[row], gradients[position])
-
-    def _move(self, vectors: Tensor, velocity: Tensor, gradients: Tensor) -> None:
-        velocity.mul_(self._training.momentum).add_(gradients).add_(vectors, alpha=self._training.weight_decay)
-        vectors.sub_(velocity, alpha=self._lr)
+    body: Tensor | None  # shape `(K, P)`, or None if not asked for
+    head: Tensor | None  # shape `(K, Q)`, or None if not asked for
+    losses: Tensor  # shape `(K,)`; 0 for an empty batch, whose gradients are 0 too
 
 
-@final
-class Stream:
-    """One client's batches of one phase, in order, augmented where the task says so."""
-
-    def __init__(
-        self,
-        model: LocalModel,
-        client: int,
-        epochs: int,
-        batch_size: int,
-        seed: int,
-        sampling: Literal["shuffled", "poisson"] = "shuffled",
-    ) -> None:
-        inputs, self._targets = model.task.client(client).train
-        self._inputs, self._targets = model.place(inputs), self._targets.to(model.device)
-        self._augment = model.task.augment
-        self._generator = seeds.torch_generator(seed, "augment")
-        draw = poisson_batches if sampling == "poisson" else shuffled_batches
-        self.indices = draw(len(inputs), batch_size, epochs, seed)
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches."""
-        for index in self.indices:
-            yield self.batch(index)
-
-    def batch(self, index: Tensor) -> Batch:
-        """Return the batch of the examples `index`."""
-        inputs = self._inputs[index]
-        return (inputs if self._augment is None else self._augment(inputs, self._generator)), self._targets[index]
+# Takes the model, bodies `(K, P)`, heads `(K, Q)`, a batch per client, what is asked for, and running statistics.
+GradientRule = Callable[
+    [LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Sequence[Statistics]],
+    Gradients,
+]
 
 
-def train_clients(
+def rule_for(device: torch.device) -> GradientRule:
+    """Return the rule that is fast on a device."""
+    return one_by_one if device.type == "cpu" else together
+
+
+def one_by_one(
     model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    phase: Phase,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
-    """Train clients by one phase without differential privacy; `private_training.py` is for the others."""
-    if phase.privacy is not None:
-        raise UsageError("A private phase was to be trained without privacy.", cure="Call `train_privately`.")
-    if phase.trains == "head":
-        found = [
-            _train_head(model, w, number, phase, training, seed)
-            for w, number, seed in zip(weights, numbers, seeds_by_client, strict=True)
-        ]
-        return [w for w, _ in found], [loss for _, loss in found]
-    streams = [
-        _batches(model, number, phase.epochs, training.batch_size, seed)
-        for number, seed in zip(numbers, seeds_by_client, strict=True)
-    ]
-    return _train_streams(model, weights, streams, phase.trains, phase.lr, training)
+    bodies: Tensor,
+    heads: Tensor,
+    batches: Sequence[Batch],
+    trains: Trains,
+    statistics: Sequence[Statistics],
+) -> Gradients:
+    """Return the gradients, computed one client after another; running statistics change in place."""
+    body_rows: list[Tensor] = []
+    head_rows: list[Tensor] = []
+    losses = torch.zeros(len(batches), device=bodies.device)
+    for row, (inputs, targets) in enumerate(batches):
+        body, head = bodies[row].detach(), heads[row].detach()
+        if not len(inputs):
+            body_rows.append(torch.zeros_like(body))
+            head_rows.append(torch.zeros_like(head))
+            continue
+        wanted = [vector.requires_grad_() for vector in _wanted(body, head, trains)]
+        loss = model.loss(body, head, inputs, targets, statistics[row])
+        found = torch.autograd.grad(loss, wanted)
+        losses[row] = loss.detach()
+        if trains != "head":
+            body_rows.append(found[0])
+        if trains != "body":
+            head_rows.append(found[-1])
+    return Gradients(_rows(body_rows, trains != "head"), _rows(head_rows, trains != "body"), losses)
 
 
-def train_steps(
+def _wanted(body: Tensor, head: Tensor, trains: str) -> list[Tensor]:
+    return {"body": [body], "head": [head], "both": [body, head]}[trains]
+
+
+def _rows(rows: list[Tensor], wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+
+def together(
     model: LocalModel,
-    weights: Sequence[Weights],
-    numbers: Sequence[int],
-    steps: int,
-    training: LocalTraining,
-    *,
-    seeds_by_client: Sequence[int],
-) -> tuple[list[Weights], list[float]]:
-    """Train both halves of clients by a number of steps, whatever their numbers of examples."""
-    streams = []
-    for number, seed in zip(numbers, seeds_by_client, strict=True):
-        epochs = -(-steps // steps_per_epoch(model.task.client(number).n, training.batch_size))
-        streams.append(itertools.islice(_batches(model, number, epochs, training.batch_size, seed), steps))
-    return _train_streams(model, weights, streams, "both", training.lr, training)
-
-
-def _batches(model: LocalModel, number: int, epochs: int, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Yield a client's batches; its examples are placed when the first is asked for."""
-    yield from Stream(model, number, epochs, batch_size, seed)
-
-
-def _train_streams(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    streams: Sequence[Iterator[Batch]],
-    trains: Literal["body", "both"],
-    lr: float,
-    training: LocalTraining,
-) -> tuple[list[Weights], list[float]]:
-    """Train clients by one stream of batches each."""
-    if model.device.type != "cpu":
-        return _train_group(model, weights, streams, trains, lr, training)
-    pairs = [  # one client at a time stays in the processor's cache
-        _train_group(model, [w], [stream], trains, lr, training) for w, stream in zip(weights, streams, strict=True)
-    ]
-    return [w for group, _ in pairs for w in group], [loss for _, losses in pairs for loss in losses]
-
-
-def _train_group(
-    model: LocalModel,
-    weights: Sequence[Weights],
-    streams: Sequence[Iterator[Batch]],
-    trains: Literal["body", "both"],
-    lr: float,
-    training: LocalTraining,
-) -> tuple[list[Weights], list[float]]:
-    """Train clients step by step side by side."""
-    statistics = [{name: value.to(model.device, copy=True) for name, value in w.statistics.items()} for w in weights]
-    bodies = Descent(torch.stack([w.body for w in weights]).to(model.device), lr, training)
-    heads = Descent(torch.stack([w.head for w in weights]).to(model.device), lr, training)
-    model.train(trains)
-    gradients = rule_for(model.device)
-    total, count = torch.zeros(len(weights)), torch.zeros(len(weights))
-    for rows, batches in side_by_side(streams):
-        found = gradients(
-            model, bodies.vectors[rows], heads.vectors[rows], batches, trains, [statistics[row] for row in rows]
+    bodies: Tensor,
+    heads: Tensor,
+    batches: Sequence[Batch],
+    trains: Trains,
+    statistics: Sequence[Statistics],
+) -> Gradients:
+    """Return the gradients of all clients at once; batches are padded to the largest and the padding weighs nothing."""
+    if any(statistics):
+        raise Unsupported(
+            "Running statistics of normalization layers cannot change when clients run together.",
+            cure="Train on the CPU, or use layers without running statistics, such as GroupNorm.",
         )
-        if found.body is not None:
-            bodies.step(found.body, rows)
-        if found.head is not None:
-            heads.step(found.head, rows)
-        total[rows] += found.losses.cpu()
-        count[rows] += 1
-    trained = [Weights(b, h, s) for b, h, s in zip(bodies.vectors, heads.vectors, statistics, strict=True)]
-    return trained, (total / count).tolist()
+    inputs, targets, weights = _padded(batches)
+
+    def loss(body: Tensor, head: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        outputs = model.classify(head, model.features(body, x))
+        each = vmap(lambda output, target: model.task.loss(output[None], target[None]))(outputs, y)
+        return (each * weight).sum()
+
+    which = {"body": (0,), "head": (1,), "both": (0, 1)}[trains]
+    found, losses = vmap(grad_and_value(loss, argnums=which), randomness="different")(
+        bodies, heads, inputs, targets, weights
+    )
+    body = found[0] if trains != "head" else None
+    return Gradients(body, found[-1] if trains != "body" else None, losses)
 
 
-def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int], list[Batch]]]:
-    """Yield, step by step, the rows of the clients that still have a batch, and these batches."""
-    rows = list(range(len(streams)))
-    while True:
-        step = [(row, batch) for row in rows if (batch := next(streams[row], None)) is not None]
-        if not step:
-            return
-        rows = [row for row, _ in step]
-        yield rows, [batch for _, batch in step]
-
-
-def _train_head(
-    model: LocalModel, weights: Weights, number: int, phase: Phase, training: LocalTraining, seed: int
-) -> tuple[Weights, float]:
-    """Train one client's head on the features of its body as it stands, which is in evaluation mode."""
-    # Features are computed once unless inputs are augmented.
-    model.train("head")
-    stream = Stream(model, number, phase.epochs, training.batch_size, seed)
-    head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
-    losses = []
-    known = None if model.task.augment else _features(model, weights, model.task.client(number).train[0])
-    targets = model.task.client(number).train[1].to(model.device)
-    for index in stream.indices:
-        if known is None:
-            inputs, wanted = stream.batch(index)
-            features = _features(model, weights, inputs)
-        else:
-            features, wanted = known[index], targets[index]
-        vector = head.vectors[0].detach().requires_grad_()
-        loss = model.task.loss(model.classify(vector, features), wanted)
-        head.step(torch.autograd.grad(loss, vector)[0][None], [0])
-        losses.append(float(loss.detach()))
-    return Weights(weights.body.to(model.device), head.vectors[0], weights.statistics), sum(losses) / len(losses)
-
-
-@torch.no_grad()
-def _features(model: LocalModel, weights: Weights, inputs: Tensor) -> Tensor:
-    parts = torch.split(model.place(inputs), 256)
-    body = weights.body.to(model.device)
-    statistics = {name: value.to(model.device) for name, value in weights.statistics.items()}
-    return torch.cat([model.features(body, part, statistics) for part in parts])
+def _padded(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack batches, shape `(K, n, …)`, with weights `(K, n)` that sum to 1 over each client's examples."""
+    sizes = [len(inputs) for inputs, _ in batches]
+    inputs = torch.nn.utils.rnn.pad_sequence([x for x, _ in batches], batch_first=True)
+    targets = torch.nn.utils.rnn.pad_sequence([y for _, y in batches], batch_first=True)
+    weights = torch.zeros(inputs.shape[:2], device=inputs.device)
+    for row, size in enumerate(sizes):
+        weights[row, :size] = 1 / max(size, 1)
+    return inputs, targets, weights

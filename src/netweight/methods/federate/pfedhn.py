@@ -1,4 +1,4 @@
-"""A hypernetwork that stays with the server, and its steps of SGD. pFedHN calls it.
+"""pFedHN: a hypernetwork that stays with the server generates every client's model.
 
 The server's state holds all of it as plain tensors: the hypernetwork, every client's embedding, the momentum of both,
 the clients' numbers, and where each generated tensor lies in the generated vector.
@@ -16,17 +16,135 @@ from torch import Tensor
 
 from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.aggregate import Tensors, Update
-from netweight.methods.federate.direct import STATISTICS, from_named, prefixed
-from netweight.methods.federate.local import train_steps
-from netweight.methods.federate.method import Client, LocalModel, Trained, Weights
+from netweight.methods.federate.local import learners_of, train_steps
+from netweight.methods.federate.method import STATISTICS, Client, Trained, Weights, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.updates import Tensors, Update
 from netweight.nn import Hypernetwork, ParameterLayout
 
 EMBEDDINGS = "embeddings"
 _CLIENTS, _LAYOUT, _VELOCITY = "clients", "layout.", "velocity."
 _WEIGHT, _BIAS, _TRUNK = "heads.weight", "heads.bias", "trunk."
+
+
+_TRAINING = LocalTraining(lr=5e-3, batch_size=64, momentum=0.9, weight_decay=5e-5)
+
+
+@final
+@dataclass(frozen=True)
+class PFedHN:
+    """pFedHN, and pFedHN-PC with `local_head`.
+
+    The hypernetwork, the embeddings and their optimizer are the server's. In a round it generates the models of all
+    clients asked, and afterwards takes one step with the sum of their gradients, so that each client pulls as hard as
+    it would alone. The method's own code asks one client per round, for 5,000 rounds: with one client per round this is
+    its algorithm. One step for each client in turn breaks down with 20 of them: with momentum, steps for what all
+    clients have in common overshoot before any client trains again (tried: NaN in the third round).
+
+    Source: Shamsian et al., pFedHN (arXiv 2103.04628), algorithm 1.
+    """
+
+    name: str = "pfedhn"
+    local_head: bool = False  # keep the head with the client, which trains it together with the generated body
+    steps: int = 50  # local steps in a round; passes over the examples follow each other until then
+    training: LocalTraining = _TRAINING  # local learning rate, batch size, momentum and weight decay
+    hidden: tuple[int, ...] = (100, 100, 100)  # widths of the hypernetwork's hidden layers, each followed by ReLU
+    embedding: int | None = None  # length of an embedding; None takes 1 + N/4 for N clients
+    lr: float = 1e-2  # the server's learning rate
+    momentum: float = 0.9  # the server's
+    weight_decay: float = 1e-3  # the server's; it takes hold of all embeddings in every step
+    clip: float = 50.0  # largest norm of a step's whole gradient
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.steps < 1 or min(self.lr, self.clip) <= 0 or not 0 <= self.momentum < 1 or self.weight_decay < 0:
+            raise UsageError(
+                f"pFedHN cannot have {self.steps} local steps, learning rate {self.lr}, momentum {self.momentum}, "
+                f"weight decay {self.weight_decay}, clip {self.clip}.",
+                cure="Steps are at least 1, rate and clip above 0, momentum in [0, 1), weight decay at least 0.",
+            )
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of what may leave a client: its trained model, as far as it is generated."""
+        return ("body.**",) if self.local_head else ("body.**", "head.**")
+
+    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
+        """Return a new hypernetwork, an embedding for every client, and an optimizer at rest."""
+        layout = self._generated(task)
+        length = self.embedding or 1 + len(task.clients) // 4
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seeds.derive(seed, "hypernetwork"))
+            network = Hypernetwork(layout.size, embedding=length, hidden=self.hidden)
+        embeddings = torch.randn(len(task.clients), length, generator=seeds.torch_generator(seed, "embeddings"))
+        return first_state(network, embeddings, task.clients, layout)
+
+    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
+        """Return running statistics, and the model's own head if it stays with the client."""
+        head = prefixed("head.", task.head_layout.split(task.initial_head())) if self.local_head else {}
+        return head | prefixed(STATISTICS, task.initial_statistics())
+
+    def message(self, state: Tensors, client: int) -> Tensors:
+        """Return the client's own model, which the hypernetwork generates."""
+        return ServerHypernetwork(state).generate(client)
+
+    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
+        """Return the generated model, with the client's own head if it has one."""
+        return from_named(task, {**private, **received})
+
+    def train(
+        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
+    ) -> list[Trained]:
+        """Train each client's whole model by a number of steps."""
+        learners = learners_of(self, task, clients, round=round, seed=seed)
+        found, losses = train_steps(model, learners, self.steps, self.training)
+        return [
+            self._trained(task, learner.number, weights, loss, round)
+            for learner, weights, loss in zip(learners, found, losses, strict=True)
+        ]
+
+    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+        """Return the state after one step with the gradients of all clients."""
+        server, gradients = ServerHypernetwork(state), {}
+        for update in sorted(updates, key=lambda update: update.client):
+            gradients[update.client] = _difference(server.generate(update.client), update)
+        server.step(gradients, ServerDescent(self.lr, self.momentum, self.weight_decay, self.clip))
+        return server.state
+
+    def _generated(self, task: FedTask) -> ParameterLayout:
+        """Return the layout of what the hypernetwork generates."""
+        halves = [("body.", task.body_layout)] + ([] if self.local_head else [("head.", task.head_layout)])
+        names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
+        return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
+
+    def _trained(self, task: FedTask, number: int, weights: Weights, loss: float, round: int) -> Trained:
+        body = prefixed("body.", task.body_layout.split(weights.body))
+        head = prefixed("head.", task.head_layout.split(weights.head))
+        private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})
+        update = Update(number, task.client(number).n, body if self.local_head else body | head, round)
+        return Trained(update, private, weights, loss)
+
+
+def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:
+    """Return what a client was sent less what training made of it, which stands for a gradient."""
+    difference = {}
+    for name, before in sent.items():
+        after = update.tensors[name]
+        if not isinstance(after, Tensor):
+            raise UsageError(f"Client {update.client} sent {name!r} as a low-rank matrix; send it whole.")
+        difference[name] = before - after.to(before)
+    return difference
+
+
+def pfedhn(training: LocalTraining = _TRAINING) -> PFedHN:
+    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server."""
+    return PFedHN(training=training)
+
+
+def pfedhn_pc(training: LocalTraining = _TRAINING) -> PFedHN:
+    """Return pFedHN-PC: the body is generated, the head stays with the client."""
+    return PFedHN("pfedhn-pc", local_head=True, training=training, lr=5e-2)
 
 
 def first_state(
@@ -46,7 +164,7 @@ def first_state(
 @final
 @dataclass(frozen=True)
 class ServerDescent:
-    """SGD of the server's."""
+    """The server's SGD."""
 
     lr: float  # learning rate
     momentum: float
@@ -127,7 +245,7 @@ class ServerHypernetwork:
 
     def _places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return where each generated tensor starts and its shape."""
-        found = {name.removeprefix(_LAYOUT): value.tolist() for name, value in self._state.items() if _is_place(name)}
+        found = {n.removeprefix(_LAYOUT): v.tolist() for n, v in self._state.items() if n.startswith(_LAYOUT)}
         return {name: (numbers[0], tuple(numbers[1:])) for name, numbers in found.items()}
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
@@ -135,148 +253,3 @@ class ServerHypernetwork:
             name: vector[start : start + math.prod(shape)].view(shape)
             for name, (start, shape) in self._places().items()
         }
-
-
-def _is_place(name: str) -> bool:
-    return name.startswith(_LAYOUT)
-
-
-_TRAINING = LocalTraining(lr=5e-3, batch_size=64, momentum=0.9, weight_decay=5e-5)
-
-
-@final
-@dataclass(frozen=True)
-class PFedHN:
-    """pFedHN, and pFedHN-PC with `local_head`.
-
-    The hypernetwork, the embeddings and their optimizer are the server's. In a round it generates the models of all
-    clients asked, and afterwards takes one step with the sum of their gradients, so that each client pulls as hard as
-    it would alone. The method's own code asks one client per round, for 5,000 rounds: with one client per round this is
-    its algorithm. One step for each client in turn breaks down with 20 of them: with momentum, steps for what all
-    clients have in common overshoot before any client trains again (tried: NaN in the third round).
-
-    Attributes:
-        name: As the command line calls it.
-        local_head: Keep the head with the client, which trains it together with the generated body.
-        steps: Local steps in a round; passes over the examples follow each other until then.
-        training: Local learning rate, batch size, momentum and weight decay; its other values are not used.
-        hidden: Widths of the hypernetwork's hidden layers, each followed by ReLU.
-        embedding: Length of an embedding; None takes 1 + N/4 for N clients.
-        lr: The server's learning rate.
-        momentum: The server's.
-        weight_decay: The server's; it takes hold of all embeddings in every step.
-        clip: Largest norm of a step's whole gradient.
-
-    Raises:
-        UsageError: A value is out of its range.
-
-    Source: Shamsian et al., pFedHN (arXiv 2103.04628), algorithm 1.
-    """
-
-    name: str = "pfedhn"
-    local_head: bool = False
-    steps: int = 50
-    training: LocalTraining = _TRAINING
-    hidden: tuple[int, ...] = (100, 100, 100)
-    embedding: int | None = None
-    lr: float = 1e-2
-    momentum: float = 0.9
-    weight_decay: float = 1e-3
-    clip: float = 50.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.steps < 1 or min(self.lr, self.clip) <= 0 or not 0 <= self.momentum < 1 or self.weight_decay < 0:
-            raise UsageError(
-                f"pFedHN cannot have {self.steps} local steps, learning rate {self.lr}, momentum {self.momentum}, "
-                f"weight decay {self.weight_decay}, clip {self.clip}.",
-                cure="Steps are at least 1, rate and clip above 0, momentum in [0, 1), weight decay at least 0.",
-            )
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Patterns of what may leave a client: its trained model, as far as it is generated."""
-        return ("body.**",) if self.local_head else ("body.**", "head.**")
-
-    def start(self, task: FedTask, *, seed: int) -> dict[str, Tensor]:
-        """Return a new hypernetwork, an embedding for every client, and an optimizer at rest."""
-        layout = self._generated(task)
-        length = self.embedding or 1 + len(task.clients) // 4
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.derive(seed, "hypernetwork"))
-            network = Hypernetwork(layout.size, embedding=length, hidden=self.hidden)
-        embeddings = torch.randn(len(task.clients), length, generator=seeds.torch_generator(seed, "embeddings"))
-        return first_state(network, embeddings, task.clients, layout)
-
-    def private_start(self, task: FedTask, client: int, *, seed: int) -> dict[str, Tensor]:
-        """Return running statistics, and the model's own head if it stays with the client."""
-        head = prefixed("head.", task.head_layout.split(task.initial_head())) if self.local_head else {}
-        return head | prefixed(STATISTICS, LocalModel(task).initial_statistics())
-
-    def message(self, state: Tensors, client: int) -> Tensors:
-        """Return the client's own model, which the hypernetwork generates."""
-        return ServerHypernetwork(state).generate(client)
-
-    def weights(self, task: FedTask, received: Tensors, private: Tensors) -> Weights:
-        """Return the generated model, with the client's own head if it has one."""
-        return from_named(task, {**private, **received})
-
-    def train(
-        self, task: FedTask, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
-    ) -> list[Trained]:
-        """Train each client's whole model by a number of steps."""
-        numbers = [client.number for client in clients]
-        weights = [self.weights(task, client.received, client.private) for client in clients]
-        draws = [seeds.derive(seed, "client", number, "round", round) for number in numbers]
-        found, losses = train_steps(model, weights, numbers, self.steps, self.training, seeds_by_client=draws)
-        return [self._trained(task, *one, round) for one in zip(numbers, found, losses, strict=True)]
-
-    def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
-        """Return the state after one step with the gradients of all clients.
-
-        Raises:
-            UsageError: An update is of low rank, which this method's clients never send.
-        """
-        server, gradients = ServerHypernetwork(state), {}
-        for update in sorted(updates, key=lambda update: update.client):
-            gradients[update.client] = _difference(server.generate(update.client), update)
-        server.step(gradients, self._rule)
-        return server.state
-
-    @property
-    def _rule(self) -> ServerDescent:
-        return ServerDescent(self.lr, self.momentum, self.weight_decay, self.clip)
-
-    def _generated(self, task: FedTask) -> ParameterLayout:
-        """Return the layout of what the hypernetwork generates."""
-        halves = [("body.", task.body_layout)] + ([] if self.local_head else [("head.", task.head_layout)])
-        names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
-        return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
-
-    def _trained(self, task: FedTask, number: int, weights: Weights, loss: float, round: int) -> Trained:
-        body = prefixed("body.", task.body_layout.split(weights.body))
-        head = prefixed("head.", task.head_layout.split(weights.head))
-        private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})
-        update = Update(number, task.client(number).n, body if self.local_head else body | head, round)
-        return Trained(update, private, weights, loss)
-
-
-def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:
-    """Return what a client was sent less what training made of it, which stands for a gradient."""
-    difference = {}
-    for name, before in sent.items():
-        after = update.tensors[name]
-        if not isinstance(after, Tensor):
-            raise UsageError(f"Client {update.client} sent {name!r} as a low-rank matrix; send it whole.")
-        difference[name] = before - after.to(before)
-    return difference
-
-
-def pfedhn(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN: the whole model is generated, and the whole trained model goes to the server."""
-    return PFedHN(training=training)
-
-
-def pfedhn_pc(training: LocalTraining = _TRAINING) -> PFedHN:
-    """Return pFedHN-PC: the body is generated, the head stays with the client."""
-    return PFedHN("pfedhn-pc", local_head=True, training=training, lr=5e-2)

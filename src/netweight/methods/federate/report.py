@@ -1,7 +1,4 @@
-"""Threat models, and what a server observes under each of them: one client's local round, short or as it really is.
-
-The audit and the tables of attacks call it.
-"""
+"""The audit of a federation: what a server observes under a threat model, what it reconstructs, and the report."""
 
 from __future__ import annotations
 
@@ -19,19 +16,26 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.aggregate import Tensors, Update, aggregate
 from netweight.methods.federate.defenses import Hardened, dense_tensors
 from netweight.methods.federate.engine import Round, Run
 from netweight.methods.federate.hyperfl import rows_of_body
-from netweight.methods.federate.method import Client, LocalModel, Method
+from netweight.methods.federate.method import Client, Method
 from netweight.methods.federate.settings import LocalTraining
-from netweight.methods.federate.task import ClientData, FedTask
+from netweight.methods.federate.task import ClientData, FedTask, LocalModel
+from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
-from netweight.report.audit import register_audit, register_treatment
-from netweight.report.finding import Column, Figure, Finding, Table
+from netweight.report.audit import of_treatment, register_audit, register_treatment
+from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
+
+# How far the recovered gradient may be nearer to a client's than the published aggregate is.
+MARGIN_COSINE = 0.05
+# How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
+MARGIN_PSNR = 1.0
+
+register_treatment("federate", audits=("accuracy", "gradient-inversion"))
 
 
 @final
@@ -119,15 +123,9 @@ def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprin
 
 
 def _observed(
-    method: Method,
-    run: Run,
-    threat: ThreatModel,
-    number: int,
-    state: Tensors,
-    trap: Imprinted | None,
-    draw: int,
+    method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, trap: Imprinted | None, draw: int,
     seed: int,
-) -> Observation:
+) -> Observation:  # fmt: skip
     task = _small_task(run.task, number, threat.held, draw, seed)
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
@@ -171,24 +169,13 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     training = getattr(method, "training", None)
     if not isinstance(training, LocalTraining):
         raise Unsupported(f"The local rounds of {method.name!r} cannot be shortened.")
-    changes: dict[str, Any] = {
-        "training": dataclasses.replace(training, epochs=epochs, head_epochs=0, batch_size=threat.batch_size)
-    }
+    changes: dict[str, Any] = {"training": training.replace(epochs=epochs, head_epochs=0, batch_size=threat.batch_size)}
     if hasattr(method, "steps"):
         changes["steps"] = threat.local_steps
     if hasattr(method, "phases"):
         kept = [phase for phase in method.phases if phase.trains != "head"]
-        changes["phases"] = tuple(dataclasses.replace(phase, epochs=epochs) for phase in kept)
+        changes["phases"] = tuple(phase.replace(epochs=epochs) for phase in kept)
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
-
-
-# How far the recovered gradient may be nearer to a client's than the published aggregate is.
-MARGIN_COSINE = 0.05
-# How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
-MARGIN_PSNR = 1.0
-_MEASURED = ("cosine", "movement", "aggregate", "psnr", "ssim", "random", "average")
-
-register_treatment("federate", audits=("accuracy", "gradient-inversion"))
 
 
 @final
@@ -228,6 +215,11 @@ class Exposure:
     why_no_images: str = ""  # why no image could be made, or empty
 
     @property
+    def label(self) -> str:
+        """The threat model in words."""
+        return self.threat.label + (" (this run)" if self.is_own else "")
+
+    @property
     def guess(self) -> float:
         """PSNR of the better of two guesses that need no update: a random image and the average image, dB."""
         return max(_mean(self.random_psnr), _mean(self.average_psnr))
@@ -252,9 +244,14 @@ class Exposure:
         return f"{text}; {'images leak a little' if gain > MARGIN_PSNR else 'no image comes out'}"
 
 
+def _training(run: Run) -> LocalTraining:
+    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    return training
+
+
 def own_threat(run: Run) -> ThreatModel:
     """Return the schedule that the run was trained with, as a threat model of its smallest client."""
-    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    training = _training(run)
     examples = min(run.task.client(number).n for number in run.task.clients)
     size = min(training.batch_size, examples)
     return ThreatModel(size, training.epochs * -(-examples // size), examples)
@@ -273,49 +270,41 @@ def exposure(
 ) -> Exposure:
     """Attack several clients under one threat model."""
     low, high = _pixel_range(run)
-    found: dict[str, list[float]] = {name: [] for name in _MEASURED}
+
+    def unit(images: Tensor) -> Tensor:
+        return ((images - low) / (high - low)).clamp(0, 1)
+
+    cosines: list[tuple[float, ...]] = []
+    qualities: list[tuple[float, ...]] = []
     pairs: list[tuple[Tensor, Tensor]] = []
     why = ""
     try:
         observed = list(_observations(run, threat, images, summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
-    for seen, published in observed:
-        draw = len(found["cosine"])
+    for draw, (seen, published) in enumerate(observed):
         recovered = read_update(run, seen.sent, seen.received())
-        found["cosine"].append(_cosine(recovered.first, seen.gradient))
-        found["movement"].append(_cosine(-recovered.gradient, seen.movement))
-        found["aggregate"].append(_cosine(published, seen.gradient))
+        cosines.append((
+            _cosine(recovered.first, seen.gradient), _cosine(-recovered.gradient, seen.movement),
+            _cosine(published, seen.gradient),
+        ))  # fmt: skip
         try:
-            images_found = _reconstruct(
-                run, recovered, seen, (low, high), seeds.derive(seed, "image", draw), seed, peeling
-            )
+            own = seeds.derive(seed, "image", draw)
+            found = _reconstruct(run, recovered, seen, (low, high), own, seed, peeling)
         except Unsupported as reason:
             why = str(reason)
         else:
-            truth = _to_unit(seen.images, low, high)
-            pair, quality = _nearest(_to_unit(images_found, low, high), truth)
-            found["psnr"].append(quality)
-            found["ssim"].append(float(ssim(pair[1][None], pair[0][None])))
-            found["random"].append(_nearest(_to_unit(_another(run, seen, seed), low, high), truth)[1])
-            found["average"].append(_nearest(_to_unit(_average_of_others(run, seen), low, high), truth)[1])
+            truth = unit(seen.images)
+            pair, quality = _nearest(unit(found), truth)
+            guesses = (_nearest(unit(guess), truth)[1] for guess in (_another(run, seen, seed), _average(run, seen)))
+            qualities.append((quality, float(ssim(pair[1][None], pair[0][None])), *guesses))
             pairs.append(pair)
         if work is not None:
             work.update(1)
-    return Exposure(
-        threat,
-        is_own,
-        cosines=tuple(found["cosine"]),
-        movements=tuple(found["movement"]),
-        aggregate=tuple(found["aggregate"]),
-        psnr=tuple(found["psnr"]),
-        ssim=tuple(found["ssim"]),
-        random_psnr=tuple(found["random"]),
-        average_psnr=tuple(found["average"]),
-        originals=tuple(original for original, _ in pairs),
-        reconstructions=tuple(image for _, image in pairs),
-        why_no_images=why,
-    )
+    first, movement, anyway = zip(*cosines, strict=True)
+    psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
+    originals, made = zip(*pairs, strict=True) if pairs else ((), ())
+    return Exposure(threat, is_own, first, movement, anyway, psnrs, ssims, random, average, originals, made, why)
 
 
 def _observations(
@@ -332,24 +321,26 @@ def _observations(
             yield one, average
 
 
-def _average_of_others(run: Run, seen: Observation) -> Tensor:
+def _others(run: Run, seen: Observation) -> list[int]:
+    return [number for number in run.task.clients if number != seen.client] or [seen.client]
+
+
+def _average(run: Run, seen: Observation) -> Tensor:
     """Return the average image of the other clients."""
-    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
-    return torch.stack([run.task.client(number).train[0].mean(0) for number in others]).mean(0, keepdim=True)
+    means = [run.task.client(number).train[0].mean(0) for number in _others(run, seen)]
+    return torch.stack(means).mean(0, keepdim=True)
 
 
 def _another(run: Run, seen: Observation, seed: int) -> Tensor:
     """Return a random image of another client: what a guess looks like."""
-    others = [number for number in run.task.clients if number != seen.client] or [seen.client]
-    generator = seeds.torch_generator(seed, "guess", seen.client)
-    number = others[int(torch.randint(len(others), (1,), generator=generator))]
-    inputs = run.task.client(number).train[0]
+    others, generator = _others(run, seen), seeds.torch_generator(seed, "guess", seen.client)
+    inputs = run.task.client(others[int(torch.randint(len(others), (1,), generator=generator))]).train[0]
     return inputs[torch.randint(len(inputs), (1,), generator=generator)]
 
 
 def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
     """Return what the server computes from what it sent and received."""
-    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    training = _training(run)
     if any(name.endswith("heads.weight") for name in sent):
         before, after = (rows_of_body(state, run.task.body_layout.size) for state in (sent, received))
         return recover_gradient(before, after, lr=training.lr, weight_decay=training.weight_decay)
@@ -365,14 +356,9 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
 
 
 def _reconstruct(
-    run: Run,
-    recovered: RecoveredGradient,
-    seen: Observation,
-    bounds: tuple[float, float],
-    seed: int,
-    guess: int,
+    run: Run, recovered: RecoveredGradient, seen: Observation, bounds: tuple[float, float], seed: int, guess: int,
     peeling: PeelingConfig | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the attacker's images, shape `(k, c, h, w)`: at least one."""
     shape = (1, *seen.images.shape[1:])
     if len(shape) != 4:
@@ -382,16 +368,12 @@ def _reconstruct(
     if seen.trap is None:
         found = invert_generated(recovered, run.task.body, shape=shape, bounds=bounds, config=peeling, seed=seed)
         return found.images
-    training: LocalTraining = getattr(run.method, "training", LocalTraining())
+    training = _training(run)
+    after = rows_of_body(seen.received(), run.task.body_layout.size)
     candidates, _ = read_imprint(
-        seen.trap,
-        rows_of_body(seen.received(), run.task.body_layout.size),
-        run.task.body,
-        shape=(shape[1], shape[2], shape[3]),
-        bounds=bounds,
-        lr=training.lr,
+        seen.trap, after, run.task.body, shape=(shape[1], shape[2], shape[3]), bounds=bounds, lr=training.lr,
         weight_decay=training.weight_decay,
-    )
+    )  # fmt: skip
     return candidates if len(candidates) else _another(run, seen, guess)
 
 
@@ -408,10 +390,6 @@ def _pixel_range(run: Run) -> tuple[float, float]:
     return min(float(x.min()) for x in inputs), max(float(x.max()) for x in inputs)
 
 
-def _to_unit(images: Tensor, low: float, high: float) -> Tensor:
-    return ((images - low) / (high - low)).clamp(0, 1)
-
-
 def _cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.cosine_similarity(a.double(), b.double(), dim=0))
 
@@ -420,17 +398,23 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def audit_exposures(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
-    """Attack a run under its own schedule and under the threat models asked for."""
-    own = own_threat(run)
+def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
+    """Attack a federation's updates: what would its server have seen?
+
+    Args:
+        run: A trained federation.
+        config: Threat models beside the run's own schedule, and how many images are attacked under each.
+        seed: Seed of the choice of images and of the attacks.
+        progress: Where to tell how far the work is.
+
+    Returns:
+        One exposure per threat model, that of the run's own schedule first; `add_sections` shows them in a report.
+    """
+    config, own = config or AuditConfig(), own_threat(run)
     threats = [(own, True), *((threat, False) for threat in config.threats if threat != own)]
+    about: Any = {"images": config.images, "summed_over": config.summed_over, "seed": seed}
     with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
-        return [
-            exposure(
-                run, threat, images=config.images, summed_over=config.summed_over, seed=seed, is_own=is_own, work=work
-            )
-            for threat, is_own in threats
-        ]
+        return [exposure(run, threat, is_own=is_own, work=work, **about) for threat, is_own in threats]
 
 
 def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
@@ -441,86 +425,49 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
             name = f"gradient recovered, {one.threat.label}"
             findings.append(Finding(name, None, unit="cosine", detail={"reason": one.why_no_images}))
             continue
-        anyway, label = _mean(one.aggregate), one.threat.label + (" (this run)" if one.is_own else "")
-        findings.append(
-            _finding(
-                f"gradient recovered, {label}",
-                one.cosines,
-                "cosine",
-                target=round(anyway + MARGIN_COSINE, 4) if one.is_own else None,
-                baseline=anyway,
-                seed=seed,
-                detail={"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)},
-            )
-        )
-        if one.psnr:
-            target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
-            detail = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
-            findings.append(
-                _finding(f"PSNR, {label}", one.psnr, "dB", target=target, baseline=one.guess, seed=seed, detail=detail)
-            )
-            findings.append(_finding(f"SSIM, {label}", one.ssim, "", target=None, baseline=None, seed=seed, detail={}))
-        else:
+        anyway, label = _mean(one.aggregate), one.label
+        detail = {"verdict": one.verdict, "movement": list(one.movements), "aggregate": list(one.aggregate)}
+        target = round(anyway + MARGIN_COSINE, 4) if one.is_own else None
+        name = f"gradient recovered, {label}"
+        findings.append(_finding(name, one.cosines, "cosine", seed, target=target, baseline=anyway, detail=detail))
+        if not one.psnr:
             reason = one.why_no_images or "no image was attacked"
             findings.append(Finding(f"PSNR, {label}", None, unit="dB", detail={"reason": reason}))
+            continue
+        target = round(one.guess + MARGIN_PSNR, 2) if one.is_own else None
+        guesses = {"random images": list(one.random_psnr), "average images": list(one.average_psnr)}
+        findings += [
+            _finding(f"PSNR, {label}", one.psnr, "dB", seed, target=target, baseline=one.guess, detail=guesses),
+            _finding(f"SSIM, {label}", one.ssim, "", seed),
+        ]
     return findings
 
 
 def _finding(
-    name: str,
-    values: Sequence[float],
-    unit: str,
-    *,
-    target: float | None,
-    baseline: float | None,
-    seed: int,
-    detail: dict[str, Any],
-) -> Finding:
-    ci95 = bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
+    name: str, values: Sequence[float], unit: str, seed: int, *, target: float | None = None,
+    baseline: float | None = None, detail: Mapping[str, Any] | None = None,
+) -> Finding:  # fmt: skip
     return Finding(
-        name,
-        _mean(values),
-        ci95=ci95,
-        n=len(values),
-        unit=unit,
-        better="lower",
-        target=target,
-        baseline=baseline,
-        seeds=(seed,),
-        detail={**detail, "values": list(values)},
-    )
+        name, _mean(values), ci95=_interval(values, seed), n=len(values), unit=unit, better="lower", target=target,
+        baseline=baseline, seeds=(seed,), detail={**(detail or {}), "values": list(values)},
+    )  # fmt: skip
+
+
+def _interval(values: Sequence[float], seed: int) -> tuple[float, float] | None:
+    return bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
 
 
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
     """Return one row per threat model, with its verdict."""
     columns = (
-        "threat model",
-        Column("gradient, cosine", "", "lower"),
-        Column("published aggregate, cosine"),
-        Column("PSNR", "dB", "lower"),
-        Column("random image", "dB"),
-        Column("average image", "dB"),
-        Column("SSIM", "", "lower"),
-        "verdict",
-    )
-    rows = [
-        (
-            one.threat.label + (" (this run)" if one.is_own else ""),
-            *(
-                _mean(values) if values else None
-                for values in (
-                    one.cosines,
-                    one.aggregate,
-                    one.psnr,
-                    one.random_psnr,
-                    one.average_psnr,
-                    one.ssim,
-                )
-            ),
-            one.verdict,
-        )
-        for one in exposures
-    ]
+        "threat model", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"),
+        Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
+        Column("SSIM", "", "lower"), "verdict",
+    )  # fmt: skip
+    rows = []
+    for one in exposures:
+        measured = (one.cosines, one.aggregate, one.psnr, one.random_psnr, one.average_psnr, one.ssim)
+        rows.append((one.label, *(_mean(values) if values else None for values in measured), one.verdict))
     notes = ("The server knows model, settings and initial state; no label is used.",)
     return Table("What the server could have seen", columns, rows, notes)
 
@@ -536,24 +483,51 @@ def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure |
             rows.append([image.permute(1, 2, 0).float() for image in images[:most]])
             names.append(name)
     return image_grid(
-        rows,
-        rows=names,
-        columns=[str(index + 1) for index in range(len(rows[0]))],
+        rows, rows=names, columns=[str(index + 1) for index in range(len(rows[0]))],
         alt="Originals and what the server reconstructs from one client's update, by threat model.",
         caption="Each reconstruction lies below the nearest of the attacked client's images.",
-    )
+    )  # fmt: skip
 
 
 @register_audit("federate", "accuracy")
-def accuracy(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Report accuracy before and after local training in the last round."""
-    return accuracy_findings(subject, seed=seed)
+    return Section(
+        "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
+        tables=[client_table(run)], question="How well does the personalized model do?",
+        intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
+        "model when its local training ends. Each client counts once.",
+    )  # fmt: skip
 
 
 @register_audit("federate", "gradient-inversion")
-def gradient_inversion(subject: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> list[Finding]:
+def gradient_inversion(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Attack the run's updates under its own schedule and other threat models."""
-    return exposure_findings(audit_exposures(subject, config, seed=seed, progress=progress), seed=seed)
+    return exposure_section(audit(run, config, seed=seed, progress=progress), seed=seed)
+
+
+def exposure_section(exposures: Sequence[Exposure], *, seed: int) -> Section:
+    """Return what an audit found."""
+    figure, own = exposure_figure(exposures), next(one for one in exposures if one.is_own)
+    return Section(
+        "What the server could have seen", exposure_findings(exposures, seed=seed), figures=[figure] if figure else [],
+        tables=[exposure_table(exposures)], question="What could the server have seen?",
+        conclusion=f"Under this run's schedule {own.verdict}.",
+        intro="One client's update is attacked as an honest but curious server would: it knows the model, the settings "
+        "and what it sent, and no label. Findings about the schedule of this run have targets; shorter schedules are "
+        "reported to show what protects and what does not.",
+    )  # fmt: skip
+
+
+def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> list[Finding]:
+    """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
+    ran = ("accuracy", "gradient-inversion") if exposures else ("accuracy",)
+    sections = [of_treatment(accuracy(run, AuditConfig(), seed=seed), "federate", ran)]
+    if exposures:
+        sections.append(exposure_section(exposures, seed=seed))
+    for section in sections:
+        report.add(section)
+    return [finding for section in sections for finding in section.findings]
 
 
 def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
@@ -570,9 +544,10 @@ def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
 
 def _mean_finding(name: str, accuracies: Mapping[int, float], about: dict[str, Any], seed: int) -> Finding:
     values = [100 * value for value in accuracies.values()]
-    mean = sum(values) / len(values)
-    ci95 = bootstrap(values, seed=seed).ci95 if len(values) >= MINIMUM_FOR_BOOTSTRAP else None
-    return Finding(name, mean, ci95=ci95, n=len(values), unit="%", better="higher", seeds=(seed,), detail=about)
+    return Finding(
+        name, _mean(values), ci95=_interval(values, seed), n=len(values), unit="%", better="higher", seeds=(seed,),
+        detail=about,
+    )  # fmt: skip
 
 
 def training_figure(rounds: Sequence[Round], method: str) -> Figure:
@@ -583,12 +558,8 @@ def training_figure(rounds: Sequence[Round], method: str) -> Figure:
         "after local training": (x, [100 * (round.mean_after or 0) for round in measured]),
         "before": (x, [100 * (round.mean_before or 0) for round in measured]),
     }
-    return lines(
-        series,
-        alt=f"Mean accuracy of {method}'s clients by round, before and after local training.",
-        xlabel="round",
-        ylabel="mean accuracy, %",
-    )
+    alt = f"Mean accuracy of {method}'s clients by round, before and after local training."
+    return lines(series, alt=alt, xlabel="round", ylabel="mean accuracy, %")
 
 
 def client_table(run: Run) -> Table:
@@ -600,37 +571,3 @@ def client_table(run: Run) -> Table:
         for client in sorted(last.after)
     ]
     return Table(f"Accuracy of each client in round {last.round}", columns, rows)
-
-
-def add_sections(report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int) -> None:
-    """Add what was trained, and what an audit found if there was one, to a report."""
-    report.section(
-        "Accuracy",
-        accuracy_findings(run, seed=seed),
-        figures=[training_figure(run.rounds, run.method.name)],
-        tables=[client_table(run)],
-        intro=(
-            "Before: the model that a client has from what it received and what it keeps. After: the same client's "
-            "model when its local training ends. Each client counts once."
-        ),
-        question="How well does the personalized model do?",
-        treatment="federate",
-        audits=("accuracy", "gradient-inversion") if exposures else ("accuracy",),
-    )
-    if not exposures:
-        return
-    figure = exposure_figure(exposures)
-    own = next(one for one in exposures if one.is_own)
-    report.section(
-        "What the server could have seen",
-        exposure_findings(exposures, seed=seed),
-        figures=[figure] if figure else [],
-        tables=[exposure_table(exposures)],
-        intro=(
-            "One client's update is attacked as an honest but curious server would: it knows the model, the settings "
-            "and what it sent, and no label. Findings about the schedule of this run have targets; shorter schedules "
-            "are reported to show what protects and what does not."
-        ),
-        question="What could the server have seen?",
-        conclusion=f"Under this run's schedule {own.verdict}.",
-    )

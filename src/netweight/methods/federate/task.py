@@ -1,19 +1,27 @@
-"""What is learned across clients: a user's model in two halves, and each client's data. Engines and apps call it."""
+"""What is learned across clients: a model in two halves, each client's data, and the model run with any weights."""
 
 from __future__ import annotations
 
+import copy
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from netweight.errors import NameNotFound, UsageError
+from netweight.methods.federate.settings import Trains
 from netweight.nn import ParameterLayout
 
+# Running statistics of normalization layers, by name.
+Statistics = Mapping[str, Tensor]
 # Takes the head's outputs, shape `(n, …)`, and targets, shape `(n, …)`; returns the mean over n, a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -126,6 +134,135 @@ class FedTask:
         """Return the head's own weights as a vector, shape `(head_layout.size,)`."""
         return self.head_layout.join(_trained(self.head))
 
+    def initial_statistics(self) -> dict[str, Tensor]:
+        """Return the running statistics of the body's normalization layers that keep some, by name."""
+        return {
+            f"{name}.{buffer}" if name else buffer: value.clone()
+            for name, module in copy.deepcopy(self.body).train().named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+            for buffer, value in module.named_buffers(recurse=False)
+        }
+
 
 def _trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
+
+
+@final
+class LocalModel:
+    """Runs the body and the head of a task with any weights."""
+
+    def __init__(self, task: FedTask, device: torch.device | str = "cpu") -> None:
+        self.task = task
+        self.device = torch.device(device)
+        self.body = copy.deepcopy(task.body).to(self.device)
+        self.head = copy.deepcopy(task.head).to(self.device)
+        self._body, self._head = task.body_layout, task.head_layout
+        self.memory = ReusedMemory()  # for tensors of a round that are too large for the allocator to keep
+        self._body_constants, self._head_constants = _constants(self.body), _constants(self.head)
+
+    def features(self, body: Tensor, inputs: Tensor, statistics: Statistics | None = None) -> Tensor:
+        """Return the body's outputs with the weights `body`, shape `(P,)`; statistics change in training mode."""
+        weights = {**self._body_constants, **self._body.split(body), **(statistics or {})}
+        return _call(self.body, weights, inputs)
+
+    def classify(self, head: Tensor, features: Tensor) -> Tensor:
+        """Return the head's outputs with the weights `head`, shape `(Q,)`."""
+        return _call(self.head, {**self._head_constants, **self._head.split(head)}, features)
+
+    def loss(
+        self, body: Tensor, head: Tensor, inputs: Tensor, targets: Tensor, statistics: Statistics | None = None
+    ) -> Tensor:
+        """Return the mean loss of a batch, differentiable in both vectors."""
+        return self.task.loss(self.classify(head, self.features(body, inputs, statistics)), targets)
+
+    def train(self, trains: Trains) -> None:
+        """Set training mode for what learns; a body that does not learn is in evaluation mode."""
+        self.body.train(trains != "head")
+        self.head.train(trains != "body")
+
+    @torch.no_grad()
+    def accuracy(
+        self, body: Tensor, head: Tensor, data: tuple[Tensor, Tensor], statistics: Statistics | None = None
+    ) -> float:
+        """Return the share of examples whose largest output is the target's, in evaluation mode."""
+        self.body.eval()
+        self.head.eval()
+        body, head = body.to(self.device), head.to(self.device)
+        statistics = {name: value.to(self.device) for name, value in (statistics or {}).items()}
+        right = 0
+        for inputs, targets in zip(*(torch.split(part, 256) for part in data), strict=True):
+            outputs = self.classify(head, self.features(body, self.place(inputs), statistics))
+            right += int((outputs.argmax(-1) == targets.to(self.device)).sum())
+        return right / len(data[1])
+
+    def place(self, inputs: Tensor) -> Tensor:
+        """Return inputs on the device, images with channels last, in which convolutions of small batches are faster."""
+        images = inputs.ndim == 4
+        return inputs.to(self.device, memory_format=torch.channels_last if images else torch.preserve_format)
+
+
+def _constants(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a module has beside trained parameters."""
+    return {n: p for n, p in module.named_parameters() if not p.requires_grad} | dict(module.named_buffers())
+
+
+def _call(module: nn.Module, weights: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    outputs = functional_call(module, weights, (inputs,), strict=True)
+    assert isinstance(outputs, Tensor)
+    return outputs
+
+
+@final
+class ReusedMemory:
+    """Blocks of memory by name, each given out again once no tensor lies in it any more."""
+
+    # The system's allocator returns blocks of this size at once, and the first touch of memory costs as much as the
+    # work on it.
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, np.ndarray] = {}
+
+    def empty(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a tensor with any values, of the kind and on the device of `like`."""
+        size = math.prod(shape) * like.element_size()
+        if like.device.type != "cpu" or not size:
+            return like.new_empty(shape)
+        # A block without tensors has two references: the dictionary's and the argument of `getrefcount`.
+        known = name in self._blocks and len(self._blocks[name]) >= size
+        if not known or sys.getrefcount(self._blocks[name]) > 2:
+            self._blocks[name] = np.empty(size, dtype=np.uint8)
+        return torch.from_numpy(self._blocks[name])[:size].view(like.dtype).view(shape)
+
+
+@final
+class SmallCNN(nn.Module):
+    """The feature extractor: two convolutions for 28 × 28 images, three for 32 × 32, and a layer of 128 features."""
+
+    # Source: HyperFL (arXiv 2412.07187), the networks for EMNIST and Fashion-MNIST, and for CIFAR-10 and CINIC-10.
+    # `size`: height and width of an image, 28 or 32
+
+    def __init__(self, channels: int = 1, size: int = 28) -> None:
+        super().__init__()
+        if size not in (28, 32):
+            raise UsageError(f"The small CNN takes images of 28 or 32 pixels, not {size}.", cure="Resize the images.")
+        self.conv1 = nn.Conv2d(channels, 16, 5)
+        self.conv2 = nn.Conv2d(16, 32, 5, padding=1)
+        self.conv3 = nn.Conv2d(32, 64, 3, padding=1) if size == 32 else None
+        self.fc1 = nn.Linear(800 if size == 28 else 576, 128)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return features, shape `(n, 128)`, of images, shape `(n, channels, size, size)`."""
+        maps = images
+        for convolution in (self.conv1, self.conv2, self.conv3):
+            if convolution is not None:
+                # Pooling first gives the same values, since leaky ReLU is monotone, for a quarter of the work.
+                maps = F.leaky_relu(F.max_pool2d(convolution(maps), 2))
+        return F.leaky_relu(self.fc1(maps.flatten(1)))
+
+
+def small_cnn(channels: int = 1, size: int = 28, classes: int = 10, *, seed: int = 0) -> tuple[SmallCNN, nn.Linear]:
+    """Return the feature extractor and its classifier with weights that depend on `seed` alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return SmallCNN(channels, size), nn.Linear(128, classes)

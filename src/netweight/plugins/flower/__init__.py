@@ -22,12 +22,4 @@ from netweight.plugins.flower.client import client_app, export_private, import_p
 from netweight.plugins.flower.server import HISTORY, Elsewhere, server_app
 from netweight.plugins.flower.strategy import MethodStrategy
 
-__all__ = [
-    "HISTORY",
-    "Elsewhere",
-    "MethodStrategy",
-    "client_app",
-    "export_private",
-    "import_private",
-    "server_app",
-]
+__all__ = ["HISTORY", "Elsewhere", "MethodStrategy", "client_app", "export_private", "import_private", "server_app"]

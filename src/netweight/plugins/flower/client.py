@@ -1,4 +1,4 @@
-"""A client's private tensors between rounds: in Flower's state and on the client's own disk, and out of and into it.
+"""The app of a client, and its private tensors between rounds: in Flower's state and on the client's own disk.
 
 A node's state is memory only and a run's own, so that the file is what survives. It holds the tensors after the last
 round that the server took and after the newest one: which of them counts, the server says with its next order.
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from netweight.core.files import whole_file
 from netweight.errors import UsageError
-from netweight.methods.federate.aggregate import Tensors, check_outgoing, to_wire
 from netweight.methods.federate.defenses import UpdateNoise
-from netweight.methods.federate.method import Client, LocalModel, Method, Trained
+from netweight.methods.federate.method import Client, Method, Trained
 from netweight.methods.federate.settings import Privacy
-from netweight.methods.federate.task import FedTask
+from netweight.methods.federate.task import FedTask, LocalModel
+from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.records import ARRAYS, REPORT, Answer, Order, chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
+from netweight.settings import Settings
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 _KEY = "netweight.private"
@@ -177,7 +178,7 @@ def client_app(
             draws = secrets.randbits(62) if _hides_by_noise(own_method) else order.seed
         trained, metrics = _trained(task, own_method, client, order, draws, torch.device(device))
         wire = to_wire(trained.update.tensors)
-        check_outgoing(wire, own_method.shared, client=number)
+        check_allow_list(wire, own_method.shared, client=number)
         _keep(Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private}), context, file)
         answer = Answer(trained.update, metrics)
         if chosen(secure_sum, context):
@@ -206,9 +207,10 @@ def _hides_by_noise(value: object) -> bool:
     """Whether a method, or anything that it is made of, draws noise for the sake of privacy."""
     if isinstance(value, Privacy | UpdateNoise):
         return True
-    if dataclasses.is_dataclass(value):
-        return any(_hides_by_noise(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return isinstance(value, tuple) and any(_hides_by_noise(item) for item in value)
+    parts = value if isinstance(value, tuple) else ()
+    if dataclasses.is_dataclass(value) or isinstance(value, Settings):
+        parts = tuple(vars(value).values())
+    return any(_hides_by_noise(part) for part in parts)
 
 
 def _kept(context: Context, number: int, file: Path | None) -> Kept:

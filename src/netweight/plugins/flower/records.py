@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from torch import Tensor
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.aggregate import Tensors, Update, from_wire
+from netweight.methods.federate.updates import Tensors, Update, from_wire
 
 # Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies.
 ARRAYS, ORDER, REPORT, METRICS = "arrays", "order", "report", "metrics"

@@ -31,7 +31,7 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_pa
 from flwr.serverapp import Grid
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.aggregate import LowRank, Tensors, Update, fault_of
+from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
 from netweight.plugins.flower.records import Answer, known_metrics
 from netweight.plugins.flower.strategy import MethodStrategy, Trial, exchange
 

@@ -7,17 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from netweight.core import digest
 from netweight.core.files import whole_file
 from netweight.errors import FederationStopped, NameNotFound, UsageError
 from netweight.job import Job
-from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, Federation, described
+from netweight.methods.federate.engine import CHECKPOINT, Checkpoint, identity, is_done
 from netweight.methods.federate.method import Method
+from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import ClientData, FedTask
 from netweight.plugins.flower.records import chosen, from_record, to_record
 from netweight.plugins.flower.secure_sum import masked_attempt
@@ -26,6 +26,8 @@ from netweight.plugins.flower.strategy import MethodStrategy, exchange
 # The file within a server's folder that says what is known of each round.
 HISTORY = "history.json"
 
+# Settings that may change to go on.
+_MAY_CHANGE = ("rounds", "evaluate_every", "min_clients", "retries", "drop_out")
 _LOG = logging.getLogger(__name__)
 
 
@@ -80,8 +82,9 @@ def server_app(
         chosen_method, task = chosen(method, context), task_of(context)
         secure, seconds = chosen(secure_sum, context), chosen(timeout, context)
         waits = chosen(patience, context)
-        with Job.open(place, key=_key(task, chosen_method, asked), of="a federation", state=CHECKPOINT) as job:
-            rounds = _Rounds(task, chosen_method, asked, job, timeout=seconds, patience=waits, secure=secure)
+        key, known = identity(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
+        with Job.open(place, key=key, of="a federation", state=CHECKPOINT) as job:
+            rounds = _Rounds(task, chosen_method, asked, job, known, timeout=seconds, patience=waits, secure=secure)
             _wait_for_nodes(grid, len(task.clients), waits)
             rounds.run(grid, context)
 
@@ -101,37 +104,21 @@ class _Rounds:
     """A federation on a server."""
 
     def __init__(
-        self,
-        task: FedTask,
-        method: Method,
-        settings: Federation,
-        job: Job,
-        *,
-        timeout: float,
-        patience: float,
-        secure: bool,
-    ) -> None:
-        self.settings, self.job, self.patience, self.secure = settings, job, patience, secure
-        self._digest = _digest(task, method, settings)
-        self.arrays = to_record(method.start(task, seed=settings.seed))
-        rounds = []
-        saved = Checkpoint.load(job, self._digest)
+        self, task: FedTask, method: Method, settings: Federation, job: Job, known: str, *, timeout: float,
+        patience: float, secure: bool,
+    ) -> None:  # fmt: skip
+        self.settings, self.job, self.known, self.patience, self.secure = settings, job, known, patience, secure
+        self.arrays, rounds = to_record(method.start(task, seed=settings.seed)), []
+        saved = Checkpoint.load(job, known)
         if saved is not None:
             self.arrays, rounds = to_record(saved.state), list(saved.rounds)
             _LOG.info("Going on after round %d of %s.", len(rounds), job.folder / CHECKPOINT)
-        self.strategy = MethodStrategy(
-            method,
-            settings,
-            task.clients,
-            federation=self._digest,
-            rounds=rounds,
-            timeout=timeout,
-        )
+        self.strategy = MethodStrategy(method, settings, task.clients, federation=known, rounds=rounds, timeout=timeout)
 
     def run(self, grid: Grid, context: Context) -> None:
         """Run all rounds that are left."""
         self.strategy.summary()
-        while not self.settings.is_done(self.strategy.rounds):
+        while not is_done(self.settings, self.strategy.rounds):
             self._run_round(len(self.strategy.rounds) + 1, grid, context)
             self.save()
         self.save()
@@ -139,7 +126,7 @@ class _Rounds:
     def save(self) -> None:
         """Save state and history."""
         rounds = self.strategy.rounds
-        Checkpoint(from_record(self.arrays), {}, rounds).save(self.job, self._digest)
+        Checkpoint(from_record(self.arrays), {}, rounds).save(self.job, self.known)
         about = {"method": self.strategy.method.name, "rounds": [done.to_json() for done in rounds]}
         with whole_file(self.job.folder / HISTORY, overwrite=True) as file:
             file.write(json.dumps(about, indent=1).encode())
@@ -165,21 +152,3 @@ class _Rounds:
         messages = list(self.strategy.configure_train(number, self.arrays, ConfigRecord(), grid))
         replies = exchange(grid, messages, timeout=self.strategy.timeout) if messages else []
         return self.strategy.aggregate_train(number, replies)[0]
-
-
-_MAY_CHANGE = ("rounds", "evaluate_every", "min_clients", "retries", "drop_out")
-
-
-def _key(task: FedTask, method: Method, settings: Federation) -> dict[str, Any]:
-    """What a federation was asked for, but for the number of rounds, which may be raised to go on."""
-    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
-    start = {"body": digest.of_tensor(task.initial_body()), "head": digest.of_tensor(task.initial_head())}
-    return {"settings": asked, "method": described(method), "clients": list(task.clients), "initial_weights": start}
-
-
-def _digest(task: FedTask, method: Method, settings: Federation) -> str:
-    """The digest by which nodes know a federation."""
-    asked = {field: value for field, value in vars(settings).items() if field not in _MAY_CHANGE}
-    start = [digest.of_tensor(tensor) for tensor in (task.initial_body(), task.initial_head())]
-    layouts = [str(task.body_layout), str(task.head_layout)]
-    return digest.of_config([asked, repr(method), list(task.clients), start, layouts])

@@ -1,4 +1,4 @@
-"""Who is who: which connected node is which client. And how messages go to nodes and replies come back."""
+"""A round on a server: which connected node is which client, messages and replies, and sound updates joined."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.federate.aggregate import LowRank, Tensors, Update, examine
-from netweight.methods.federate.engine import Federation, Round, sampled_clients, still_there
+from netweight.methods.federate.engine import Round, sampled_clients, still_there
 from netweight.methods.federate.method import Method
-from netweight.plugins.flower.records import (
-    ARRAYS,
-    ORDER,
-    REPORT,
-    Answer,
-    Order,
-    from_record,
-    read_answer,
-    to_record,
-)
+from netweight.methods.federate.settings import Federation
+from netweight.methods.federate.updates import LowRank, Tensors, Update, validate_updates
+from netweight.plugins.flower.records import ARRAYS, ORDER, REPORT, Answer, Order, from_record, read_answer, to_record
 
 _LOG = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks for replies
@@ -163,16 +155,13 @@ class MethodStrategy(Strategy):
         state = from_record(arrays)
         sent = {client: self.method.message(state, client) for client in there if client in nodes}
         records = {id(tensors): to_record(tensors) for tensors in sent.values()}  # most methods send all the same
-        messages = {
-            client: Message(
-                RecordDict({ARRAYS: records[id(tensors)], ORDER: self._order(server_round, client).to_record()}),
-                nodes[client],
-                MessageType.TRAIN,
-                ttl=self.timeout + GRACE,
-                group_id=str(server_round),
-            )
-            for client, tensors in sent.items()
-        }
+        about = {"message_type": MessageType.TRAIN, "ttl": self.timeout + GRACE, "group_id": str(server_round)}
+
+        def message(client: int) -> Message:
+            order = self._order(server_round, client).to_record()
+            return Message(RecordDict({ARRAYS: records[id(sent[client])], ORDER: order}), nodes[client], **about)
+
+        messages = {client: message(client) for client in sent}
         missing = {client: absent.get(client, "vanished, as drop_out asks") for client in asked if client not in sent}
         self.trial = Trial(server_round, attempt, asked, state, sent, missing, messages, time.monotonic())
         return list(messages.values())
@@ -197,12 +186,12 @@ class MethodStrategy(Strategy):
     def conclude(
         self, server_round: int, answers: Sequence[Answer], faults: Mapping[int, str]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Examine a round's answers, join the sound ones and note the round."""
+        """Validate a round's answers, join the sound ones and note the round."""
         trial = self._trial(server_round)
-        intake = examine(trial.sent, [answer.update for answer in answers], round=server_round)
-        refused = {**intake.refused, **trial.absent, **faults}
+        found = validate_updates(trial.sent, [answer.update for answer in answers], round=server_round)
+        refused = {**found.refused, **trial.absent, **faults}
         self.log_refused(trial, refused)
-        accepted = [_against_state(update, trial) for update in intake.accepted if update.client not in refused]
+        accepted = [_against_state(update, trial) for update in found.accepted if update.client not in refused]
         if len(accepted) < self.settings.min_clients:
             return None, None
         sound = {update.client for update in accepted}
@@ -222,25 +211,16 @@ class MethodStrategy(Strategy):
         self, trial: Trial, state: Tensors, answers: Sequence[Answer], refused: Mapping[int, str]
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Add a finished round to the history; return the next state and the round's metrics."""
-        said = {
-            kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics}
-            for kind in ("before", "after", "loss")
-        }
-        done = Round(
-            trial.round,
-            trial.asked,
-            seconds=time.monotonic() - trial.started,
-            refused=refused,
-            attempts=trial.attempt + 1,
-            **said,
-        )
+        kinds = ("before", "after", "loss")
+        said = {kind: {a.update.client: a.metrics[kind] for a in answers if kind in a.metrics} for kind in kinds}
+        seconds = time.monotonic() - trial.started
+        done = Round(trial.round, trial.asked, **said, seconds=seconds, refused=refused, attempts=trial.attempt + 1)
         self.rounds.append(done)
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(answers), len(done.clients), means)
         each = {f"{kind}.{client}": value for kind, values in said.items() for client, value in values.items()}
-        return to_record(state), MetricRecord(
-            {**{kind: mean for kind, mean in means.items() if mean is not None}, **each}
-        )
+        known = {kind: mean for kind, mean in means.items() if mean is not None}
+        return to_record(state), MetricRecord({**known, **each})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -254,13 +234,8 @@ class MethodStrategy(Strategy):
 
     def _order(self, round: int, client: int) -> Order:
         taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
-        return Order(
-            self.federation,
-            round,
-            self.settings.seed,
-            self.settings.evaluates(round),
-            max(taken, default=0),
-        )
+        evaluate = self.settings.evaluates(round)
+        return Order(self.federation, round, self.settings.seed, evaluate, max(taken, default=0))
 
     def _trial(self, round: int) -> Trial:
         if self.trial is None or self.trial.round != round:

@@ -1,8 +1,7 @@
 """Models whose weights stay compressed in memory while they run and train, bit for bit.
 
-`box.py` holds one weight's bytes, `ops.py` decodes them, on GPUs by `device.py`; `ahead.py` decodes the next layer
-while one computes, in the `order.py` of the last pass, on GPUs by `side_stream.py`;
-`tensor.py` is the parameter that stands for the weight, `compute.py` how layers calculate with it, `model.py` turns
-whole models over, `layerwise.py` trains them, `activations.py` keeps their activations compressed, `checkpoint.py`
-saves them. After NeuZip (arXiv 2410.20650).
+`tensor.py` is the parameter that stands for a compressed weight, `storage.py` its bytes, `functional.py` how layers
+calculate with it. `cuda.py` decodes on GPUs, `prefetch.py` decodes the next layer while one computes, `fsdp.py` shards
+weights over processes. `model.py` turns whole models over, `layerwise.py` trains them, `activations.py` keeps their
+activations compressed, `checkpoint.py` saves them. After NeuZip (arXiv 2410.20650).
 """

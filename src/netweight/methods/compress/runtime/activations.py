@@ -74,7 +74,7 @@ class _Kept:
 class _Packed:
     """What stands for a saved tensor: its values, and how it looked at them."""
 
-    requires_grad = False  # a checkpoint asks this of what it keeps, and how it looks
+    requires_grad = False  # a checkpoint reads this of what it keeps, and its shape, dtype and device
 
     def __init__(self, tensor: torch.Tensor, kept: _Kept) -> None:
         self.kept = kept
@@ -172,7 +172,7 @@ def compress_activations() -> Iterator[None]:
         >>> loss.backward()  # doctest: +SKIP
     """
     packing = _Packing()
-    # A leaf belongs to someone who keeps it anyway.
+    # A leaf is kept alive by its owner anyway.
     with saved_tensors_hooks(lambda tensor: tensor if tensor.is_leaf else packing.pack(tensor), _unpacked):
         yield
 

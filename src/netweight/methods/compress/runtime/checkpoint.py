@@ -51,11 +51,11 @@ def save_checkpoint(
     with StoreWriter(path, overwrite=True) as writer:
         for name, value in model.state_dict().items():
             if isinstance(value, CompressedTensor):
-                if id(value.box) in written:
-                    tied[name] = written[id(value.box)]
+                if id(value.stored) in written:
+                    tied[name] = written[id(value.stored)]
                     continue
-                written[id(value.box)] = name
-                writer.add_blob(f"model.{name}", value.box.blob)
+                written[id(value.stored)] = name
+                writer.add_blob(f"model.{name}", value.stored.blob)
             else:
                 writer.add(f"model.{name}", value)
 
@@ -123,7 +123,9 @@ def load_checkpoint(
                         f"{tuple(target.shape)} in the model."
                     )
                 if isinstance(target, CompressedTensor) and codec.is_lossy(store.raw(place)):
-                    target.box.adopt(store.raw(place))  # its bytes as they are: they cannot be made of rounded values
+                    target.stored.adopt(
+                        store.raw(place)
+                    )  # its bytes as they are: they cannot be made of rounded values
                 else:
                     target.copy_(saved)
 

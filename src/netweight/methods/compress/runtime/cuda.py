@@ -1,11 +1,10 @@
 """Weights whose payloads lie on a CUDA device: decoded there, checked there, encoded there.
 
-What a payload holds is looked up once for each version of its bytes, so that a later pass asks the device nothing.
-The first decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds
-to a status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so
-that damage done in memory is told of, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`)
-bytes go to the CPU and the weight comes back, as for devices of other kinds. `ops.py`, `storage.py`, `tensor.py` and
-`side_stream.py` call this; payloads on the CPU never get here.
+What a payload holds is looked up once for each version of its bytes, so that a later pass waits for nothing. The first
+decoding of bytes that came from outside is waited for, and refused if they are damaged. Every later one adds to a
+status of the device's, which is looked at again and again without waiting (`Status`), and by `check_device`, so that
+damage done in memory is reported, if some layers late. Where the kernels cannot run (`cuda.unavailable_because`) bytes
+go to the CPU and the weight comes back, as for devices of other kinds. Payloads on the CPU never get here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol, final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
@@ -113,11 +112,7 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
 # ---- the status of a device ------------------------------------------------------------------------------------------
 
 
-class Event(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
+Event = Any  # of torch.cuda: its `query` says whether the device has come to it
 
 
 @final
@@ -186,13 +181,13 @@ class Decoder:
         self._run = run
         self.status = status  # decodings of bytes that are known to be sound add to it
 
-    def weight(self, payload: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Decode a payload on the device's current stream."""
         known = self._look_up(payload)
         layout: Any = known.layout
         out = None
-        if room is not None:
-            out = room[: layout.nbytes].view(layout.dtype).view(layout.shape)
+        if memory is not None:
+            out = memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
         return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
 
     def rows(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -338,18 +333,11 @@ def check_device(device: torch.device | str | int | None = None) -> None:
 # ---- encoding --------------------------------------------------------------------------------------------------------
 
 
-class Reader(Protocol):
-    """Something that reads payloads at times of its own."""
-
-    def let_go(self, payload: torch.Tensor) -> None:
-        """Have the current stream wait until a payload is not read any more."""
+_readers: WeakSet[Any] = WeakSet()
 
 
-_readers: WeakSet[Reader] = WeakSet()
-
-
-def reads(reader: Reader) -> None:
-    """Have a reader told before payloads are written."""
+def add_reader(reader: Any) -> None:
+    """Register what reads payloads at times of its own: `reader.let_go(payload)` is called before one is written."""
     _readers.add(reader)
 
 

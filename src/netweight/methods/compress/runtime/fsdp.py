@@ -1,16 +1,15 @@
 """Compressed weights under FSDP2: every process holds its rows compressed, and a gather moves compressed bytes.
 
-`torch.distributed.fsdp.fully_shard` cuts a weight by rows and asks the pieces two things: what to gather
-(`before_gather`) and what to make of it (`after_gather`). All processes must send equally many bytes, and torch keeps a
-buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an all-reduce, and
-some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of them: when a
-changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece that has
-outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
-"""
+`torch.distributed.fsdp.fully_shard` cuts a weight by rows and calls two functions of the pieces: `before_gather` gives
+what is sent, `after_gather` makes the weight of what was received. All processes must send equally many bytes, and
+torch keeps a buffer of that size. So each weight has a capacity, the same everywhere: the largest piece, found by an
+all-reduce, and some headroom. Pieces bring their lengths with them, so that after a gather every process knows all of
+them: when a changed weight nears its capacity, all processes enlarge it alike before the next gather of it. A piece
+that has outgrown the capacity already is sent in two parts, the second by a gather of its own; nothing is ever cut off.
 
-# Called by `tensor.py`, which torch calls, and by `model.py` and others for what is a shard. Nothing here asks where a
-# payload is: what is gathered on a GPU is decoded there as `ops.py` does it, and 16 bytes per process and gather are
-# read by the host. Not yet run on a GPU.
+Nothing here asks where a payload is: what is gathered on a GPU is decoded there, and the host reads 16 bytes per
+process and gather. Not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from netweight import codec
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime.cuda import LENGTH
-from netweight.methods.compress.runtime.ops import decode
-from netweight.methods.compress.runtime.storage import Box, blob_of, threads_for
+from netweight.methods.compress.runtime.functional import decode
+from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, threads_for
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 # Bytes before a piece's payload: its rows, and nothing, so that the payload is aligned as in memory of its own.
@@ -39,7 +38,7 @@ class _Wire:
     """How a weight is sent, the same in every process because it follows from what all of them see."""
 
     capacity: int | None = None  # bytes that each process sends; None until they have agreed
-    dtype: torch.dtype | None = None  # to send the weight in, once torch has told; None is the weight's own
+    dtype: torch.dtype | None = None  # to send the weight in, known after the first gather; None is the weight's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,46 +52,46 @@ class _Sent:
     rest: torch.Tensor | None  # what of this process's payload was beyond the capacity
 
 
-_wires: WeakKeyDictionary[Box, _Wire] = WeakKeyDictionary()
+_wires: WeakKeyDictionary[CompressedStorage, _Wire] = WeakKeyDictionary()
 
 
 # ---- cutting a weight into shards ------------------------------------------------------------------------------------
 
 
 def is_fsdp(caller: FrameType) -> bool:
-    """Whether code of FSDP2 is calling: what it asks of a tensor has other answers than what everybody else asks."""
+    """Whether FSDP2 is calling: some functions of a tensor do something else for it."""
     return str(caller.f_globals.get("__name__", "")).startswith(_FSDP)
 
 
-def blank(tensor: Any, size: torch.Size) -> Any:
-    """The shard that FSDP2 is about to fill, where it asks for zeros."""
-    box = tensor.box
-    if tuple(size[1:]) != tuple(box.shape[1:]):
+def empty_shard(tensor: Any, size: torch.Size) -> Any:
+    """The shard that FSDP2 is about to fill, in place of zeros."""
+    stored = tensor.stored
+    if tuple(size[1:]) != tuple(stored.shape[1:]):
         raise Unsupported(
-            f"A compressed weight of shape {tuple(box.shape)} can be sharded by rows only, not to {tuple(size)}.",
+            f"A compressed weight of shape {tuple(stored.shape)} can be sharded by rows only, not to {tuple(size)}.",
             cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
             "a model that is sharded in part must be made anew.",
         )
-    empty = torch.empty((0, *size[1:]), dtype=box.dtype, device=box.payload.device)
-    fresh = Box.of(empty, level=box.level, chunk_log2=box.chunk_log2)
-    _wires[fresh] = _wires.get(box) or _Wire()
-    return type(tensor)(fresh, (), torch.empty(size, dtype=box.dtype, device="meta"))
+    empty = torch.empty((0, *size[1:]), dtype=stored.dtype, device=stored.payload.device)
+    fresh = CompressedStorage.of(empty, level=stored.level, chunk_log2=stored.chunk_log2)
+    _wires[fresh] = _wires.get(stored) or _Wire()
+    return type(tensor)(fresh, (), torch.empty(size, dtype=stored.dtype, device="meta"))
 
 
-def cut(tensor: Any, dim: int, start: int, length: int) -> Any:
-    """The rows of a shard that are not padding; for a `blank` one this says how many there will be."""
-    box = tensor.box
-    if dim or start or box not in _wires or box.shape[0] not in (0, length):
+def shard_rows(tensor: Any, dim: int, start: int, length: int) -> Any:
+    """The rows of a shard that are not padding; for an `empty_shard` this says how many there will be."""
+    stored = tensor.stored
+    if dim or start or stored not in _wires or stored.shape[0] not in (0, length):
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.narrow(dim, start, length)
-    box.shape = (length, *box.shape[1:])
-    return type(tensor)(box)
+    stored.shape = (length, *stored.shape[1:])
+    return type(tensor)(stored)
 
 
-def inherit(converted: Any, source: Box) -> Any:
+def send_like(converted: Any, source: CompressedStorage) -> Any:
     """Let a converted shard be sent as the one that it was made of."""
-    if source in _wires and hasattr(converted, "box"):
-        _wires[converted.box] = _wires[source]
+    if source in _wires and hasattr(converted, "stored"):
+        _wires[converted.stored] = _wires[source]
     return converted
 
 
@@ -117,10 +116,10 @@ def dense_shard(value: Any) -> Any:
 
 
 @torch.no_grad()
-def before_gather(box: Box, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
+def before_gather(stored: CompressedStorage, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
     """What this process sends: its shard's payload in a buffer as large as everybody's."""
-    wire, group = _wires.setdefault(box, _Wire()), mesh.get_group()
-    sent = _as_sent(box, wire)
+    wire, group = _wires.setdefault(stored, _Wire()), mesh.get_group()
+    sent = _as_sent(stored, wire)
     if wire.capacity is None:
         wire.capacity = _agreed(sent, group)
     buffer = sent.payload.new_zeros(wire.capacity)
@@ -133,7 +132,7 @@ def before_gather(box: Box, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
 
 @torch.no_grad()
 def after_gather(
-    box: Box, gathered: torch.Tensor, sent: _Sent, dtype: torch.dtype, out: torch.Tensor | None
+    stored: CompressedStorage, gathered: torch.Tensor, sent: _Sent, dtype: torch.dtype, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
     """Decode all shards into the weight that layers calculate with."""
     pieces = _pieces(gathered, sent)
@@ -142,7 +141,7 @@ def after_gather(
     if longest > sent.capacity:
         pieces = _completed(pieces, longest, sent)
     if out is None:
-        dense = torch.empty((sum(rows), *box.shape[1:]), dtype=dtype, device=gathered.device)
+        dense = torch.empty((sum(rows), *stored.shape[1:]), dtype=dtype, device=gathered.device)
         _decode_all(pieces, rows, sent.dtype, dense)
     elif out.is_inference():
         _decode_all(pieces, rows, sent.dtype, out)
@@ -151,19 +150,19 @@ def after_gather(
         with _unsafe_preserve_version_counter(out):
             _decode_all(pieces, rows, sent.dtype, out)
     del pieces
-    _settle(box, sent, dtype, longest, gathered)
+    _settle(stored, sent, dtype, longest, gathered)
     return (dense, (dense,)) if out is None else None
 
 
-def _as_sent(box: Box, wire: _Wire) -> Box:
+def _as_sent(stored: CompressedStorage, wire: _Wire) -> CompressedStorage:
     """The shard in the dtype that it is sent in: casting before the gather is what FSDP2 does with dense weights."""
-    if wire.dtype is None or wire.dtype == box.dtype:
-        return box
-    dense = decode(box.payload, box.shape, box.dtype)
-    return Box.of(dense.to(wire.dtype), level=box.level, chunk_log2=box.chunk_log2)
+    if wire.dtype is None or wire.dtype == stored.dtype:
+        return stored
+    dense = decode(stored.payload, stored.shape, stored.dtype)
+    return CompressedStorage.of(dense.to(wire.dtype), level=stored.level, chunk_log2=stored.chunk_log2)
 
 
-def _agreed(sent: Box, group: Any) -> int:
+def _agreed(sent: CompressedStorage, group: Any) -> int:
     """The capacity to begin with, by an all-reduce over the processes."""
     longest = torch.tensor([_FRONT + sent.payload.numel()], device=sent.payload.device)
     torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
@@ -228,14 +227,14 @@ def _decode_into(payload: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor) 
         rows.copy_(decode(payload, rows.shape, dtype))
 
 
-def _settle(box: Box, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
+def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
     """Make ready for the next gather, in every process alike."""
     wire, outputs = sent.wire, gathered._base
     if outputs is not None:  # torch's own buffer; without it, in inference mode, the capacity stays as it is
         wanted = _capacity_for(longest)
         if sent.dtype != dtype:
             wire.dtype = dtype
-            wire.capacity = _agreed(_as_sent(box, wire), sent.group)
+            wire.capacity = _agreed(_as_sent(stored, wire), sent.group)
         elif longest + _headroom(longest) // 4 > sent.capacity or wanted < sent.capacity - (sent.capacity >> 3):
             wire.capacity = wanted
         nbytes = sent.group.size() * (wire.capacity or 0)
@@ -248,8 +247,8 @@ def _settle(box: Box, sent: _Sent, dtype: torch.dtype, longest: int, gathered: t
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def refuse(tensor: Any, caller: FrameType) -> None:
-    """Stop code that would take a compressed weight apart without knowing it; all of it asks for the device first."""
+def refuse_unknown_sharding(tensor: Any, caller: FrameType) -> None:
+    """Refuse other ways of sharding, which would cut the compressed bytes; all of them read the device first."""
     name, function = str(caller.f_globals.get("__name__", "")), caller.f_code.co_name
     if is_fsdp(caller):
         _refuse_settings(tensor, caller)
@@ -267,7 +266,7 @@ def refuse(tensor: Any, caller: FrameType) -> None:
 
 
 def _refuse_settings(tensor: Any, caller: FrameType) -> None:
-    if tensor.box.lossy:
+    if tensor.stored.lossy:
         raise Unsupported(
             f"A weight of shape {tuple(tensor.shape)} is kept rounded, and a shard of it would be rounded again.",
             cure="Shard a model that was compressed without mantissa_bits, or keep it whole in every process: put it "

@@ -8,23 +8,21 @@ plain SGD only.
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
+from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
-from netweight.methods.compress.runtime.functional import round_stochastically
-from netweight.methods.compress.runtime.model import (
+from netweight.methods.compress.runtime.incompatible import (
+    refuse_closures,
+    refuse_parameters,
     refuse_reentrant_checkpoint,
     refuse_reentrant_graph,
-    refuse_rounded_weights,
-    refuse_second_optimizer,
-    refuse_shards,
     refuse_unreduced_gradients,
     refuse_wrapped_model,
 )
@@ -35,6 +33,22 @@ _UPDATE, _MEASURE = "update", "measure"
 
 class _Shell(nn.Parameter):
     """What the torch optimizer knows of a weight: its shape and dtype, without memory between steps."""
+
+
+@dataclass(eq=False)
+class _Trained:
+    """A parameter of the model, and where the torch optimizer has its shell."""
+
+    parameter: nn.Parameter
+    name: str
+    group: int
+    position: int
+    rank: int  # its place in the model
+
+
+def _in_order(trained: Iterable[_Trained]) -> list[_Trained]:
+    """In the model's order, in which `clip_grad_norm_` sums up norms, whatever the groups are."""
+    return sorted(trained, key=lambda each: each.rank)
 
 
 def _empty(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -100,7 +114,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             raise UsageError("last_pass was given, and accumulation_steps is 1.", cure="Give both, or neither.")
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", cure="Choose a positive number, or None.")
-        _refuse_closures(optimizer_class)
+        refuse_closures(optimizer_class)
         refuse_wrapped_model(model)
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not names:
@@ -111,10 +125,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._last_pass = last_pass
         self._stochastic, self._seed = stochastic_rounding, seed
         chosen = [dict(group) for group in groups] if groups is not None else [{"params": list(names)}]
-        place_in_model = {parameter: place for place, parameter in enumerate(names)}
-        self._parameters: list[nn.Parameter] = []
-        self._names: list[str] = []
-        self._place: list[tuple[int, int]] = []  # of each parameter's shell: group, position
+        ranks = {parameter: rank for rank, parameter in enumerate(names)}
+        self._trained: list[_Trained] = []
         for index, group in enumerate(chosen):
             given: Any = group["params"]
             listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -122,29 +134,23 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             for position, member in enumerate(members):
                 if member not in names:
                     raise UsageError("A parameter in `groups` is not one of the model's, or is there twice.")
-                self._parameters.append(member)
-                self._names.append(names.pop(member))
-                self._place.append((index, position))
+                self._trained.append(_Trained(member, names.pop(member), index, position, ranks[member]))
             group["params"] = [_Shell(_empty(member, self._dtype_of(member))) for member in members]
-        # Norms are summed up in the model's order, as `clip_grad_norm_` does, whatever the groups are.
-        self._rank = [place_in_model[parameter] for parameter in self._parameters]
         self.inner = optimizer_class(chosen, **options)
         self._micro = 0  # backward passes since the last update
         self._pass: int | None = None  # the backward pass at work, by torch's number
         self._updated = 0  # parameters updated in it
         self._mode = _UPDATE
-        self._norms: dict[int, torch.Tensor] = {}
+        self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
         # What torch's Optimizer keeps besides groups and state; these two are the inner optimizer's.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._patch_step_function()
-        refuse_second_optimizer(self._names, self._parameters)
-        refuse_rounded_weights(self._names, self._parameters)
-        refuse_shards(self._names, self._parameters)
+        refuse_parameters({each.name: each.parameter for each in self._trained})
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_Hook(self, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+            each.parameter.register_post_accumulate_grad_hook(_Hook(self, each))  # type: ignore[no-untyped-call]
+            for each in self._trained
         ]
         self._watch = model.register_forward_hook(_Watch(self))
         self._handles.append(self._watch)
@@ -172,8 +178,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         Args:
             parameter: One of the model's own.
         """
-        index = next(i for i, known in enumerate(self._parameters) if known is parameter)
-        return dict(self.inner.state.get(self._shell(index), {}))
+        trained = next(each for each in self._trained if each.parameter is parameter)
+        return dict(self.inner.state.get(self._shell(trained), {}))
 
     def state_dict(self) -> dict[str, Any]:
         """The torch optimizer's state dict, and under "layerwise" the number of steps made.
@@ -229,7 +235,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             try:
                 with torch.random.fork_rng():
                     loss = closure()
-                self._take_norm([self._norms[index] for index in self._in_order(self._norms)])
+                self._take_norm([self._norms[each] for each in _in_order(self._norms)])
                 self._mode = "scaled"
                 closure()
             finally:
@@ -242,8 +248,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: As in torch; gradients are always dropped.
         """
-        for parameter in self._parameters:
-            parameter.grad = None
+        for each in self._trained:
+            each.parameter.grad = None
         self._micro = 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -270,23 +276,20 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _forward_done(self, model: nn.Module, inputs: Any, output: Any) -> None:
         """Look at the graph of the first forward pass that has one, and at what runs it."""
         refuse_wrapped_model(model)
-        if torch.is_grad_enabled() and refuse_reentrant_graph(output, CheckpointFunction):
+        if torch.is_grad_enabled() and refuse_reentrant_graph(output):
             self._watch.remove()
 
     def _is_last(self) -> bool:
         """Whether the backward pass at work is the last of its update."""
         return self._last_pass() if self._last_pass is not None else self._micro + 1 == self._accumulation
 
-    def _in_order(self, indices: Iterable[int]) -> list[int]:
-        return sorted(indices, key=self._rank.__getitem__)
-
     def _begin(self) -> None:
-        """Check a backward pass when its first gradient arrives, and ask to be told of its end."""
+        """Check a backward pass when its first gradient arrives, and register a callback for its end."""
         number = torch._C._current_graph_task_id()
         if number == self._pass:
             return
         self._pass, self._updated = None, 0
-        refuse_reentrant_checkpoint(CheckpointFunction)
+        refuse_reentrant_checkpoint()
         refuse_unreduced_gradients(self._reduce)
         if self.two_passes and self._mode == _UPDATE:
             raise LayerwiseConflict(
@@ -298,16 +301,15 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
-    def _ready(self, index: int) -> None:
+    def _ready(self, trained: _Trained) -> None:
         """A parameter's gradient is complete for this backward pass."""
         try:
             self._begin()
             if self._mode == _MEASURE:
-                gradient = self._checked(index)
-                self._norms[index] = torch.linalg.vector_norm(gradient)
-                self._parameters[index].grad = None
+                self._norms[trained] = torch.linalg.vector_norm(self._checked(trained))
+                trained.parameter.grad = None
             elif self.two_passes or (self._clip is None and self._is_last()):
-                self._update(index)
+                self._update(trained)
         except Exception:
             self.zero_grad()
             self._pass = None
@@ -324,13 +326,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if not last:
             return
         # Gradients that wait for clipping, or that only earlier passes of this update gave.
-        every = enumerate(self._parameters)
-        waiting = self._in_order(index for index, parameter in every if parameter.grad is not None)
+        waiting = _in_order(each for each in self._trained if each.parameter.grad is not None)
         try:
             if self._clip is not None and not self.two_passes:
-                self._take_norm([torch.linalg.vector_norm(self._checked(index)) for index in waiting])
-            for index in waiting:
-                self._update(index)
+                self._take_norm([torch.linalg.vector_norm(self._checked(each)) for each in waiting])
+            for each in waiting:
+                self._update(each)
         finally:
             self._scale = None
             self.zero_grad()
@@ -344,9 +345,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         self._scale = torch.clamp(self._clip / (self.grad_norm + 1e-6), max=1.0)
 
-    def _checked(self, index: int) -> torch.Tensor:
+    def _checked(self, trained: _Trained) -> torch.Tensor:
         """The complete gradient, reduced over processes, if it is finite."""
-        gradient = self._parameters[index].grad
+        gradient = trained.parameter.grad
         assert gradient is not None
         if self._reduce is not None:
             self._reduce(gradient)
@@ -358,33 +359,33 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 else "Nothing was updated."
             )
             raise BadGradient(
-                f"The gradient of {self._names[index]} holds NaN or infinity. {done}",
+                f"The gradient of {trained.name} holds NaN or infinity. {done}",
                 cure="Lower the learning rate or look at the batch; with clip_norm (also infinity) all gradients are "
                 "examined before the first update.",
             )
         return gradient
 
-    def _update(self, index: int) -> None:
+    def _update(self, trained: _Trained) -> None:
         """Step one parameter and free its gradient."""
-        parameter = self._parameters[index]
+        parameter = trained.parameter
         checked = self._clip is not None and not self.two_passes  # by `_end`, and reduced
-        gradient = parameter.grad if checked else self._checked(index)
+        gradient = parameter.grad if checked else self._checked(trained)
         assert gradient is not None
         if self._scale is not None:
             gradient.mul_(self._scale.to(gradient.device))
         dense = parameter.dense() if isinstance(parameter, CompressedTensor) else parameter.detach()
         rounded = self._dtype_of(parameter) != dense.dtype
-        shell = self._shell(index)
+        shell = self._shell(trained)
         shell.data = dense.float() if rounded else dense
         shell.grad = gradient.float() if rounded else gradient
         parameter.grad = None
         try:
-            self._step_alone(index, shell)
+            self._step_alone(trained, shell)
             stepped = shell.detach()
             if rounded:
-                stepped = round_stochastically(stepped, self._seed, self._names[index], self.steps)
+                stepped = round_stochastically(stepped, self._seed, trained.name, self.steps)
             if isinstance(parameter, CompressedTensor):
-                parameter.box.write(stepped)
+                parameter.stored.write(stepped)
                 torch.autograd.graph.increment_version(parameter)
             elif rounded:
                 parameter.copy_(stepped)
@@ -393,10 +394,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             shell.data = _empty(parameter, shell.dtype)
         self._updated += 1
 
-    def _step_alone(self, index: int, shell: nn.Parameter) -> None:
+    def _step_alone(self, trained: _Trained, shell: nn.Parameter) -> None:
         """One step of the torch optimizer that sees a single parameter."""
         groups = self.inner.param_groups
-        group = groups[self._place[index][0]]
+        group = groups[trained.group]
         everyone = group["params"]
         self.inner.param_groups, group["params"] = [group], [shell]
         try:
@@ -404,9 +405,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         finally:
             self.inner.param_groups, group["params"] = groups, everyone
 
-    def _shell(self, index: int) -> nn.Parameter:
-        group, position = self._place[index]
-        shell: nn.Parameter = self.inner.param_groups[group]["params"][position]
+    def _shell(self, trained: _Trained) -> nn.Parameter:
+        shell: nn.Parameter = self.inner.param_groups[trained.group]["params"][trained.position]
         return shell
 
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
@@ -432,23 +432,33 @@ class _Watch:
 class _Hook:
     """Tells an optimizer that a gradient is complete. A class, so that another optimizer can recognize it."""
 
-    def __init__(self, optimizer: LayerwiseOptimizer, index: int) -> None:
-        self.optimizer = optimizer
-        self.index = index
+    def __init__(self, optimizer: LayerwiseOptimizer, trained: _Trained) -> None:
+        self.optimizer, self.trained = optimizer, trained
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self.optimizer._ready(self.index)
+        self.optimizer._ready(self.trained)
 
 
-def _refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that evaluate the model themselves."""
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise LayerwiseConflict(
-            f"{optimizer_class.__name__} needs all gradients at once: its step evaluates the model several times.",
-            cure="Choose an optimizer that steps each parameter by its own gradient, such as AdamW, or train without "
-            "LayerwiseOptimizer.",
-        )
+def average_gradient(gradient: torch.Tensor) -> None:
+    """Average a gradient over all processes of the default group, in place: `LayerwiseOptimizer(..., reduce=this)`.
+
+    It is scaled first and then summed, as `DistributedDataParallel` does: two processes train to the same bits as with
+    that. With more, the order of a sum may depend on how gradients are put together.
+
+    Args:
+        gradient: A dense gradient; every process must train the same parameters in the same order.
+    """
+    gradient.mul_(1.0 / torch.distributed.get_world_size())
+    torch.distributed.all_reduce(gradient)
+
+
+def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> torch.Tensor:
+    """Round fp32 to bf16, up or down at random so that the expected value is the exact one."""
+    generator = seeds.torch_generator(seed, *path, device=str(values.device))
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -1,16 +1,17 @@
-"""The order in which weights are needed, learned as it happens: after weight A came weight B.
+"""The compressed bytes of one weight: encoded, decoded, moved between devices and written anew.
 
-A changed order is learned anew. What decodes ahead of time asks here: `ahead.py` on the CPU, `side_stream.py` on GPUs.
+A *payload* is a U8 tensor on the weight's device: eight bytes of length, the codec's blob, and room for it to grow.
+`CompressedStorage` is a payload with what is known of its weight; `tensor.py` makes the parameter that stands for it.
 """
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy
 import torch
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from netweight import codec
 from netweight.codec import Precision, cuda
@@ -21,138 +22,23 @@ from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.store.writer import Level
 
-
-@final
-class Order:
-    """Which payload was asked for after which; forward and backward passes are learned apart."""
-
-    def __init__(self) -> None:
-        self._after: dict[str, WeakIdKeyDictionary] = {
-            "forward": WeakIdKeyDictionary(),
-            "backward": WeakIdKeyDictionary(),
-        }
-        self._last: tuple[str, WeakIdRef] | None = None
-
-    def learn(self, payload: torch.Tensor, direction: str) -> None:
-        """Note that a payload is asked for now."""
-        if self._last is not None:
-            before = self._last[1]()
-            if before is not None:
-                self._after[self._last[0]][before] = (direction, WeakIdRef(payload))
-        self._last = (direction, WeakIdRef(payload))
-
-    def after(self, payload: torch.Tensor, direction: str) -> tuple[torch.Tensor, str] | None:
-        """The payload that came after this one the last time, and its direction; None if nobody knows."""
-        following = self._after[direction].get(payload)  # type: ignore[no-untyped-call]
-        successor = following[1]() if following is not None else None
-        return None if successor is None else (successor, following[0])
-
-
 _MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
 
 
-def threads_for(nbytes: int) -> int:
-    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do."""
-    return torch.get_num_threads() if nbytes >= _MANY else 1
-
-
-def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """A U8 tensor's memory as an array; unlike `.numpy()` it leaves the tensor's storage resizable."""
-    memory: Any = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
-    array: numpy.ndarray[Any, numpy.dtype[numpy.uint8]] = numpy.frombuffer(memory, numpy.uint8)
-    return array
-
-
-def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
-    """Put a blob into a payload of its own."""
-    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
-    payload = torch.empty(size, dtype=torch.uint8)
-    _fill(payload, blob)
-    return payload
-
-
-def _capacity(used: int) -> int:
-    return -(-(used + (used >> 8)) // 64) * 64
-
-
-def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
-    memory, used = _memory(payload), LENGTH + len(blob)
-    memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
-    memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
-    memory[used:] = 0
-
-
-def _fill_there(payload: torch.Tensor, blob: torch.Tensor) -> None:
-    """`_fill` on a device, with a blob that is there."""
-    used = LENGTH + blob.numel()
-    payload[:LENGTH].view(torch.int64).fill_(blob.numel())
-    payload[LENGTH:used].copy_(blob)
-    payload[used:].zero_()
-
-
-def settled(payload: torch.Tensor) -> torch.Tensor:
-    """Complete the blob in a payload that came from a device, where weights are encoded without their digests."""
-    blob = blob_of(payload)
-    if bytes(blob[:3]) != b"NWT" or blob[8:24].any():
-        return payload
-    sealed = cuda.with_digest(torch.from_numpy(blob))
-    blob[:28] = sealed[:28].numpy()  # nothing else changes
-    return payload
-
-
-def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
-    leaves = device.handles(payload) and to.type == "cpu"
-    with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
-        copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
-    if type(payload) is not torch.Tensor:
-        return copy  # a compiler's or tracer's, without bytes
-    if leaves:
-        settled(copy)
-    if device.handles(payload) or device.handles(copy):
-        device.copied(copy, payload)
-    return copy
-
-
-def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
-    memory = _memory(payload)
-    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
-
-
-def layout_of(
-    weight: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
-) -> tuple[int, ...] | None:
-    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor."""
-    copy = torch.empty_like(weight, device="meta", memory_format=memory_format)
-    return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
-
-
 @final
-class Box:
-    """The bytes of one weight, shared by every tensor that stands for it."""
+@dataclass(eq=False, repr=False)
+class CompressedStorage:
+    """The bytes of one weight, shared by every tensor that stands for it, so that all see a write through one."""
 
-    # So that a write through one is seen by all.
-
-    def __init__(
-        self,
-        payload: torch.Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        level: Level = "default",
-        chunk_log2: int | None = None,
-        stride: tuple[int, ...] | None = None,
-        fixed: bool = False,
-    ) -> None:
-        self.payload = payload  # U8 tensor of shape (capacity,), on the device of the weight
-        self.shape = shape  # shape of the weight as encoded
-        self.dtype = dtype
-        self.level = level  # the codec's level for every encoding of it
-        self.chunk_log2 = chunk_log2  # binary logarithm of the numbers per chunk; None for the codec's own choice
-        # Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous. Kernels
-        # differ by layout, in their last bits, too.
-        self.stride = stride
-        self.fixed = fixed  # whether the payload is in the fixed-length form
+    payload: torch.Tensor  # U8 tensor of shape (capacity,), on the device of the weight
+    shape: tuple[int, ...]  # shape of the weight as encoded
+    dtype: torch.dtype
+    level: Level = "default"  # the codec's level for every encoding of it
+    chunk_log2: int | None = None  # binary logarithm of the numbers per chunk; None for the codec's own choice
+    # Strides of the weight when decoded, such as those of torch.channels_last; None if it is contiguous. Kernels differ
+    # by layout, in their last bits, too.
+    stride: tuple[int, ...] | None = None
+    fixed: bool = False  # whether the payload is in the fixed-length form
 
     @classmethod
     def of(
@@ -163,10 +49,10 @@ class Box:
         chunk_log2: int | None = None,
         precision: Precision | None = None,
         fixed: bool = False,
-    ) -> Box:
+    ) -> CompressedStorage:
         """Encode a dense weight."""
         precision, stride = precision or Precision(), layout_of(weight)
-        payload = _fixed(weight) if fixed and precision.lossless and stride is None else None
+        payload = _fixed_form(weight) if fixed and precision.lossless and stride is None else None
         if payload is not None:
             return cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, fixed=True)
         if chunk_log2 is None and device.handles(weight):
@@ -175,15 +61,19 @@ class Box:
         if there is None:
             payload = pack(_encode(weight, level, chunk_log2, precision)).to(weight.device)
         else:
-            payload = torch.empty(_capacity(LENGTH + there.numel()), dtype=torch.uint8, device=weight.device)
-        box = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
+            payload = torch.empty(0, dtype=torch.uint8, device=weight.device)
+        stored = cls(payload, tuple(weight.shape), weight.dtype, level, chunk_log2, stride)
         if there is not None:
-            box._adopt_there(there)
-        return box
+            stored._adopt_there(there)
+        return stored
 
-    def like(self, payload: torch.Tensor) -> Box:
-        """A box of its own with the same weight's description and another payload."""
-        return Box(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
+    def like(self, payload: torch.Tensor) -> CompressedStorage:
+        """The same description with another payload."""
+        return CompressedStorage(payload, self.shape, self.dtype, self.level, self.chunk_log2, self.stride, self.fixed)
+
+    def dense(self) -> torch.Tensor:
+        """The decoded weight, contiguous, on the payload's device."""
+        return fixed_products.decode(self.payload, *self.shape) if self.fixed else decode_payload(self.payload)
 
     def write(self, weight: torch.Tensor) -> None:
         """Encode a dense weight of the same shape and dtype in place of what was here, in the same form."""
@@ -194,9 +84,9 @@ class Box:
                 cure="decompress_ the layer first; or train what is added to it, such as adapters.",
             )
         if self.fixed:
-            payload = _fixed(weight)
+            payload = _fixed_form(weight)
             if payload is not None:
-                self._replace(payload)
+                self._replace_fixed(payload)
                 return
             self.fixed = False
         same = weight.device == self.payload.device
@@ -212,44 +102,35 @@ class Box:
             self.write(codec.decode(blob, threads=threads_for(len(blob))).to(self.payload.device))
             return
         self.fixed = False
-        used = LENGTH + len(blob)
-        if used <= self.payload.numel():
-            if self.payload.is_cpu:
-                _fill(self.payload, blob)
-            else:
-                device.about_to_write(self.payload)
-                self.payload.copy_(pack(blob, self.payload.numel()))
-            # Inside an operator nobody counts: a payload saved for a backward pass must be known to have changed.
-            torch.autograd.graph.increment_version(self.payload)
-            return
-        self._refuse_to_move()
-        self.payload = pack(blob).to(self.payload.device)
-
-    def transcode(self, *, fixed: bool) -> None:
-        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's."""
-        has_form = self.dtype == torch.bfloat16 and self.stride is None and not self.lossy
-        if fixed == self.fixed or (fixed and not has_form):
-            return
-        dense = self.dense()
-        payload = _fixed(dense) if fixed else Box.of(dense, level=self.level, chunk_log2=self.chunk_log2).payload
-        if payload is not None:
+        if LENGTH + len(blob) > self.payload.numel():
             self._refuse_to_move()
-            self.payload, self.fixed = payload, fixed
+            self.payload = pack(blob).to(self.payload.device)
+            return
+        if self.payload.is_cpu:
+            _fill(self.payload, blob)
+        else:
+            device.about_to_write(self.payload)
+            self.payload.copy_(pack(blob, self.payload.numel()))
+        # Inside an operator torch counts no writes; a payload saved for a backward pass must be known to have changed.
+        torch.autograd.graph.increment_version(self.payload)
 
-    def dense(self) -> torch.Tensor:
-        """The decoded weight, contiguous, on the payload's device."""
-        if self.fixed:
-            return fixed_products.decode(self.payload, *self.shape)
-        if device.handles(self.payload):
-            return device.decoder_of(self.payload.device).weight(self.payload)
-        local = self.payload.cpu()  # must outlive the blob, which is a view
-        weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
-        return weight.to(self.payload.device)
+    def _adopt_there(self, blob: torch.Tensor) -> None:
+        """`adopt` a blob that was encoded on the payload's device."""
+        used = LENGTH + blob.numel()
+        if used > self.payload.numel():
+            self.payload = torch.empty(_capacity(used), dtype=torch.uint8, device=blob.device)
+        device.about_to_write(self.payload)
+        self.payload[:LENGTH].view(torch.int64).fill_(blob.numel())
+        self.payload[LENGTH:used].copy_(blob)
+        self.payload[used:].zero_()
+        torch.autograd.graph.increment_version(self.payload)
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        device.wrote(self.payload, blob.numel(), like, self.chunk_log2, self.level)
 
-    def _replace(self, payload: torch.Tensor) -> None:
+    def _replace_fixed(self, payload: torch.Tensor) -> None:
         """Put another payload in the fixed-length form in place of what was here, in its memory if that suffices."""
-        used, room = payload.numel(), self.payload.numel()
-        if used > room:
+        used = payload.numel()
+        if used > self.payload.numel():
             self._refuse_to_move()
             self.payload = payload.to(self.payload.device)
             return
@@ -259,35 +140,24 @@ class Box:
             self.payload[used:].zero_()
         torch.autograd.graph.increment_version(self.payload)
 
+    def transcode(self, *, fixed: bool) -> None:
+        """Put the weight into the fixed-length form, if it has one and gets smaller by it, or back into the codec's."""
+        has_form = self.dtype == torch.bfloat16 and self.stride is None and not self.lossy
+        if fixed == self.fixed or (fixed and not has_form):
+            return
+        dense = self.dense()
+        again = None if fixed else CompressedStorage.of(dense, level=self.level, chunk_log2=self.chunk_log2)
+        payload = _fixed_form(dense) if again is None else again.payload
+        if payload is not None:
+            self._refuse_to_move()
+            self.payload, self.fixed = payload, fixed
+
     def _refuse_to_move(self) -> None:
         if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
             raise UsageError(
                 f"A compressed weight of shape {self.shape} outgrew the memory that it shares with other processes.",
                 cure="Change shared models in one process before sharing, or share a dense model.",
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickles hold: always the codec's blob with its digest; the fixed-length form stays out of files."""
-        state = dict(self.__dict__)
-        if self.fixed or device.handles(self.payload):
-            state["payload"] = pack(self.blob).to(self.payload.device)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` gave, and the form that the weight had."""
-        self.__dict__.update(state)
-        self.fixed = False
-        self.transcode(fixed=state.get("fixed", False))
-
-    def _adopt_there(self, blob: torch.Tensor) -> None:
-        """`adopt` a blob that was encoded on the payload's device."""
-        if LENGTH + blob.numel() > self.payload.numel():
-            self.payload = torch.empty(_capacity(LENGTH + blob.numel()), dtype=torch.uint8, device=blob.device)
-        device.about_to_write(self.payload)
-        _fill_there(self.payload, blob)
-        torch.autograd.graph.increment_version(self.payload)
-        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        device.wrote(self.payload, blob.numel(), like, self.chunk_log2, self.level)
 
     @property
     def lossy(self) -> bool:
@@ -300,11 +170,104 @@ class Box:
         if self.fixed:
             return memoryview(_encode(self.dense(), self.level, self.chunk_log2, Precision()))
         there = device.handles(self.payload)
-        local = settled(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
+        local = _with_digest(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
         return memoryview(blob_of(local).tobytes())
 
+    # Pickles hold always the codec's blob with its digest; the fixed-length form stays out of files.
 
-def _fixed(weight: torch.Tensor) -> torch.Tensor | None:
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.fixed or device.handles(self.payload):
+            state["payload"] = pack(self.blob).to(self.payload.device)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.fixed = False
+        self.transcode(fixed=state.get("fixed", False))
+
+
+# ---- payloads --------------------------------------------------------------------------------------------------------
+
+
+def decode_payload(payload: torch.Tensor) -> torch.Tensor:
+    """The weight of a payload in the codec's form, contiguous, on the payload's device."""
+    if device.handles(payload):
+        return device.decoder_of(payload.device).weight(payload)
+    local = payload.cpu()  # must outlive the blob, which is a view
+    # A weight is about half again as large as its blob.
+    weight = codec.decode(blob_of(local), threads=threads_for(local.numel() * 3 // 2))
+    return weight.to(payload.device)
+
+
+def threads_for(nbytes: int) -> int:
+    """Threads to encode or decode so many bytes with: torch's own number, or one when there is little to do."""
+    return torch.get_num_threads() if nbytes >= _MANY else 1
+
+
+def pack(blob: bytes | memoryview, capacity: int | None = None) -> torch.Tensor:
+    """Put a blob into a payload of its own."""
+    size = capacity if capacity is not None else _capacity(LENGTH + len(blob))
+    payload = torch.empty(size, dtype=torch.uint8)
+    _fill(payload, blob)
+    return payload
+
+
+def blob_of(payload: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """The blob in a payload on the CPU, without a copy; the payload must outlive it."""
+    memory = _memory(payload)
+    return memory[LENGTH : LENGTH + int.from_bytes(memory[:LENGTH].tobytes(), "little")]
+
+
+def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
+    leaves = device.handles(payload) and to.type == "cpu"
+    with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
+        copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
+    if type(payload) is not torch.Tensor:
+        return copy  # a compiler's or tracer's, without bytes
+    if leaves:
+        _with_digest(copy)
+    if device.handles(payload) or device.handles(copy):
+        device.copied(copy, payload)
+    return copy
+
+
+def layout_of(
+    weight: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
+) -> tuple[int, ...] | None:
+    """The strides that a copy of a dense weight gets, or None if they are those of a contiguous tensor."""
+    copy = torch.empty_like(weight, device="meta", memory_format=memory_format)
+    return copy.stride() if copy.stride() != torch.empty(copy.shape, device="meta").stride() else None
+
+
+def _memory(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """A U8 tensor's memory as an array; unlike `.numpy()` it leaves the tensor's storage resizable."""
+    memory: Any = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
+    array: numpy.ndarray[Any, numpy.dtype[numpy.uint8]] = numpy.frombuffer(memory, numpy.uint8)
+    return array
+
+
+def _capacity(used: int) -> int:
+    return -(-(used + (used >> 8)) // 64) * 64
+
+
+def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
+    memory, used = _memory(payload), LENGTH + len(blob)
+    memory[:LENGTH] = numpy.frombuffer(len(blob).to_bytes(LENGTH, "little"), numpy.uint8)
+    memory[LENGTH:used] = numpy.frombuffer(blob, numpy.uint8)
+    memory[used:] = 0
+
+
+def _with_digest(payload: torch.Tensor) -> torch.Tensor:
+    """Complete the blob in a payload that came from a device, where weights are encoded without their digests."""
+    blob = blob_of(payload)
+    if bytes(blob[:3]) == b"NWT" and not blob[8:24].any():
+        blob[:28] = cuda.with_digest(torch.from_numpy(blob))[:28].numpy()  # nothing else changes
+    return payload
+
+
+def _fixed_form(weight: torch.Tensor) -> torch.Tensor | None:
     """A payload in the fixed-length form with room for changes; None if there is none, or it would not be smaller."""
     try:
         payload = encode_fixed(weight)

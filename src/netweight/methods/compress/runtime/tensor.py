@@ -1,9 +1,8 @@
 """The parameter that stands for a compressed weight: shape, dtype, gradients of a dense one, fewer bytes.
 
-Layers find their way to `compute.py` through `__torch_function__`. Any other operator decodes, runs, and encodes what
-it wrote, so that dense code stays right, if slow. A view of a compressed weight is lazy: it remembers how it is cut
-and decodes when it is read; a write through it reaches the weight. Made by `model.py`, `checkpoint.py` and
-integrations.
+`__torch_function__` sends layers to `functional.py`. Any other operator decodes, runs, and encodes what it wrote, so
+that dense code stays right, if slow. A view of a compressed weight is lazy: it remembers how it is cut and decodes when
+it is read; a write through it reaches the weight.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from netweight import codec
 from netweight.errors import DenseOnly
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime import fsdp as sharding
-from netweight.methods.compress.runtime import functional as compute
-from netweight.methods.compress.runtime.ops import decode, decode_fixed
-from netweight.methods.compress.runtime.storage import Box, blob_of, layout_of, moved, threads_for
+from netweight.methods.compress.runtime import fsdp, functional
+from netweight.methods.compress.runtime.functional import decode, decode_fixed
+from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, layout_of, moved, threads_for
 from netweight.store.writer import Level
 
 aten = torch.ops.aten
@@ -40,9 +38,9 @@ _LIKE = frozenset(
 )  # fmt: skip
 # How FSDP2 cuts a weight.
 _CUTTING: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.new_zeros: sharding.blank,
-    torch.Tensor.narrow: sharding.cut,
-    torch.Tensor.pin_memory: sharding.refuse_pinning,
+    torch.Tensor.new_zeros: fsdp.empty_shard,
+    torch.Tensor.narrow: fsdp.shard_rows,
+    torch.Tensor.pin_memory: fsdp.refuse_pinning,
 }
 _RESHAPING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 _NO_MEMORY = {
@@ -64,8 +62,8 @@ class CompressedTensor(torch.Tensor):
     `.data` and views share the weight, as with dense tensors; writes through any of them change it.
 
     Args:
-        box: The compressed bytes.
-        views: How this tensor is cut out of the weight in the box; empty for the weight itself.
+        stored: The compressed bytes.
+        views: How this tensor is cut out of the stored weight; empty for the weight itself.
         stand_in: A tensor on the meta device with this tensor's shape and strides; needed with `views`.
         requires_grad: As for any tensor.
 
@@ -74,53 +72,41 @@ class CompressedTensor(torch.Tensor):
             or storage in place.
     """
 
-    box: Box
+    stored: CompressedStorage
     views: tuple[_View, ...]
 
     @staticmethod
     def __new__(
         cls,
-        box: Box | torch.Tensor,
+        stored: CompressedStorage | torch.Tensor,
         views: tuple[_View, ...] = (),
         stand_in: torch.Tensor | None = None,
         *,
         requires_grad: bool = False,
-    ) -> Any:
-        """Make the tensor without memory of its own; or, as accelerate's `type(parameter)(tensor)`, a parameter."""
-        if isinstance(box, torch.Tensor):
-            return torch.nn.Parameter(box, requires_grad=requires_grad)
-        like = _meta(box) if stand_in is None else stand_in
+    ) -> CompressedTensor:
+        if isinstance(stored, torch.Tensor):  # accelerate's `type(parameter)(tensor)` wants a parameter
+            return torch.nn.Parameter(stored, requires_grad=requires_grad)  # type: ignore[return-value]
+        like = _meta(stored) if stand_in is None else stand_in
         tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             like.shape,
             strides=like.stride(),
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
-            device=box.payload.device,
+            device=stored.payload.device,
         )
+        tensor.stored, tensor.views = stored, views
         return tensor
-
-    def __init__(
-        self,
-        box: Box | torch.Tensor,
-        views: tuple[_View, ...] = (),
-        stand_in: torch.Tensor | None = None,
-        *,
-        requires_grad: bool = False,
-    ) -> None:
-        if isinstance(box, Box):
-            self.box = box
-            self.views = views
 
     @classmethod
     def of(cls, weight: torch.Tensor, *, level: Level = "default", chunk_log2: int | None = None) -> CompressedTensor:
-        """Compress a dense tensor; see `Box.of`."""
-        return cls(Box.of(weight, level=level, chunk_log2=chunk_log2))
+        """Compress a dense tensor; see `CompressedStorage.of`."""
+        return cls(CompressedStorage.of(weight, level=level, chunk_log2=chunk_log2))
 
     @property
     def payload(self) -> torch.Tensor:
         """The U8 tensor that holds the bytes."""
-        return self.box.payload
+        return self.stored.payload
 
     def dense(self) -> torch.Tensor:
         """Decode: a dense tensor of the same shape and dtype, without history.
@@ -128,7 +114,7 @@ class CompressedTensor(torch.Tensor):
         Returns:
             The dense tensor, on the weight's device.
         """
-        return _read(self.box, self.views)
+        return _read(self.stored, self.views)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, not what it holds."""
@@ -139,15 +125,8 @@ class CompressedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Name the inner tensor and describe the rest, for the compiler."""
-        return ["payload"], (
-            self.box.shape,
-            self.box.dtype,
-            self.box.level,
-            self.box.chunk_log2,
-            self.box.stride,
-            self.box.fixed,
-            self.views,
-        )
+        its = self.stored
+        return ["payload"], (its.shape, its.dtype, its.level, its.chunk_log2, its.stride, its.fixed, self.views)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code depends on, the same in every process: torch keeps compiled graphs on disk by it."""
@@ -156,16 +135,15 @@ class CompressedTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], description: Any, size: Any, stride: Any) -> Any:
         """Put a tensor together again from what `__tensor_flatten__` gave."""
-        shape, dtype, level, chunk_log2, layout, fixed, views = description
-        box = Box(inner["payload"], shape, dtype, level, chunk_log2, layout, fixed)
-        stand_in = torch.empty_strided(size, stride, dtype=dtype, device="meta") if views else None
-        return CompressedTensor(box, views, stand_in)
+        *rest, views = description
+        stand_in = torch.empty_strided(size, stride, dtype=rest[1], device="meta") if views else None
+        return CompressedTensor(CompressedStorage(inner["payload"], *rest), views, stand_in)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the box; tensors that share it share it afterwards, tied weights included."""
+        """Pickle the compressed bytes; tensors that share them share them afterwards, tied weights included."""
         if self.views:
             return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        return _rebuild, (self.box, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _rebuild, (self.stored, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the bytes, not the decoded weight; tied weights stay tied."""
@@ -174,17 +152,17 @@ class CompressedTensor(torch.Tensor):
         if self.views:
             copied: Any = self.dense()
         else:
-            if id(self.box) not in memo:
-                memo[id(self.box)] = self.box.like(self.payload.clone())
-            copied = _rebuild(memo[id(self.box)], self.requires_grad, isinstance(self, torch.nn.Parameter))
+            if id(self.stored) not in memo:
+                memo[id(self.stored)] = self.stored.like(self.payload.clone())
+            copied = _rebuild(memo[id(self.stored)], self.requires_grad, isinstance(self, torch.nn.Parameter))
             if self.grad is not None:
                 copied.grad = self.grad.clone()
         memo[id(self)] = copied
         return copied
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        """What FSDP2 gathers of this shard; see `sharding.py`."""
-        return sharding.before_gather(self.box, mesh)
+        """What FSDP2 gathers of this shard; see `fsdp.py`."""
+        return fsdp.before_gather(self.stored, mesh)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[torch.Tensor], sent: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
@@ -197,34 +175,34 @@ class CompressedTensor(torch.Tensor):
             param_dtype: To calculate in.
             out: The dense weight of an earlier gather, of its shape and dtype, to be filled again; None makes one.
         """
-        return sharding.after_gather(self.box, gathered[0], sent, param_dtype, out)
+        return fsdp.after_gather(self.stored, gathered[0], sent, param_dtype, out)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Send the layers' functions to `compute.py`, and stop what would be lost without a word."""
+        """Send the layers' functions to `functional.py`, and stop what would be lost without a word."""
         kwargs = kwargs or {}
         result = None
         if func is F.linear:
             if _is_plain(args, kwargs, 1, fixed=True):
-                result = compute.linear(*args, **kwargs)
+                result = functional.linear(*args, **kwargs)
         elif func is F.embedding:
             if _is_plain(args, kwargs, 1):
-                result = compute.embedding(*args, **kwargs)
+                result = functional.embedding(*args, **kwargs)
         elif func is F.conv2d or func is F.conv1d:
             if _is_plain(args, kwargs, 1):
-                result = compute.conv(2 if func is F.conv2d else 1, *args, **kwargs)
+                result = functional.conv(2 if func is F.conv2d else 1, *args, **kwargs)
         elif func is torch.addmm:
             if len(args) == 3 and not kwargs and _is_plain(args, kwargs, 2):
-                result = compute.addmm(*args)
+                result = functional.addmm(*args)
         elif not torch.compiler.is_compiling():
             if func == _SET_DATA:
                 return _set_data(*args)
             if func == _GET_DEVICE:
-                sharding.refuse(args[0], sys._getframe(1))
-            if func in _CUTTING and sharding.is_fsdp(sys._getframe(1)):
+                fsdp.refuse_unknown_sharding(args[0], sys._getframe(1))
+            if func in _CUTTING and fsdp.is_fsdp(sys._getframe(1)):
                 return _CUTTING[func](*args, **kwargs)
             if func is torch.Tensor.share_memory_:
-                args[0].box.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
+                args[0].stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
                 args[0].payload.share_memory_()
                 return args[0]
             if func is torch.Tensor.is_shared:
@@ -232,7 +210,7 @@ class CompressedTensor(torch.Tensor):
             if func in _NO_MEMORY and isinstance(args[0], cls):
                 caller = sys._getframe(1).f_globals.get("__name__", "")
                 if func is torch.Tensor.data_ptr and caller.startswith("accelerate."):
-                    return args[0].payload.data_ptr()  # it tells by addresses which weights are tied
+                    return args[0].payload.data_ptr()  # it recognizes tied weights by their addresses
                 _no_memory(_NO_MEMORY[func])
         if result is not None:
             return result
@@ -258,38 +236,37 @@ class CompressedTensor(torch.Tensor):
                 return _view(func, first, args[1:], kwargs)
             if not first.views:
                 if func is aten.clone.default:
-                    return cls(_laid_out(first.box.like(first.payload.clone()), **kwargs))
+                    return cls(_laid_out(first.stored.like(first.payload.clone()), **kwargs))
                 if func is aten._to_copy.default:
-                    return sharding.inherit(_to_copy(first, **kwargs), first.box)
+                    return fsdp.send_like(_to_copy(first, **kwargs), first.stored)
                 if func is aten.copy_.default:
                     return _copy_whole(first, args[1])
         if torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
-            _no_memory(
-                f"{func._schema.name.removeprefix('aten::')}, which changes a tensor's shape or storage in place"
-            )
+            name = func._schema.name.removeprefix("aten::")
+            _no_memory(f"{name}, which changes a tensor's shape or storage in place")
         return _decoded(func, args, kwargs)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _whole(box: Box) -> torch.Tensor:
-    weight: torch.Tensor = (decode_fixed if box.fixed else decode)(box.payload, box.shape, box.dtype)
-    return weight if box.stride is None else torch.empty_like(_meta(box), device=weight.device).copy_(weight)
+def _whole(stored: CompressedStorage) -> torch.Tensor:
+    weight: torch.Tensor = (decode_fixed if stored.fixed else decode)(stored.payload, stored.shape, stored.dtype)
+    return weight if stored.stride is None else torch.empty_like(_meta(stored), device=weight.device).copy_(weight)
 
 
-def _meta(box: Box) -> torch.Tensor:
-    """A tensor on the meta device as the box's weight is."""
-    if box.stride is None:
-        return torch.empty(box.shape, dtype=box.dtype, device="meta")
-    return torch.empty_strided(box.shape, box.stride, dtype=box.dtype, device="meta")
+def _meta(stored: CompressedStorage) -> torch.Tensor:
+    """A tensor on the meta device with the weight's shape, dtype and strides."""
+    if stored.stride is None:
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="meta")
 
 
-def _laid_out(box: Box, memory_format: torch.memory_format | None = None, **_: Any) -> Box:
-    """A box whose weight is decoded into another memory format."""
+def _laid_out(stored: CompressedStorage, memory_format: Any = None, **_: Any) -> CompressedStorage:
+    """Have the weight decoded into another memory format."""
     if memory_format not in (None, torch.preserve_format):
-        box.stride = layout_of(_meta(box), memory_format)
-    return box
+        stored.stride = layout_of(_meta(stored), memory_format)
+    return stored
 
 
 def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
@@ -300,19 +277,20 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
     return weight
 
 
-def _read(box: Box, views: tuple[_View, ...]) -> torch.Tensor:
+def _read(stored: CompressedStorage, views: tuple[_View, ...]) -> torch.Tensor:
     """Decode a view; of one row, such as one expert of many, no more than the chunks that it touches."""
-    row_of = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and box.stride is None
-    if row_of and not box.fixed and not torch.compiler.is_compiling():
-        row = views[0][1][1] % box.shape[0]
-        if device.handles(box.payload):
-            return _cut(device.decoder_of(box.payload.device).rows(box.payload, row, row + 1)[0], views[1:])
-        local = box.payload.cpu()
-        threads = threads_for(local.numel() // box.shape[0])
-        return _cut(
-            codec.decode_rows(blob_of(local), row, row + 1, threads=threads)[0].to(box.payload.device), views[1:]
-        )
-    return _cut(_whole(box), views)
+    payload = stored.payload
+    one_row = views and views[0][0] is aten.select.int and views[0][1][0] == 0 and stored.stride is None
+    if not one_row or stored.fixed or torch.compiler.is_compiling():
+        return _cut(_whole(stored), views)
+    row = views[0][1][1] % stored.shape[0]
+    if device.handles(payload):
+        rows = device.decoder_of(payload.device).rows(payload, row, row + 1)
+    else:
+        local = payload.cpu()
+        threads = threads_for(local.numel() // stored.shape[0])
+        rows = codec.decode_rows(blob_of(local), row, row + 1, threads=threads).to(payload.device)
+    return _cut(rows[0], views[1:])
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,39 +309,37 @@ def _alias(tensor: CompressedTensor, views: tuple[_View, ...], stand_in: torch.T
     """Another tensor for the same weight; as torch has it, of a tensor's own kind where inference mode has another."""
     if torch.is_inference_mode_enabled() and not tensor.is_inference():
         with torch.inference_mode(False):
-            return CompressedTensor(tensor.box, views, stand_in)
-    return CompressedTensor(tensor.box, views, stand_in)
+            return CompressedTensor(tensor.stored, views, stand_in)
+    return CompressedTensor(tensor.stored, views, stand_in)
 
 
 def _to_copy(tensor: CompressedTensor, **kwargs: Any) -> torch.Tensor:
-    dtype, device = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
-    box = tensor.box
-    if device.type == "meta":
-        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    dtype, to = kwargs.get("dtype") or tensor.dtype, torch.device(kwargs.get("device") or tensor.device)
+    stored = tensor.stored
+    if to.type == "meta":
+        return torch.empty(tensor.shape, dtype=dtype, device=to)
     if dtype == tensor.dtype:
-        payload = moved(box.payload, device, non_blocking=bool(kwargs.get("non_blocking")))
-        return CompressedTensor(_laid_out(box.like(payload), **kwargs))
-    dense = tensor.dense().to(device, dtype)
-    changed = Box.of(dense, level=box.level, chunk_log2=box.chunk_log2, fixed=box.fixed)
+        payload = moved(stored.payload, to, non_blocking=bool(kwargs.get("non_blocking")))
+        return CompressedTensor(_laid_out(stored.like(payload), **kwargs))
+    dense = tensor.dense().to(to, dtype)
+    changed = CompressedStorage.of(dense, level=stored.level, chunk_log2=stored.chunk_log2, fixed=stored.fixed)
     return CompressedTensor(_laid_out(changed, **kwargs))
 
 
 def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTensor:
     if isinstance(source, CompressedTensor):
-        same = source.dtype == tensor.dtype and source.shape == tensor.shape and not source.views
-        if same:
-            if source.box is not tensor.box:
-                tensor.box.adopt(source.box.blob)
+        if source.dtype == tensor.dtype and source.shape == tensor.shape and not source.views:
+            if source.stored is not tensor.stored:
+                tensor.stored.adopt(source.stored.blob)
             return tensor
         source = source.dense()
-    source = source.to(device=tensor.device, dtype=tensor.dtype).expand(tensor.shape)
-    tensor.box.write(source)
+    tensor.stored.write(source.to(device=tensor.device, dtype=tensor.dtype).expand(tensor.shape))
     return tensor
 
 
 def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on decoded weights, and encode those that it wrote."""
-    wholes: dict[int, torch.Tensor] = {}  # by box: two views of one weight must see each other's writes
+    wholes: dict[int, torch.Tensor] = {}  # by storage: two views of one weight must see each other's writes
     parts: dict[int, torch.Tensor] = {}
     written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
 
@@ -371,16 +347,16 @@ def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, CompressedTensor):
             return value
         if id(value) not in parts and not written:
-            parts[id(value)] = _read(value.box, value.views)
+            parts[id(value)] = _read(value.stored, value.views)
         elif id(value) not in parts:
-            if id(value.box) not in wholes:
-                wholes[id(value.box)] = _whole(value.box)
-            parts[id(value)] = _cut(wholes[id(value.box)], value.views)
+            if id(value.stored) not in wholes:
+                wholes[id(value.stored)] = _whole(value.stored)
+            parts[id(value)] = _cut(wholes[id(value.stored)], value.views)
         return parts[id(value)]
 
     result = func(*_map(dense, args), **_map(dense, kwargs))
-    for box in {id(value.box): value.box for value in written}.values():
-        box.write(wholes[id(box)])
+    for stored in {id(value.stored): value.stored for value in written}.values():
+        stored.write(wholes[id(stored)])
     given = {id(parts[id(value)]): value for value in written}
     return _map(lambda value: given.get(id(value), value), result) if given else result
 
@@ -407,9 +383,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *, fixed: bool = False) -> bool:
     """Whether the weight is whole and contiguous, and the call neither mapped nor differentiated forward."""
     weight = args[place] if len(args) > place else kwargs.get("weight")
-    if not isinstance(weight, CompressedTensor) or weight.views or weight.box.stride is not None:
+    if not isinstance(weight, CompressedTensor) or weight.views or weight.stored.stride is not None:
         return False
-    if weight.box.fixed and not fixed:
+    if weight.stored.fixed and not fixed:
         return False
     return torch.compiler.is_compiling() or (
         torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
@@ -441,11 +417,15 @@ def _no_memory(what: str) -> NoReturn:
     )
 
 
-def _rebuild(box: Box, requires_grad: bool, parameter: bool) -> torch.Tensor:
-    tensor = CompressedTensor(box)
+def _rebuild(stored: CompressedStorage, requires_grad: bool, parameter: bool) -> torch.Tensor:
+    tensor: torch.Tensor = CompressedTensor(stored)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([Box, CompressedTensor, _rebuild])
+_FORMER = "netweight.methods.compress.memory"  # where pickles of version 0.1.0 have these
+torch.serialization.add_safe_globals(
+    [CompressedStorage, CompressedTensor, _rebuild, (CompressedStorage, f"{_FORMER}.box.Box"),
+     (_rebuild, f"{_FORMER}.tensor._rebuild")]
+)  # fmt: skip

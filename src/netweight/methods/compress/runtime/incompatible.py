@@ -1,0 +1,109 @@
+"""What cannot be combined with training layer by layer, refused before or as it happens. Used by `layerwise.py`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from netweight.errors import LayerwiseConflict, LossyWrite
+from netweight.methods.compress.runtime.fsdp import local_part
+from netweight.methods.compress.runtime.tensor import CompressedTensor
+
+
+def refuse_closures(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that evaluate the model themselves."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise LayerwiseConflict(
+            f"{optimizer_class.__name__} needs all gradients at once: its step evaluates the model several times.",
+            cure="Choose an optimizer that steps each parameter by its own gradient, such as AdamW, or train without "
+            "LayerwiseOptimizer.",
+        )
+
+
+def refuse_wrapped_model(model: nn.Module) -> None:
+    """Refuse a model whose wrapper reduces gradients itself; called before and within its first forward pass."""
+    around = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if isinstance(model, nn.parallel.DistributedDataParallel) or around is not None:
+        raise LayerwiseConflict(
+            "DistributedDataParallel reduces gradients after they would have been used up.",
+            cure="Leave the model unwrapped, start it equal everywhere, and pass reduce=average_gradient.",
+        )
+
+
+def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that another layer by layer optimizer steps, rounded ones, and shards."""
+    rounded: list[str] = []
+    shards: list[str] = []
+    for name, parameter in parameters.items():
+        hooks: Any = parameter._post_accumulate_grad_hooks or {}
+        if any(hasattr(hook, "optimizer") for hook in hooks.values()):
+            raise LayerwiseConflict(
+                f"{name} is stepped by another LayerwiseOptimizer.", cure="Call close() on that one first."
+            )
+        if isinstance(parameter, CompressedTensor) and parameter.stored.lossy:
+            rounded.append(name)
+        if local_part(parameter) is not parameter:
+            shards.append(name)
+    if rounded:
+        others = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        raise LossyWrite(
+            f"{rounded[0]}{others} cannot be trained: each step would round the weight again.",
+            cure="Call requires_grad_(False) on them and train adapters, or compress_ the model without mantissa_bits.",
+        )
+    if shards:  # FSDP reduces and cuts their gradients after the backward pass of a whole group of layers
+        raise LayerwiseConflict(
+            f"{shards[0]} is sharded, and its gradient is reduced by FSDP, not in a hook.",
+            cure="Use an ordinary torch optimizer: each process steps its own shards.",
+        )
+
+
+def refuse_unreduced_gradients(reduce: Callable[[torch.Tensor], None] | None) -> None:
+    """Refuse to step on gradients of one process among several."""
+    distributed = torch.distributed
+    if reduce is None and distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            raise LayerwiseConflict(
+                f"Each of {size} processes would step on unreduced gradients, its own. Nothing was updated.",
+                cure="Pass reduce=average_gradient, or reduce=lambda gradient: None to train replicas apart.",
+            )
+
+
+def refuse_reentrant_graph(output: Any) -> bool:
+    """Refuse a model whose forward pass used reentrant checkpointing, before anything goes backward."""
+    waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == f"{CheckpointFunction.__name__}Backward":
+            raise _reentrant()
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return bool(seen)
+
+
+def refuse_reentrant_checkpoint() -> None:
+    """Refuse a backward pass that runs within another one: gradients would be taken for complete too early."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise _reentrant()
+        frame = frame.f_back
+
+
+def _reentrant() -> LayerwiseConflict:
+    return LayerwiseConflict(
+        "The model uses reentrant checkpointing, which goes backward one segment at a time.",
+        cure="Pass use_reentrant=False to torch.utils.checkpoint; in transformers, "
+        'gradient_checkpointing_kwargs={"use_reentrant": False}.',
+    )

@@ -1,0 +1,249 @@
+"""What a client sends: checked on both sides (`allow_list`, `validate_updates`), then joined by `aggregate`.
+
+Pure functions over dictionaries of tensors. The engine of one process and the Flower app call them alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from netweight.core.names import Select
+from netweight.errors import PrivateTensor, UsageError
+
+# Named tensors.
+Tensors = Mapping[str, Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
+
+    # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
+
+    scale: float  # factor of the server's matrix W₀, which weight decay makes less than 1
+    left: Tensor  # shape `(rows, rank)`
+    right: Tensor  # shape `(columns, rank)`
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return torch.Size((self.left.shape[0], self.right.shape[0]))
+
+    def dense(self, base: Tensor) -> Tensor:
+        """Return the matrix itself, given the server's."""
+        return torch.addmm(base, self.left, self.right.T, beta=self.scale, alpha=-1)
+
+
+@final
+@dataclass(frozen=True)
+class Update:
+    """What one client sends after a round."""
+
+    client: int  # its number
+    n: int  # number of training examples, its weight in the average; at least 1
+    # The shared tensors after local training, by the names of the server's state. Matrices may be low-rank changes.
+    tensors: Mapping[str, Tensor | LowRank]
+    round: int = 1  # the round that it answers, from 1
+
+
+def check_allow_list(names: Iterable[str], shared: Sequence[str], *, client: int | str) -> None:
+    """Refuse to send a tensor whose name no pattern of `shared` allows; a PrivateTensor error names it."""
+    plain = [name.partition("|")[0] for name in names]
+    private = sorted(set(plain) - set(_matching(plain, shared)))
+    if private:
+        raise PrivateTensor(
+            f"Client {client} was about to send the private tensors {private}; nothing was sent.",
+            cure=f"Shared are: {', '.join(shared) or 'none'}. Send these only, or extend the method's `shared`.",
+        )
+
+
+def _matching(names: Sequence[str], shared: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for pattern in shared:
+        try:
+            found += Select(pattern).keys(names)
+        except UsageError:  # a pattern that matches none of these names allows none of them
+            continue
+    return found
+
+
+@final
+@dataclass(frozen=True)
+class Validated:
+    """A round's updates, sorted."""
+
+    accepted: tuple[Update, ...]  # sound updates, in the order of client numbers, one per client
+    refused: Mapping[int, str]  # client number → why its update was left out
+
+
+def validate_updates(sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: int) -> Validated:
+    """Sort a round's updates into those that may be aggregated and those that are refused, each with the reason.
+
+    An update is sound if its client was asked, sent it alone and answers this round, and if it has at least one
+    example and exactly the tensors that the client was sent: names, shapes and dtypes, all values finite. What a
+    sound update does to the model is not judged.
+
+    Args:
+        sent: What each client that was asked was sent, by client number and tensor name.
+        updates: What came back, in any order.
+        round: The round under way, from 1.
+
+    Returns:
+        Sound updates in the order of client numbers, and client number → reason for all others, those that sent
+        nothing included.
+    """
+    accepted: dict[int, Update] = {}
+    refused: dict[int, str] = {}
+    for update in sorted(updates, key=lambda update: update.client):
+        client = update.client
+        if client not in sent:
+            refused[client] = "was not asked in this round"
+        elif client in accepted or client in refused:
+            accepted.pop(client, None)
+            refused[client] = "sent two updates in one round"
+        elif (fault := fault_of(sent[client], update, round=round)) is not None:
+            refused[client] = fault
+        else:
+            accepted[client] = update
+    silent = {client: "sent nothing" for client in sent if client not in accepted and client not in refused}
+    return Validated(tuple(accepted.values()), {**refused, **silent})
+
+
+def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
+    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values."""
+    if update.round != round:
+        return f"answers round {update.round}, not {round}: replayed or late"
+    if not 1 <= update.n < 2**53:
+        return f"says that it has {update.n} examples"
+    missing, extra = sorted(set(sent) - set(update.tensors)), sorted(set(update.tensors) - set(sent))
+    if missing or extra:
+        return "; ".join(f"{word} tensors {names}" for word, names in (("missing", missing), ("extra", extra)) if names)
+    for name, base in sent.items():
+        fault = _tensor_fault(base, update.tensors[name])
+        if fault is not None:
+            return f"tensor {name!r} {fault}"
+    return None
+
+
+def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
+    if value.shape != base.shape:
+        return f"has shape {tuple(value.shape)}, not {tuple(base.shape)}"
+    parts = (value,) if isinstance(value, Tensor) else (value.left, value.right)
+    for part in parts:
+        if part.dtype != base.dtype:
+            return f"has dtype {part.dtype}, not {base.dtype}"
+    largest = [_largest(part) for part in parts]
+    if not all(math.isfinite(size) for size in largest):
+        return "holds NaN or Inf"
+    if isinstance(value, LowRank):
+        # Finite factors alone do not say that their product is.
+        bound = largest[0] * largest[1] * value.left.shape[1]
+        if not math.isfinite(value.scale) or not bound < torch.finfo(base.dtype).max:
+            return "holds NaN or Inf, or factors whose product could overflow"
+    return None
+
+
+def _largest(part: Tensor) -> float:
+    """Return the largest magnitude, NaN if there is one and 0 for an empty tensor: one pass, in the order of memory."""
+    if not part.numel():
+        return 0.0
+    low, high = torch.aminmax(part.T if part.ndim == 2 and part.stride(0) < part.stride(1) else part)
+    return max(-low.item(), high.item()) if low == low else math.nan
+
+
+def aggregate(state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
+    """Return the average of the clients' tensors, weighted by their numbers of examples.
+
+    Pure: nothing given is changed, and the order of `updates` does not matter, since clients are taken in the order
+    of their numbers. Low-rank matrices of all clients are joined by one product.
+
+    Args:
+        state: The server's tensors, which the clients started from.
+        updates: At least one, each with exactly the state's names and shapes (see `validate_updates`).
+
+    Raises:
+        UsageError: There is no update, two come from one client, or names differ from the state's.
+
+    Source: McMahan et al., FedAvg (arXiv 1602.05629), algorithm 1; HyperFL (arXiv 2412.07187), algorithm 1.
+    """
+    ordered = sorted(updates, key=lambda update: update.client)
+    _check(state, ordered)
+    total = sum(update.n for update in ordered)
+    shares = [update.n / total for update in ordered]
+    return {name: _average(base, [update.tensors[name] for update in ordered], shares) for name, base in state.items()}
+
+
+def _check(state: Tensors, ordered: Sequence[Update]) -> None:
+    if not ordered:
+        raise UsageError("There is no update to aggregate.", cure="Try the round again with more clients.")
+    numbers = [update.client for update in ordered]
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"A client sent two updates in one round; clients: {numbers}.")
+    for update in ordered:
+        if set(update.tensors) != set(state):
+            odd = sorted(set(update.tensors) ^ set(state))
+            raise UsageError(f"Client {update.client}'s update and the state differ in the tensors {odd}.")
+        if update.n < 1:
+            raise UsageError(f"Client {update.client} says that it has {update.n} examples.")
+
+
+def _average(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
+    if not base.is_floating_point():
+        return base.clone()
+    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
+    mean = _average_low_rank(base, low) if low else torch.zeros_like(base)
+    for value, share in zip(values, shares, strict=True):
+        if isinstance(value, Tensor):
+            mean.add_(value.to(base), alpha=share)
+    return mean
+
+
+# Rows of a matrix whose average is made at a time: few enough to stay in the processor's cache meanwhile.
+_ROWS_AT_ONCE = 4096
+
+
+def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> Tensor:
+    """Return the weighted sum of matrices that differ from `base` by low ranks, without a copy of their factors."""
+    mean = base * sum(value.scale * share for value, share in values)
+    for start in range(0, len(base), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        for value, share in values:
+            mean[rows].addmm_(value.left[rows], value.right.T, alpha=-share)
+    return mean
+
+
+_PARTS = ("scale", "left", "right")
+
+
+def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
+    """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`."""
+    sent: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            sent[name] = value
+        else:
+            parts = (torch.tensor([value.scale], dtype=torch.float64), value.left, value.right)
+            sent.update({f"{name}|{part}": tensor for part, tensor in zip(_PARTS, parts, strict=True)})
+    return sent
+
+
+def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
+    """Return what `to_wire` was given."""
+    tensors: dict[str, Tensor | LowRank] = {name: value for name, value in sent.items() if "|" not in name}
+    for name in {name.rpartition("|")[0] for name in sent if "|" in name}:
+        parts = [sent.get(f"{name}|{part}") for part in _PARTS]
+        scale, left, right = parts
+        if scale is None or left is None or right is None:
+            raise UsageError(f"The low-rank matrix {name!r} came without one of its parts {_PARTS}.")
+        if scale.numel() != 1 or left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
+            shapes = [tuple(part.shape) for part in (scale, left, right)]
+            raise UsageError(f"The parts of the low-rank matrix {name!r} do not fit: shapes {shapes}.")
+        tensors[name] = LowRank(float(scale), left, right)
+    return tensors
