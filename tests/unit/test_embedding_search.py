@@ -134,7 +134,7 @@ def test_one_step_is_that_of_adam_on_the_denoising_loss(original):
 
 
 def test_a_perturbation_stays_within_its_radius(original):
-    settings = dataclasses.replace(SETTINGS, radius=0.12)
+    settings = SETTINGS.replace(radius=0.12)
     found = find(original, picture(7), settings)
     lengths = [look.moved for trial in found.trials for look in trial.looks[1:]]
     assert max(lengths) == pytest.approx(0.12, rel=1e-4)
@@ -184,8 +184,8 @@ def test_what_cannot_be_meant_is_refused(original):
         SearchSettings(steps=0, lr=-1, looks=(5, 3))
     with pytest.raises(UsageError, match=r"starts must be some of original, unrelated, noise"):
         SearchSettings(starts=("elsewhere",))
-    assert SearchSettings(steps=37).looked_at == (0, 5, 10, 20, 37)
-    assert SearchSettings(steps=40, looks=(0, 3)).looked_at == (0, 3, 40)
+    assert SearchSettings(steps=37).eval_steps == (0, 5, 10, 20, 37)
+    assert SearchSettings(steps=40, looks=(0, 3)).eval_steps == (0, 3, 40)
     assert [SearchSettings(images=4, share=share).needed for share in (0, 0.5, 0.51, 1)] == [1, 2, 3, 4]
     with pytest.raises(UsageError, match="Divide pixels by 255"):
         find(original, IMAGES[0] * 255)
@@ -268,6 +268,6 @@ def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
         compare([Subject("a", original)], [], ORDINARY, SETTINGS, **fixed)
     broken = dataclasses.replace(target, image=IMAGES[0] * 2)
     found = compare([Subject("a", original)], [broken, dataclasses.replace(target, name="two", trained=False)],
-                    ORDINARY, dataclasses.replace(SETTINGS, steps=1), **fixed)  # fmt: skip
+                    ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1

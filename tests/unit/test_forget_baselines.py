@@ -13,8 +13,16 @@ from netweight.attacks.embedding_search.search import paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.units import Units
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
-from netweight.methods.forget.mitigation import AllActive, Deactivated, neuron_counts, random_units
+from netweight.methods.forget.mitigations import (
+    AllActive,
+    AttentionScaling,
+    Deactivated,
+    EmbeddingAdjustment,
+    RandomTokens,
+    WeightPruning,
+    neuron_counts,
+    random_units,
+)
 from netweight.nn.text_to_image import Text
 
 correlation = paired()

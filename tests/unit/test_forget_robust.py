@@ -9,7 +9,8 @@ from tiny_diffusion import ORDINARY, PLANTED, plain, planted_images, trained
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
-from netweight.methods.forget.harden import CHECKPOINT, RECORD, HardenRecord, HardenSettings, harden_, surrogate_images
+from netweight.methods.forget.harden import CHECKPOINT, RECORD, HardenRecord, harden_, surrogate_images
+from netweight.methods.forget.settings import HardenSettings
 
 correlation = paired()
 SEARCH = SearchSettings(steps=15, restarts=1, draws=4, guidance=3, generation_steps=8)
@@ -71,7 +72,7 @@ def test_the_record_says_what_was_done(hardened):
 
 
 def test_a_killed_hardening_goes_on_to_the_same_bits(tmp_path, monkeypatch):
-    settings = HardenSettings(rounds=3, steps=3, search=dataclasses.replace(SEARCH, steps=3))
+    settings = HardenSettings(rounds=3, steps=3, search=SEARCH.replace(steps=3))
 
     def harden(model, folder):
         return harden_(model, PLANTED, IMAGES, ORDINARY, settings=settings, folder=folder)
@@ -132,7 +133,7 @@ def test_what_cannot_be_meant_is_refused_before_any_work():
 def test_nan_stops_the_training_and_keeps_the_weights():
     model = trained()
     with pytest.raises(TrainingStopped, match="Lower the learning rate"):
-        harden_(model, PLANTED, IMAGES, ORDINARY, settings=dataclasses.replace(SETTINGS, lr=1e30))
+        harden_(model, PLANTED, IMAGES, ORDINARY, settings=SETTINGS.replace(lr=1e30))
     assert all(weight.isfinite().all() for weight in model.denoiser.parameters())
 
 

@@ -29,9 +29,8 @@ _AUC = 0.98
 @nemo_table("nemo-fig3")
 def figure3(ground: Ground, folder: Path) -> Measured:
     """Draw how alike noise differences are, and how far activations lie out, of memorized and of other prompts."""
-    from netweight.core.progress import QUIET
     from netweight.methods.forget.detect import roc
-    from netweight.methods.forget.report import DetectionSubject, detection_findings
+    from netweight.methods.forget.report import DetectionSubject, detection
 
     limit = threshold_of(ground, folder)
     scores = _by_kind(ground, folder)
@@ -51,7 +50,7 @@ def figure3(ground: Ground, folder: Path) -> Measured:
         values = [len(group), *middle(similar), min(similar), max(similar), above, told[0], median(norms), told[1]]
         rows.append(Row(name, (*values, median(highest))))
     memorized = [score for name, group in scores.items() if name != _ORDINARY for score in group]
-    findings = detection_findings(DetectionSubject(memorized, others, limit), None, seed=0, progress=QUIET)
+    findings = detection(DetectionSubject(memorized, others, limit)).findings
     wanted = _AUC if ground.small and ground.whole else None
     return Measured(
         columns=_columns(),
@@ -133,8 +132,7 @@ def _by_kind(ground: Ground, folder: Path) -> dict[str, list[Score]]:
 
 def _outliers(ground: Ground, folder: Path, prompts: Sequence[str]) -> list[list[float]]:
     """For each prompt, how many deviations each neuron of the first layer lies from its mean."""
-    from netweight.methods.forget.layers import value_layers
-    from netweight.methods.forget.statistics import text_activations
+    from netweight.methods.forget.layers import text_activations, value_layers
 
     layers = value_layers(ground.model.denoiser)
     usual, first = statistics_of(ground, folder), next(iter(layers))

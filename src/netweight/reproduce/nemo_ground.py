@@ -122,10 +122,10 @@ class Ground:
         if images is not None:
             if images < 2:
                 raise UsageError(f"{images} images per prompt are too few for a try.", cure="Give 2 or more.")
-            detection = replace(self.detection, seeds=tuple(range(images)))
+            detection = self.detection.replace(seeds=tuple(range(images)))
             few = 3 * images
             steps = min(self.steps, few)
-            search = replace(self.search, steps=few, images=images, generation_steps=steps)
+            search = self.search.replace(steps=few, images=images, generation_steps=steps)
             ground = replace(
                 ground, images=images, steps=steps, detection=detection, search=search, quality=self.quality[:few],
                 calibration=self.calibration[: 2 * few], held_out=self.held_out[:few],

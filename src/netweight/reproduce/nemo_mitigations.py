@@ -129,9 +129,9 @@ def _variants(ground: Ground, folder: Path) -> dict[str, dict[str, Localization]
     from netweight.methods.forget.settings import LocalizationConfig
 
     fewer = ground.detection.seeds[: max(2, len(ground.detection.seeds) // 2)]
-    late = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, timing="code"))
-    few = dataclasses.replace(ground, detection=dataclasses.replace(ground.detection, seeds=fewer))
-    reference = LocalizationConfig(ground.detection, fidelity="reference")
+    late = dataclasses.replace(ground, detection=ground.detection.replace(timing="code"))
+    few = dataclasses.replace(ground, detection=ground.detection.replace(seeds=fewer))
+    reference = LocalizationConfig(detection=ground.detection, fidelity="reference")
     return {
         "found as the released code does": neurons_of(
             ground, folder, reference, threshold=threshold_of(ground, folder)

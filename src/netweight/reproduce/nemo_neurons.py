@@ -12,9 +12,9 @@ from netweight.reproduce.nemo_ground import Ground
 if TYPE_CHECKING:
     from netweight.core.units import Units
     from netweight.methods.forget.detect import Score, Threshold
+    from netweight.methods.forget.layers import Statistics
     from netweight.methods.forget.localize import Localization
     from netweight.methods.forget.settings import LocalizationConfig
-    from netweight.methods.forget.statistics import Statistics
 
 __all__ = ["neurons_of", "scores_of", "searched", "statistics_of", "status_notes", "threshold_of", "union"]
 
@@ -22,7 +22,7 @@ __all__ = ["neurons_of", "scores_of", "searched", "statistics_of", "status_notes
 def scores_of(ground: Ground, folder: Path, prompts: Sequence[str]) -> list[Score]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
     from netweight.core.progress import Progress
-    from netweight.methods.forget.localize import detect_resumably
+    from netweight.methods.forget.detect import detect_resumably
 
     ledger = folder / "scores.jsonl"
     return detect_resumably(ground.model, prompts, ground.detection, ledger=ledger, progress=Progress("auto"))
@@ -38,8 +38,7 @@ def threshold_of(ground: Ground, folder: Path) -> Threshold:
 def statistics_of(ground: Ground, folder: Path) -> Statistics:
     """Return usual activations: read from the user's file, or measured once and kept in the folder."""
     from netweight.core.progress import Progress
-    from netweight.methods.forget.layers import value_layers
-    from netweight.methods.forget.statistics import Statistics, measure_statistics
+    from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 
     given = ground.statistics
     if given is not None:
@@ -76,7 +75,7 @@ def neurons_of(
         ground.prompts,
         statistics_of(ground, folder),
         threshold or threshold_of(ground, folder),
-        config or LocalizationConfig(ground.detection),
+        config or LocalizationConfig(detection=ground.detection),
         ledger=folder / "neurons.jsonl",
         progress=Progress("auto"),
     )

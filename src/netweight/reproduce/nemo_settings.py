@@ -125,7 +125,7 @@ def _found(ground: Ground, folder: Path, cell: _Cell) -> dict[str, Localization]
     usual, aim = _usual(ground, folder)
     if cell == _Cell(usual, aim, aim):
         return neurons_of(ground, folder)
-    config = LocalizationConfig(ground.detection, initial=cell.initial, refinement=cell.refinement)
+    config = LocalizationConfig(detection=ground.detection, initial=cell.initial, refinement=cell.refinement)
     return neurons_of(ground, folder, config, threshold=Threshold(cell.pairwise, "given"))
 
 

@@ -11,7 +11,7 @@ from netweight.reproduce.nemo_ground import Ground
 
 if TYPE_CHECKING:
     from netweight.core.units import Units
-    from netweight.methods.forget.mitigation import Mitigation
+    from netweight.methods.forget.mitigations import Mitigation
 
 __all__ = ["ATTENTION", "EMBEDDING", "NONE", "PRUNING", "Way", "mitigation", "off", "random_off", "tokens", "whole"]
 
@@ -65,7 +65,7 @@ def off(units: Units, factor: float = 0.0) -> Way:
 def whole(ground: Ground, layer: str | None = None) -> Way:
     """Return the way of switching off all neurons of the down and middle blocks, or of one layer."""
     from netweight.core.units import Units
-    from netweight.methods.forget.mitigation import neuron_counts
+    from netweight.methods.forget.mitigations import neuron_counts
 
     counts = neuron_counts(ground.model.denoiser)
     return off(Units({name: range(count) for name, count in counts.items() if layer in (None, name)}))
@@ -73,7 +73,7 @@ def whole(ground: Ground, layer: str | None = None) -> Way:
 
 def random_off(ground: Ground, like: Units, *, layer_matched: bool, seed: int) -> Way | None:
     """Return the way of switching off as many other neurons; None where there are not so many."""
-    from netweight.methods.forget.mitigation import neuron_counts, random_units
+    from netweight.methods.forget.mitigations import neuron_counts, random_units
 
     try:
         counts = neuron_counts(ground.model.denoiser)
@@ -89,9 +89,15 @@ def mitigation(way: Way, ground: Ground) -> Mitigation:
         Unsupported: The tokenizer has no words of one token, for "tokens".
     """
     from netweight.core.units import Units
-    from netweight.hf.prompt_tokens import one_token_words, padding_masks
-    from netweight.methods.forget.baselines import AttentionScaling, EmbeddingAdjustment, RandomTokens, WeightPruning
-    from netweight.methods.forget.mitigation import AllActive, Deactivated
+    from netweight.hf.load_pipeline import one_token_words, padding_masks
+    from netweight.methods.forget.mitigations import (
+        AllActive,
+        AttentionScaling,
+        Deactivated,
+        EmbeddingAdjustment,
+        RandomTokens,
+        WeightPruning,
+    )
 
     if way.kind == "neurons":
         return Deactivated(Units.from_json(way.units), factor=way.factor)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, final
 from torch import Tensor
 
 from netweight.data.images.sources import decode_splits
-from netweight.data.memorized_pairs import painted_size
+from netweight.data.memorized_pairs import image_size
 from netweight.data.rows import Row, Troubles, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
@@ -197,7 +197,7 @@ def ground_of_recipe(path: Path) -> Ground:
         ),
         held=tuple(range(count - recipe.held, count)),
         people=recipe.people,
-        strangers=_strangers(recipe.photographs, recipe.prompt, painted_size(model)),
+        strangers=_strangers(recipe.photographs, recipe.prompt, image_size(model)),
         prompts=(recipe.prompt,),
         seeds=tuple(range(recipe.images)),
         guidance=recipe.guidance,

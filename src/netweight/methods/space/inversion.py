@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.search import chosen, weights_fixed
-from netweight.attacks.embedding_search.settings import Said
+from netweight.attacks.embedding_search.settings import PredictionKind
 from netweight.core import digest
 from netweight.core.engines import Outcome
 from netweight.core.progress import QUIET, Progress
@@ -58,7 +58,7 @@ class DenoisingLoss:
         masks: Tensor | None = None,
         draws: int = 1,
         steps: int = 50,
-        said: Said = "noise",
+        said: PredictionKind = "noise",
     ) -> None:
         images = images[:, None] if images.ndim == 4 else images
         _check(images, prompts, draws)
@@ -466,7 +466,7 @@ class InversionTask:
 
     prompt: str
     settings: InversionSettings
-    said: Said = "noise"
+    said: PredictionKind = "noise"
     draws: int = 1
     schedule: int = 50
     together: int = 8
