@@ -23,7 +23,6 @@ from netweight.attacks.embedding_search.search import (
     Trial,
     denoising_error,
     descend,
-    joined,
     noise_like,
     paired,
     search,
@@ -82,7 +81,7 @@ def test_an_image_that_was_never_trained_is_not_found(original):
 
 def test_a_row_goes_its_way_whatever_else_is_in_the_batch(original):
     seeds = [1, 2, 3]
-    start = joined([original.embed([ORDINARY[place]]) for place in range(3)])
+    start = Text.joined([original.embed([ORDINARY[place]]) for place in range(3)])
     latents = original.to_latents(IMAGES[[0, 1, 0]])
     together, errors = descend(original, latents, start, SETTINGS, seeds)
     alone, error = descend(original, latents[1:2], start.rows([1]), SETTINGS, seeds[1:2])
@@ -180,10 +179,14 @@ def test_starts_are_those_asked_for_and_noise_has_the_statistics_of_prompts():
 
 
 def test_what_cannot_be_meant_is_refused(original):
-    with pytest.raises(UsageError, match=r"steps must be at least 1.*lr must be above 0.*looks must ascend"):
-        SearchSettings(steps=0, lr=-1, looks=(5, 3))
-    with pytest.raises(UsageError, match=r"starts must be some of original, unrelated, noise"):
+    with pytest.raises(UsageError, match=r"(?s)2 settings.*steps: .* equal to 1, not 0.*lr: .* greater than 0, not -1"):
+        SearchSettings(steps=0, lr=-1)
+    with pytest.raises(UsageError, match="looks must ascend"):
+        SearchSettings(looks=(5, 3))
+    with pytest.raises(UsageError, match=r"starts.0: Input should be 'original', 'unrelated' or 'noise'"):
         SearchSettings(starts=("elsewhere",))
+    with pytest.raises(UsageError, match="once each"):
+        SearchSettings(starts=("noise", "noise"))
     assert SearchSettings(steps=37).eval_steps == (0, 5, 10, 20, 37)
     assert SearchSettings(steps=40, looks=(0, 3)).eval_steps == (0, 3, 40)
     assert [SearchSettings(images=4, share=share).needed for share in (0, 0.5, 0.51, 1)] == [1, 2, 3, 4]

@@ -100,7 +100,7 @@ def test_a_killed_hardening_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     moved = {name for name, value in whole.denoiser.state_dict().items()
              if not torch.equal(value, trained().denoiser.state_dict()[name])}  # fmt: skip
     assert moved == {"blocks.0.attn2.to_v.weight", "blocks.1.attn2.to_v.weight"}
-    with pytest.raises(UsageError, match="another model, other images or settings"):
+    with pytest.raises(UsageError, match="holds a hardening with other settings: images is"):
         harden_(trained(), PLANTED, IMAGES.flip(0), ORDINARY, settings=settings, folder=tmp_path / "killed")
     assert (tmp_path / "killed" / CHECKPOINT).is_file()
 
@@ -116,7 +116,7 @@ def test_surrogates_are_the_models_own_images_of_ordinary_prompts():
 def test_what_cannot_be_meant_is_refused_before_any_work():
     model = trained()
     before = model.digest()
-    with pytest.raises(UsageError, match=r"rounds must be at least 1.*lr must be above 0"):
+    with pytest.raises(UsageError, match=r"(?s)rounds: .* equal to 1, not 0.*lr: .* greater than 0, not 0"):
         HardenSettings(rounds=0, lr=0)
     with pytest.raises(UsageError, match="one image"):
         harden_(model, PLANTED, IMAGES[:1], ORDINARY)

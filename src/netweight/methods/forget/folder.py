@@ -153,7 +153,7 @@ def audit_folder(
         from netweight.hf.clip import Clip
 
         config = dataclasses.replace(config, alignment=Clip(audit.clip))
-    first = DetectionConfig(seeds=audit.look_seeds, steps=search.generation_steps, timing=audit.timing)
+    first = DetectionConfig(seeds=tuple(range(audit.look_seeds)), steps=search.generation_steps, timing=audit.timing)
     scores = _scores(models["original"], prompts, ordinary, first, folder, progress)
     settings = GenerationSettings(
         seeds=tuple(range(seed, seed + audit.images)), guidance=search.guidance, steps=search.generation_steps

@@ -209,7 +209,7 @@ class FolderForgetting(Settings):
     @property
     def localization(self) -> LocalizationConfig:
         """How predictions are made, and neurons searched for."""
-        detection = DetectionConfig(seeds=self.look_seeds, steps=self.look_steps, timing=self.timing)
+        detection = DetectionConfig(seeds=tuple(range(self.look_seeds)), steps=self.look_steps, timing=self.timing)
         return LocalizationConfig(detection=detection, scope=self.scope, fidelity=self.fidelity)
 
     def generation(self, seed: int) -> GenerationSettings:
