@@ -27,7 +27,7 @@ from netweight.core.units import Units
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image, one_token_words, padding_masks
 from netweight.methods.forget.detect import calibrate, detect
-from netweight.methods.forget.harden import harden_
+from netweight.methods.forget.harden import harden
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize
 from netweight.methods.forget.mitigations import (
@@ -127,7 +127,7 @@ def hardened_of(options, targets, ordinary, settings):
     model = load_text_to_image(options.model, dtype=torch.float32, name="hardened")
     search = settings.replace(steps=20, restarts=1, draws=4)
     how = HardenSettings(rounds=options.rounds, steps=40, layers=options.layers, search=search, seed=options.seed)
-    record = harden_(
+    record = harden(
         model, [target.prompt for target in targets], torch.stack([target.image for target in targets]), ordinary[:48],
         settings=how, folder=options.work / f"hardened-{options.layers or 'all'}".replace("*", ""),
         progress=Progress("plain"),

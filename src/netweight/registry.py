@@ -25,6 +25,17 @@ S = TypeVar("S")
 
 @final
 @dataclass(frozen=True)
+class CardEntry:
+    """What a method did to a model, for the model's card."""
+
+    title: str  # in a few words
+    text: str  # what it means, and what it does not
+    facts: tuple[tuple[str, str], ...]  # names and values
+    tags: tuple[str, ...]  # for the hub
+
+
+@final
+@dataclass(frozen=True)
 class Method(Generic[S]):
     """A treatment of files: what a command or a recipe applies.
 
@@ -46,6 +57,7 @@ class Method(Generic[S]):
         takes: What it can be applied to: the kinds that methods before it make.
         makes: What comes out: "model", "bank", "space", "points", "adapters" or "federation".
         named: Subjects that it knows by name and that are no files here.
+        card: Reads the method's record in a folder and returns an entry for the model's card; None where it left none.
     """
 
     verb: str
@@ -60,6 +72,7 @@ class Method(Generic[S]):
     takes: tuple[str, ...] = ("model",)
     makes: str = "model"
     named: Container[str] = ()
+    card: Callable[[Path], CardEntry | None] | None = None
 
     @property
     def audits(self) -> tuple[str, ...]:
@@ -115,7 +128,7 @@ _ATTACKS: dict[str, Attack[Any]] = {}
 
 
 def register(entry: Method[Any] | Attack[Any]) -> None:
-    """Add a method or an attack in this process; packages use entry points.
+    """Add an `entry`, a method or an attack, in this process; packages use entry points.
 
     Raises:
         UsageError: Another one has its verb.

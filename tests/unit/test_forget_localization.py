@@ -11,7 +11,7 @@ from planted_diffusion import Planted
 from netweight.core.units import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.methods.forget.detect import Threshold, first_step, noise_difference, similarity
-from netweight.methods.forget.edit import EditRecord, apply_edit_, deactivated, restore_rows_, scale_rows_, undo_edit_
+from netweight.methods.forget.edit import EditRecord, deactivate, deactivated, restore_rows_, scale_rows_, undo
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import (
     Localization,
@@ -517,26 +517,26 @@ def test_undoing_restores_every_bit(factor, dtype, tmp_path_factory):
     model = Planted(2)
     model.denoiser.to(dtype)
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
-    record = apply_edit_(model, UNITS, factor=factor, thresholds={"detection": 0.4}, prompts=["a"])
+    record = deactivate(model, UNITS, factor=factor, thresholds={"detection": 0.4}, prompts=["a"])
     folder = tmp_path_factory.mktemp("record")
     again = EditRecord.read(record.write(folder, 1))
     assert (again.units, again.factor, again.prompts) == (UNITS, factor, ["a"])
-    undo_edit_(model, again)
+    undo(model, again)
     assert all(torch.equal(value, before[name]) for name, value in model.denoiser.state_dict().items())
 
 
 def test_an_edit_is_undone_only_where_it_was_made():
     model = Planted()
-    record = apply_edit_(model, UNITS)
-    other = apply_edit_(model, Units({"mid_block.attn2.to_v": [0]}))
+    record = deactivate(model, UNITS)
+    other = deactivate(model, Units({"mid_block.attn2.to_v": [0]}))
     with pytest.raises(UsageError, match="not the model that the edit left"):
-        undo_edit_(model, record)
-    undo_edit_(model, other)
+        undo(model, record)
+    undo(model, other)
     for key in record.rows:
         record.rows[key].add_(1)
     digest = model.digest()
     with pytest.raises(CorruptBlob, match="not those that were there"):
-        undo_edit_(model, record)
+        undo(model, record)
     assert model.digest() == digest
 
 
@@ -547,7 +547,7 @@ def test_neurons_that_are_not_there_are_refused():
     with pytest.raises(UsageError, match="6 neurons; there is no neuron 6"):
         scale_rows_(model.denoiser, Units({"mid_block.attn2.to_v": [6]}))
     with pytest.raises(UsageError, match="no neuron"):
-        apply_edit_(model, Units())
+        deactivate(model, Units())
     rows = scale_rows_(model.denoiser, UNITS)
     with pytest.raises(UsageError, match="do not fit"):
         restore_rows_(model.denoiser.half(), UNITS, rows)

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any, NoReturn, final
 
 import click
@@ -52,6 +53,13 @@ def _report(error: NetweightError, as_json: bool) -> None:
         click.echo(json.dumps({"error": detail}, indent=2, ensure_ascii=False))
 
 
+def _foreign() -> dict[str, str]:
+    """The methods that other installed packages bring, and those packages' own summaries; nothing is imported."""
+    points = entry_points(group="netweight.methods")
+    brought = [(point.name, point.dist) for point in points if point.dist is not None]
+    return {name: dist.metadata["Summary"] for name, dist in brought if dist.name != "netweight"}
+
+
 @final
 class _Commands(click.Group):
     """A group that imports a command when it is called or its own help is asked for, and not before."""
@@ -63,7 +71,12 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command; None for a name that is not in the table."""
         if cmd_name not in COMMANDS:
-            return None
+            if cmd_name not in _foreign():
+                return None
+            from netweight.cli.method import command_of
+            from netweight.registry import known_methods
+
+            return command_of(known_methods()[cmd_name])
         module, attribute = COMMANDS[cmd_name][0].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
@@ -73,7 +86,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was asked for; an unknown one is answered with the nearest names."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in _foreign():
             from netweight.core.names import nearest_names
 
             near = ", ".join(nearest_names(args[0], COMMANDS))
@@ -83,7 +96,8 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands from the table, importing none."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            known = {name: summary for name, (_, summary) in COMMANDS.items()}
+            formatter.write_dl(list({**_foreign(), **known}.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors of netweight and refusals of the system become messages and exit codes."""

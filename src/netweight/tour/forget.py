@@ -22,9 +22,9 @@ from netweight.core.progress import Progress
 from netweight.data.memorized_pairs import Pair
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image
 from netweight.methods.forget.detect import calibrate, detect, look_of
-from netweight.methods.forget.edit import apply_edit_, deactivated
+from netweight.methods.forget.edit import deactivate, deactivated
 from netweight.methods.forget.folder import generate_before_and_after
-from netweight.methods.forget.harden import harden_
+from netweight.methods.forget.harden import harden
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, verdicts
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import Localization, localize
@@ -206,7 +206,7 @@ def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found
         f"Localized {caption!r}, which looks most memorized: {localized.status}, {len(localized.neurons)} of 160 "
         "neurons."
     )
-    apply_edit_(edited, localized.neurons)
+    deactivate(edited, localized.neurons)
     (chosen,) = (each for each in planted if each.caption == caption)
     pair = Pair(caption, caption, chosen.picture, chosen.kind)
     made, warnings = generate_before_and_after(
@@ -214,7 +214,7 @@ def _found(work: Path, progress: Progress, say: Callable[[str], None]) -> _Found
         GenerationSettings(guidance=_GUIDANCE, steps=_STEPS), folder=work, seed=_SEED, progress=progress,
     )  # fmt: skip
     say(f"Switched off in the weights: {verdicts(made, ImagesConfig())[caption]}.")
-    harden_(
+    harden(
         hardened, [caption], chosen.picture[None], ordinary[:_KEPT], settings=HARDENING, folder=work / "hardening",
         progress=progress,
     )  # fmt: skip

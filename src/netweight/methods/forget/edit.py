@@ -100,7 +100,7 @@ def read_records(folder: str | Path) -> list[EditRecord]:
     return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
 
 
-def apply_edit_(
+def deactivate(
     model: TextToImage,
     units: Units,
     *,
@@ -118,7 +118,7 @@ def apply_edit_(
         prompts: Prompts that they were found for, for the record.
 
     Returns:
-        The record, from which `undo_edit_` restores the weights.
+        The record, from which `undo` restores the weights.
 
     Raises:
         UsageError: There is no neuron, or one is not among those of the model.
@@ -133,7 +133,7 @@ def apply_edit_(
     return EditRecord(units, factor, before, after, dict(thresholds or {}), tuple(prompts), describe(), rows)
 
 
-def undo_edit_(model: TextToImage, record: EditRecord) -> None:
+def undo(model: TextToImage, record: EditRecord) -> None:
     """Put back what an edit changed, and check that the model is as it was, bit for bit."""
     if model.digest() != record.after:
         raise UsageError(
@@ -245,7 +245,7 @@ def undo_folder(source: str | Path, destination: str | Path) -> EditRecord:
             f"{source} holds no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
         )
     model = load_text_to_image(source)
-    undo_edit_(model, records[-1])
+    undo(model, records[-1])
     with Job.beside(destination, overwrite=None) as job:
         publish(job, model, records[:-1], destination)
     return records[-1]
@@ -255,7 +255,7 @@ def apply_found_(
     model: TextToImage, units: Units, found: Sequence[Localization], *, file: str, factor: float
 ) -> EditRecord:
     """Scale the neurons of localizations, which the record holds."""
-    return apply_edit_(
+    return deactivate(
         model, units, factor=factor, thresholds={"neurons": file, "found": [each.to_json() for each in found]},
         prompts=[each.prompt for each in found if each.neurons],
     )  # fmt: skip

@@ -26,7 +26,7 @@ from netweight.hf.load_pipeline import check_pipeline, load_text_to_image, train
 from netweight.job import Job, check_destination
 from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably, look_of
 from netweight.methods.forget.edit import FOLDER, EditRecord, apply_found_, publish, read_records
-from netweight.methods.forget.harden import RECORD, HardenRecord, harden_
+from netweight.methods.forget.harden import RECORD, HardenRecord, harden
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, generate_images, verdicts
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import Localization, localize, union
@@ -52,7 +52,7 @@ from netweight.methods.forget.settings import (
 )
 from netweight.metrics.copies import Memorized
 from netweight.nn.text_to_image import TextToImage
-from netweight.registry import Method
+from netweight.registry import CardEntry, Method
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Finding
 from netweight.report.report import Report, read_report
@@ -109,7 +109,7 @@ def harden_folder(
     settings = hardening.settings.replace(search={"error": trained_prediction(model)})
     with Job.beside(destination, overwrite=None) as job:
         try:
-            record = harden_(
+            record = harden(
                 model, prompts, targets, ordinary, settings=settings, surrogates=surrogates, folder=job,
                 progress=progress,
             )  # fmt: skip
@@ -343,8 +343,26 @@ def _check(source: Path | None, settings: FolderForgetting) -> None:
     _prompts(settings.targets, settings.ordinary, settings.column)
 
 
+def _card(folder: Path) -> CardEntry | None:
+    if not (folder / FOLDER).exists():
+        return None
+    records = read_records(folder)
+    text = (
+        "Neurons on which memorized training images hang were switched off in the weights. That suppresses these "
+        "images under their prompts; other text embeddings may still bring them back. "
+        "`netweight forget undo FOLDER NEW` takes the last edit back to the last bit."
+    )
+    facts = (
+        ("edits", str(len(records))),
+        ("neurons", str(sum(len(record.units) for record in records))),
+        ("layers", str(len({module for record in records for module in record.units.modules}))),
+        ("prompts", str(sum(len(record.prompts) for record in records))),
+    )
+    return CardEntry("Memorization switched off", text, facts, ("unlearning",))
+
+
 FORGET = Method(
     TREATMENT, FolderForgetting, home="netweight.methods.forget.report", apply=_apply, examine=_examine,
     by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
-    reads=lambda settings: image_files(settings.targets),
+    reads=lambda settings: image_files(settings.targets), card=_card,
 )  # fmt: skip

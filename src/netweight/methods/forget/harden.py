@@ -70,7 +70,7 @@ class HardenRecord:
         return read_record(path, made, version=_VERSION, of="a hardened model")
 
 
-def harden_(
+def harden(
     model: TextToImage,
     prompts: Sequence[str],
     images: Tensor,

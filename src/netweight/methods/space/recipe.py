@@ -21,13 +21,13 @@ from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.methods.space.directions import check_columns, fit_direction, read_labels
 from netweight.methods.space.edits import Move, edit
-from netweight.methods.space.folder import Drawing, draw, points_of
+from netweight.methods.space.folder import EXPORTED, Drawing, ExportRecord, draw, points_of
 from netweight.methods.space.points import Points, read_direction, read_points, write_direction, write_points
 from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
 from netweight.methods.space.settings import Representation
 from netweight.methods.space.space import RECORD as SPACE_RECORD
 from netweight.methods.space.space import WeightSpace
-from netweight.registry import Method
+from netweight.registry import CardEntry, Method
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.files import read_adapter
 
@@ -247,6 +247,25 @@ def _check_space(source: Path | None, point: str = "mean") -> None:
     _points_in(source, point)
 
 
+def _card(folder: Path) -> CardEntry | None:
+    if not (folder / EXPORTED).exists():
+        return None
+    record = ExportRecord.read(folder)
+    text = (
+        "A low-rank adapter that is a point of a space of adapters, not trained on images of its own. Where the space "
+        "is of people, it may resemble one of them."
+    )
+    low, high = record.ranks
+    facts = (
+        ("point", record.point),
+        ("of a space of", f"{record.adapters} adapters, {record.components} components"),
+        ("rank", str(low) if low == high else f"{low} to {high}"),
+        ("left out by the rank, relative", f"{record.relative_error:.2e}"),
+        ("layout", record.layout),
+    )
+    return CardEntry("Drawn from a space of adapters", text, facts, ("lora",))
+
+
 SPACE_FIT = Method(
     FIT, SpaceFit, home=_HOME, apply=_fit, examine=_examine_space, check=_check_fit, takes=("bank",), makes="space"
 )
@@ -260,5 +279,5 @@ SPACE_EDIT = Method(
 )  # fmt: skip
 SPACE_EXPORT = Method(
     EXPORT, SpaceExport, home=_HOME, apply=_export, examine=_examine_export, check=_check_export,
-    takes=("space", "points"), makes="adapters",
+    takes=("space", "points"), makes="adapters", card=_card,
 )  # fmt: skip

@@ -1,0 +1,38 @@
+"""`--json` of every command on small input has the keys and values that it had."""
+
+import json
+from pathlib import Path
+
+import pytest
+import snapshot_cases as cases
+from snapshot_golden import differences
+
+for extra in ("transformers", "diffusers", "peft", "sklearn", "scipy", "matplotlib", "PIL"):
+    pytest.importorskip(extra, reason="commands of all methods are run: the extras llm, diffusion and evidence")
+
+KEPT = json.loads((Path(__file__).parent / "outputs.json").read_text())
+# A change that is meant: case → (path in the output, why). Empty, or a line for each in the changelog.
+MEANT: dict[str, dict[str, str]] = {}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cases")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("NETWEIGHT_DATA", raising=False)
+        cases.prepare(folder)
+        return {case: cases.call(folder, cases.arguments(case)) for case in cases.CASES}
+
+
+def test_every_command_is_run():
+    from snapshot_commands import commands
+
+    run = {" ".join(cases.arguments(case)) + " " for case in cases.CASES}
+    left_out = {name for name in commands() if not any(words.startswith(f"{name} ") for words in run)}
+    assert left_out == {"tour", "benchmark gpu", "benchmark federate"}  # minutes, a GPU, a test of its own
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_a_command_writes_what_it_wrote(case, outputs):
+    found = differences(KEPT[case], outputs[case])
+    assert not [line for line in found if line.partition(": ")[0] not in MEANT.get(case, {})]
