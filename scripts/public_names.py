@@ -47,7 +47,8 @@ def page(source: Path) -> str:
         if homes:
             parts.append(f"## {package}\n")
         for name, home in homes.items():
-            dotted = home if home.rpartition(".")[2] == name else f"{home}.{name}"
+            package = home.rpartition(".")[2] == name and source.joinpath(*home.split(".")).is_dir()
+            dotted = home if package else f"{home}.{name}"
             parts.append(f"::: {dotted}\n    options:\n      heading_level: 3\n")
     parts.append("## netweight.errors\n\n::: netweight.errors\n    options:\n      heading_level: 3\n")
     return "\n".join(parts)

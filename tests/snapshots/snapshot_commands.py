@@ -53,6 +53,8 @@ def _described(parameter):
     if isinstance(parameter, click.Option):
         if getattr(parameter, "shown", ""):  # settings show a default and leave it to their class to set it
             described["default"] = parameter.shown.partition(";")[0]
+            if parameter.is_flag and f"--{described['default']}" in parameter.opts:  # a flag shows the side that holds
+                described["default"] = True
         described |= {"names": sorted([*info["opts"], *info["secondary_opts"]]), "flag": info["is_flag"]}
         said = re.search(r"by default (?:it is )?(-?\d[\d.e-]*)|(-?\d[\d.e-]*) by default", parameter.help or "")
         if said and described["default"] is None:

@@ -20,17 +20,17 @@ Timing = Literal["paper", "code"]
 Fidelity = Literal["corrected", "reference"]
 
 # Fields that several classes have.
-_SEEDS = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
-_TIMING = Field(
+_SEEDS: Any = Field(10, ge=2, description="Initial noises per prompt that detection compares: seeds 0, 1 and so on.")
+_TIMING: Any = Field(
     "paper", description="Make predictions at the first timestep, or at the second, as the released code does."
 )
-_SCOPE = Field("down+mid", description="Value layers of a U-Net: without or with those on the way up.")
-_FIDELITY = Field(
+_SCOPE: Any = Field("down+mid", description="Value layers of a U-Net: without or with those on the way up.")
+_FIDELITY: Any = Field(
     "corrected", description="Without or with the order and quirks of the released code; see docs/differences.md."
 )
-_COLUMN = Field("prompt", description="Column of prompts in .csv and .jsonl.")
-_DEVICE = Field("cpu", description="Where the pipeline goes, such as cuda.")
-_TARGETS = Field(description="Rows with prompt and image (a file): memorized pairs.")
+_COLUMN: Any = Field("prompt", description="Column of prompts in .csv and .jsonl.")
+_DEVICE: Any = Field("cpu", description="Where the pipeline goes, such as cuda.")
+_TARGETS: Any = Field(description="Rows with prompt and image (a file): memorized pairs.")
 
 
 def _numbered(seeds: Any) -> Any:
