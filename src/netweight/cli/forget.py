@@ -238,7 +238,7 @@ def audit(context: click.Context, /, edited: Path, settings: FolderAudit, out: P
 
     report = new_report(
         f"{edited.name}: what was forgotten",
-        "Suppressed means that no image of the seeds looked at copies the training image; whether it can still be "
+        "Suppressed means that no image of the seeds compared copies the training image; whether it can still be "
         "found is what the search asks.",
         seed=seed, files=settings.files,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The protocol of a text-to-image diffusion model, and the values that it takes and returns.
+"""The protocol of text-to-image latent diffusion models, and the types of its prompts and predictions.
 
-`integrations/diffusion_pipeline.py` makes one of a diffusers pipeline; anything else with these methods will do, too.
+`hf/load_pipeline.py` implements it for diffusers pipelines; anything else with these methods will do, too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class TextToImage(Protocol):
 
     def embed(self, prompts: Sequence[str]) -> Text:
         """Return prompts as the denoiser receives them; `""` is the empty one. No denoiser is run."""
-        # `prompts`: at least one
 
     def initial_noise(self, seeds: Sequence[int]) -> Tensor:
         """Return the latents that a generation begins with, shape `(n, channels, height, width)`, one per seed."""

@@ -281,7 +281,7 @@ def verdict(comparison: Comparison, subject: str) -> str:
     planted, controls = (comparison.of(subject, trained=trained) for trained in (True, False))
     times, others = times_of(planted), times_of(controls)
     if times is None:
-        return "Nothing can be said: no search for a planted image ran to its end."
+        return "Nothing is known: no search for a planted image ran to its end."
     at_once = sum(value == 0 and seen for value, seen in zip(times.values, times.observed, strict=True))
     words = f"Planted images: {_counted(times, at_once)}."
     if others is None:

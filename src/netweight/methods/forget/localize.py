@@ -81,7 +81,7 @@ class Localization:
     broken: float | None = None  # what similarities had to fall to
     # For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and "processor
     # seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the share of its rows.
-    # Not looked at in comparisons.
+    # Comparisons leave it out.
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _stages(
 def _first_stage(
     trials: Trials, stages: Sequence[dict[str, list[int]]], aim: float, worst: int
 ) -> Search[tuple[int, bool]]:
-    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is looked at first."""
+    """The first stage that breaks memorization, or the last, and whether it does; the worst seed is tried first."""
     start, count = 0, _FIRST_STAGES
     while start < len(stages):
         group = [blocked_by_layer(_flat(stage)) for stage in stages[start : start + count]]
