@@ -15,7 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export NO_MKDOCS_2_WARNING := 1
 
 # What an installation is made from: when one of these changes, netweight is installed again.
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src recipes/published -type f \
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find native src experiments -type f \
 	! -name '*.pyc' ! -name '*.so' 2>/dev/null)
 
 .PHONY: tour test check check-types check-the-rest docs study bench bench-gpu clean
@@ -73,15 +73,15 @@ study: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/netweight benchmark codec
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python -m netweight_experiments.benchmarks.compress.performance_page
 
 # On a GPU machine with torch for CUDA and the extras bench, llm and cuda; what is there already is used.
 bench-gpu:
-	$(PYTHON) -m netweight benchmark gpu
+	PYTHONPATH="experiments$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m netweight benchmark gpu
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	find src experiments tests -name __pycache__ -type d -exec rm -rf {} +
 	rm -rf site
 
 # torch goes first and alone: an exact version finds the small CPU build, a range would fetch gigabytes of CUDA.
@@ -90,15 +90,15 @@ $(VENV)/torch.stamp: constraints.txt
 	$(BIN)/pip install --quiet $(shell grep '^torch==' constraints.txt)
 	touch $@
 
-# Dependencies have stamps of their own, so that a change of code installs netweight alone.
+# Dependencies have stamps of their own, so that a change of code installs netweight and its experiments alone.
 $(VENV)/build.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 	$(PIP) scikit-build-core nanobind cmake ninja
 	touch $@
 
 $(VENV)/tour.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[tour]"
+	$(PIP) --no-build-isolation ".[tour]" ./experiments
 	touch $@
 
 $(VENV)/dev.stamp: $(SOURCES) $(VENV)/build.stamp
-	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]"
+	$(PIP) --no-build-isolation ".[dev,docs,evidence,llm,diffusion,federated,ray,dp,bench]" ./experiments
 	touch $@

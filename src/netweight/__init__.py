@@ -48,6 +48,8 @@ _find, _names, __all__ = lazy_names(
         "Select": "netweight.core.names",
         "Units": "netweight.core.units",
         "capture": "netweight.nn.hooks",
+        "intervene": "netweight.nn.hooks",
+        "scale": "netweight.nn.hooks",
         # evidence, and what a method of one's own is made of
         "Attack": "netweight.registry",
         "Finding": "netweight.report.finding",

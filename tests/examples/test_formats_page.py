@@ -2,13 +2,14 @@
 
 import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
 from netweight.codec.cuda import fixed_products
+from netweight_experiments.benchmarks.compress import fixed_format
+from netweight_experiments.benchmarks.compress.fixed_products import main as products_main
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "formats-on-gpus.md"
@@ -54,7 +55,7 @@ def test_what_is_measured_is_that_of_the_results():
 
 
 def test_arithmetic_is_that_of_the_kernels():
-    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "fixed_format.py"))
+    benchmark = vars(fixed_format)
     assert benchmark["FUSED"] == fixed_products.MOST_FUSED
     assert fixed_products.plan(benchmark["AT_ONCE"], 64, 64, 1).entry == f"product_{benchmark['AT_ONCE']}"
     memory, arithmetic, decoders = benchmark["MEMORIES"]["H200"]
@@ -64,9 +65,8 @@ def test_arithmetic_is_that_of_the_kernels():
 
 
 def test_the_benchmark_of_products_runs_to_its_end(tmp_path):
-    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "fixed_products.py"))
     small = ["--device", "cpu", "--shapes", "32x64,20x70", "--batches", "1,70", "--rounds", "2", "--bytes", "20000"]
-    benchmark["main"]([*small, "--output", str(tmp_path / "products.json")])
+    products_main([*small, "--output", str(tmp_path / "products.json")])
     found = json.loads((tmp_path / "products.json").read_text())["products"]
     assert len(found) == 4
     assert all(case[name]["us"] > 0 for case in found.values() for name in ("dense", "fixed", "decoded"))

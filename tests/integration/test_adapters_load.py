@@ -9,7 +9,7 @@ from netweight import Adapter, read_adapter, write_adapter
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-from netweight.store.published_w2w import stable_diffusion_dimensions  # noqa: E402
+from netweight.store.bank.published import stable_diffusion_dimensions  # noqa: E402
 from netweight.toys.diffusion import shapes_pipeline  # noqa: E402
 
 UNET = [

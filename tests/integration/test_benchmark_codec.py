@@ -5,9 +5,15 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from netweight_experiments.benchmarks import codec as measure
-from netweight_experiments.benchmarks import codec_data as peers
-from netweight_experiments.benchmarks.codec import (
+from safetensors.torch import save_file
+
+from netweight import codec
+from netweight.cli import netweight
+from netweight.errors import NetweightError, Unsupported
+from netweight.metrics.timing import Samples
+from netweight_experiments.benchmarks.compress import codec as measure
+from netweight_experiments.benchmarks.compress import codec_data as peers
+from netweight_experiments.benchmarks.compress.codec import (
     TARGETS,
     Result,
     Row,
@@ -17,13 +23,7 @@ from netweight_experiments.benchmarks.codec import (
     target_table,
     write_result,
 )
-from netweight_experiments.benchmarks.codec_data import PEERS, Ready, missing, model_as, pack
-from safetensors.torch import save_file
-
-from netweight import codec
-from netweight.cli import netweight
-from netweight.errors import NetweightError, Unsupported
-from netweight.metrics.timing import Samples
+from netweight_experiments.benchmarks.compress.codec_data import PEERS, Ready, missing, model_as, pack
 
 pytest.importorskip("scipy", reason="scipy is in the bench extra")
 

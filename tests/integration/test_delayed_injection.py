@@ -14,9 +14,9 @@ from netweight.errors import NameNotFound, Unsupported
 from netweight.hf.delayed_injection import delayed_injection, switch_on_step_end
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.edits import Delay
-from netweight.methods.space.export import export_adapter
-from netweight.methods.space.inversion import paint
+from netweight.methods.space.inversion import generate_images
 from netweight.nn.apply_lora import linear_layers
+from netweight.store.lora_formats.files import export_adapter
 from netweight.toys.diffusion import shapes_pipeline
 
 PROMPT, STEPS = "a large red circle on a gray ground", 8
@@ -56,8 +56,10 @@ def test_weights_change_at_the_timestep(world, until):
     assert pipeline.unet.active_adapters() == ["before"]
     assert not pipeline.unet._forward_pre_hooks
     pipeline.disable_lora()
-    expected = paint(model, space, space.scores[1:2], [PROMPT], [3], guidance=3.0, steps=STEPS, delay=Delay(until),
-                     before=space.scores[:1])[0, 0]  # fmt: skip
+    expected = generate_images(
+        model, space, space.scores[1:2], [PROMPT], [3], guidance=3.0, steps=STEPS, delay=Delay(until),
+        before=space.scores[:1],
+    )[0, 0]  # fmt: skip
     pipeline.enable_lora()
     assert torch.allclose(ours, expected, atol=2e-3)
 

@@ -8,29 +8,20 @@ import torch
 
 pytest.importorskip("diffusers", reason="adapters of pipelines")
 
-from netweight_experiments.toys import face_bank as face_bank_training
-from netweight_experiments.toys.face_bank import excerpt, train_bank
-from netweight_experiments.toys.faces_diffusion import population, train_faces
-from netweight_experiments.toys.fitting import DenoiserRecipe
-
 from netweight.core.engines import in_process
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_pipeline import text_to_image
-from netweight.methods.space.directions import read_labels
+from netweight.methods.space.labels import read_labels
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.diffusion import training_record
 from netweight.toys.faces import ATTRIBUTES, identities
-from netweight.toys.faces_pipeline import (
-    FACES_BANK,
-    FACES_FOLDER,
-    FaceBank,
-    FacesWorld,
-    faces_drawn,
-    faces_pipeline,
-    identity_fidelity,
-    person_name,
-)
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FaceBank, faces_pipeline
+from netweight_experiments.toys import face_bank as face_bank_training
+from netweight_experiments.toys.drawn_worlds import FacesWorld, faces_drawn, identity_fidelity, person_name
+from netweight_experiments.toys.face_bank import excerpt, train_bank
+from netweight_experiments.toys.faces_diffusion import population, train_faces
+from netweight_experiments.toys.fitting import DenoiserRecipe
 
 BANK = FaceBank(people=5, recipe=AdapterRecipe(steps=2), images=4, each=2)
 

@@ -16,8 +16,8 @@ from runs_under_test import Config, unsendable, work
 from netweight.core.engines import in_process
 from netweight.core.runs import Ledger, map_runs
 from netweight.errors import UsageError
+from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
 from netweight.nn.matrix import MatrixFile
-from netweight.nn.streaming_pca import MatrixShard, fit_shards, fit_streaming
 
 pytest.importorskip("ray", reason="ray is in the ray extra")
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from netweight.cli import netweight
 from netweight.errors import UsageError
-from netweight.reproduce import run_table
+from netweight_experiments.tables import run_table
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("sklearn", reason="scikit-learn is in the evidence extra")

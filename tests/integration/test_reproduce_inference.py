@@ -8,15 +8,17 @@ import random
 import pytest
 import torch
 from click.testing import CliRunner
-from netweight_experiments.toys import decoder, encoder_decoder
-from netweight_experiments.toys.fitting import Schedule
 
 from netweight.cli import netweight
 from netweight.data import tokenizer as llama2c
 from netweight.errors import MissingExtra
-from netweight.reproduce import inference_subjects, neuzip_inference, run_table
-from netweight.reproduce.inference_figure import front
-from netweight.reproduce.inference_ways import BITS, BLOCKS, ways
+from netweight_experiments.tables import run_table
+from netweight_experiments.tables.neuzip import inference as neuzip_inference
+from netweight_experiments.tables.neuzip import inference_models as inference_subjects
+from netweight_experiments.tables.neuzip.inference_runs import BITS, BLOCKS, weight_formats
+from netweight_experiments.tables.neuzip.trade_off import front
+from netweight_experiments.toys import decoder, encoder_decoder
+from netweight_experiments.toys.fitting import Schedule
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
@@ -35,8 +37,8 @@ def few(monkeypatch):
 
 @pytest.fixture
 def only_some_ways(monkeypatch):
-    kept = [way for way in ways(extras=False) if way.block in (None, 512) and "no blocks" not in way.name]
-    monkeypatch.setattr(neuzip_inference, "ways", lambda *, extras: kept)
+    kept = [way for way in weight_formats(extras=False) if way.block in (None, 512) and "no blocks" not in way.name]
+    monkeypatch.setattr(neuzip_inference, "weight_formats", lambda *, extras: kept)
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_the_stand_in_is_trained_once_and_named_as_such(tmp_path, own_texts):
 
 
 def test_a_run_that_was_killed_goes_on_with_the_next_way(tmp_path, own_texts, only_some_ways, monkeypatch):
-    from netweight.reproduce import inference_rows
+    from netweight_experiments.tables.neuzip import inference_runs as inference_rows
 
     applied = []
     true_apply = inference_rows.apply

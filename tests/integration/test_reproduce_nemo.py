@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from netweight.cli import netweight
 from netweight.errors import UsageError
-from netweight.reproduce import registry, run_table
-from netweight.reproduce.published import published
+from netweight_experiments.tables import registry, run_table
+from netweight_experiments.tables.published import published
 
 pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 pytest.importorskip("transformers", reason="pipelines come with the diffusion extra")

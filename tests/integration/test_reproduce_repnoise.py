@@ -5,10 +5,10 @@ import json
 import pytest
 
 from netweight.errors import Unsupported, UsageError
-from netweight.reproduce import registry, run_table
-from netweight.reproduce.published import published
-from netweight.reproduce.repnoise_ground import layers_of
-from netweight.reproduce.repnoise_plan import PLANS
+from netweight_experiments.tables import registry, run_table
+from netweight_experiments.tables.published import published
+from netweight_experiments.tables.repnoise.attacks import PLANS
+from netweight_experiments.tables.repnoise.setup import layers_of
 
 transformers = pytest.importorskip("transformers", reason="the miniature's models come with the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")

@@ -11,13 +11,12 @@ from netweight.cli import netweight
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 
-from netweight_experiments.toys import decoder as shapes
-
 from netweight.data.corpora import text_file
 from netweight.errors import UsageError
 from netweight.metrics import memory as memory_ledger
-from netweight.reproduce import neuzip_memory, neuzip_sql, neuzip_training, pretraining, sql_finetuning
-from netweight.reproduce.training_ways import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight_experiments.tables.neuzip import finetuning, pretraining, training
+from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA, WAYS
+from netweight_experiments.toys import decoder as shapes
 
 TINY = {
     "hidden_size": 64,
@@ -51,16 +50,15 @@ def here(monkeypatch, data_folder):
         ran.append(function.__name__)
         return json.loads(json.dumps(function(argument)))
 
-    monkeypatch.setattr(memory_ledger, "in_fresh_process", run)
+    monkeypatch.setattr(training, "in_fresh_process", run)
     texts = {
         split: text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")[:8000] for split in ("valid", "test")
     }
-    monkeypatch.setattr("netweight.data.corpora.wikitext2", texts.__getitem__)
+    monkeypatch.setattr(pretraining, "wikitext2", texts.__getitem__)
     monkeypatch.setitem(shapes.SHAPES, shapes.MINIATURE, ("llama", TINY))
     small = {"batch": 1, "window": 32, "vocabulary": 320}
-    monkeypatch.setattr(neuzip_training, "ROUNDS", 5)
-    monkeypatch.setattr(neuzip_training, "Pretraining", partial(pretraining.Pretraining, steps=7, held_out=2, **small))
-    monkeypatch.setattr(neuzip_memory, "Pretraining", partial(pretraining.Pretraining, **small))
+    monkeypatch.setattr(pretraining, "ROUNDS", 5)
+    monkeypatch.setattr(pretraining, "Pretraining", partial(pretraining.Pretraining, steps=7, held_out=2, **small))
     return ran
 
 
@@ -99,7 +97,7 @@ def test_a_difference_would_be_found(tmp_path, here, monkeypatch):
     found = findings(call("reproduce", "neuzip-table1", "--out", tmp_path, "--json"))
     for what in ("updates whose loss differs", "parameters that differ"):
         assert found[f"miniature, {COMPRESSED} against {LOMO}: {what}"]["passed"] is False
-    assert neuzip_training.differing_steps(["a", "b"], ["a"]) == 1
+    assert training.differing_steps(["a", "b"], ["a"]) == 1
 
 
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, here, monkeypatch):
@@ -118,14 +116,14 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path, here, monkeypatch):
 
 
 def test_paper_scale_is_refused_with_the_arithmetic_where_memory_is_too_small(tmp_path, monkeypatch, data_folder):
-    monkeypatch.setattr(neuzip_training, "_available", lambda: 3 << 30)
+    monkeypatch.setattr(pretraining, "_available", lambda: 3 << 30)
     result = CliRunner().invoke(netweight, ["reproduce", "neuzip-table1", "--scale", "paper", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "has 3.0 GiB of free memory" in result.output
     assert "Llama-3 8B, Vanilla: 15.0 GiB weights + 15.0 GiB gradients" in result.output
     assert "--scale small" in result.output
-    monkeypatch.setattr(neuzip_training, "_available", lambda: 12 << 30)
-    fitting, left_out = neuzip_training._affordable()
+    monkeypatch.setattr(pretraining, "_available", lambda: 12 << 30)
+    fitting, left_out = pretraining._affordable()
     assert {(config.shape, config.way) for config in fitting} == {
         ("GPT-Neo-XL 2.7B", way) for way in (LOMO, COMPRESSED)
     }
@@ -155,23 +153,21 @@ def test_figure_2_is_a_ledger_that_adds_up(tmp_path, here):
 def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, monkeypatch):
     pytest.importorskip("peft", reason="peft is not installed")
     pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    from netweight.data.corpora import wikisql
     from netweight_experiments.toys.encoder_decoder import EncoderDecoderRecipe, trained
     from netweight_experiments.toys.fitting import Schedule
-
-    from netweight.data.corpora import wikisql
 
     recipe = EncoderDecoderRecipe(
         vocabulary=300, width=64, inner=64, layers=1, heads=2, batch=4, schedule=Schedule(steps=2, check_every=1)
     )
     base = tmp_path / "base"
     about = trained(wikisql("train")[:100], wikisql("dev")[:4], base, recipe)
-    monkeypatch.setattr(neuzip_sql, "_base", lambda out: (base, about))
-    tiny = partial(sql_finetuning.FineTuning, steps=6, batch=2, tests=4)
-    tiny.seed = 1
-    monkeypatch.setattr(neuzip_sql, "FineTuning", tiny)
-    monkeypatch.setattr(neuzip_sql, "ROUNDS", 5)
+    monkeypatch.setattr(finetuning, "_base", lambda out: (base, about))
+    tiny = partial(finetuning.FineTuning, steps=6, batch=2, tests=4)
+    monkeypatch.setattr(finetuning, "FineTuning", tiny)
+    monkeypatch.setattr(finetuning, "ROUNDS", 5)
     adapters = {"LoRA on the bf16 base": None, "QLoRA NF4": "Quant NF4"}
-    monkeypatch.setattr(neuzip_sql, "ADAPTERS", adapters)
+    monkeypatch.setattr(finetuning, "ADAPTERS", adapters)
     monkeypatch.setattr("netweight.hf.quantizers.missing", lambda quantizer: "it is not there")
     answer = call("reproduce", "neuzip-table2", "--out", tmp_path, "--json")
     values = measured(answer)
@@ -191,14 +187,14 @@ def test_table_2_agrees_to_the_bit_and_says_what_could_not_run(tmp_path, here, m
 
 def test_paper_scale_of_table_2_needs_a_model(tmp_path, data_folder):
     with pytest.raises(UsageError, match="--model FOLDER"):
-        neuzip_sql.table2("paper", tmp_path)
+        finetuning.table2("paper", tmp_path)
 
 
 def test_bleu_is_that_of_sacrebleu_with_an_interval():
     pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
     right = ["SELECT a FROM t WHERE b = 1", "SELECT c FROM t WHERE d = 2", "SELECT e FROM t WHERE f = 3"]
-    assert sql_finetuning.score(right, right)["value"] == pytest.approx(100)
+    assert finetuning.score(right, right)["value"] == pytest.approx(100)
     wrong = [right[0], right[1].replace("c", "x"), "nothing"]
-    found = sql_finetuning.score(wrong, right)
+    found = finetuning.score(wrong, right)
     assert found["low"] < found["value"] < found["high"]
     assert (found["n"], found["exact"]) == (3, 1)

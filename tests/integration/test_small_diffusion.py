@@ -13,10 +13,6 @@ from netweight.errors import UsageError
 diffusers = pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 pytest.importorskip("transformers", reason="pipelines come with the diffusion extra")
 
-from netweight_experiments.toys import small_diffusion as small_diffusion_training  # noqa: E402
-from netweight_experiments.toys.fitting import DenoiserRecipe  # noqa: E402
-from netweight_experiments.toys.small_diffusion import GUIDANCE, main, trained  # noqa: E402
-
 from netweight.hf.load_pipeline import text_to_image  # noqa: E402
 from netweight.metrics.copies import copies_of_prompt, similarity_to_memorized  # noqa: E402
 from netweight.toys.diffusion import (  # noqa: E402
@@ -33,6 +29,9 @@ from netweight.toys.shapes import (  # noqa: E402
     agreement,
     memorized,
 )
+from netweight_experiments.toys import small_diffusion as small_diffusion_training  # noqa: E402
+from netweight_experiments.toys.fitting import DenoiserRecipe  # noqa: E402
+from netweight_experiments.toys.small_diffusion import GUIDANCE, main, trained  # noqa: E402
 
 WORLD = ShapesWorld()
 SEEDS = [101, 102, 103]  # others than those of the record

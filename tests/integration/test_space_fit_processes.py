@@ -16,10 +16,10 @@ from spaces_under_test import bank_of, sharing_adapters
 
 from netweight.core.engines import in_process, local_processes
 from netweight.errors import CorruptBlob, NetweightError, UsageError
+from netweight.methods.space.fitting.streaming import MatrixShard, fit_shards, fit_streaming
 from netweight.methods.space.space import WeightSpace
 from netweight.nn import matrix
 from netweight.nn.matrix import MatrixFile
-from netweight.nn.streaming_pca import MatrixShard, fit_shards, fit_streaming
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "streamed_rows.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -57,13 +57,13 @@ def test_a_killed_fit_goes_on(file, whole, tmp_path, monkeypatch):
     found, read = streamed_rows.fit(file, folder, -1)
     assert read == 5 * 7 + 1 - (11 + 20)
     assert_same(found, whole)
-    with pytest.raises(UsageError, match="holds another fit"):
+    with pytest.raises(UsageError, match="holds a fit with other settings"):
         fit_streaming(MatrixFile(file), 4, folder=folder, digest="these", **streamed_rows.SETTINGS)
-    with pytest.raises(UsageError, match="holds another fit"):
+    with pytest.raises(UsageError, match="holds a fit with other settings"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="those", **streamed_rows.SETTINGS)
-    kept = folder / "worker-0" / "iteration.safetensors"
+    kept = folder / "worker-0" / "state.safetensors"
     kept.write_bytes(kept.read_bytes()[:-100])
-    with pytest.raises(CorruptBlob, match="no part of a fit"):
+    with pytest.raises(CorruptBlob, match="to begin anew"):
         fit_streaming(MatrixFile(file), 5, folder=folder, digest="these", **streamed_rows.SETTINGS)
 
 

@@ -6,7 +6,7 @@ import pytest
 from browser import DARK, console, look, needs_chromium
 from views_under_test import NAMES, view
 
-from netweight.methods.space.page import write_view
+from netweight.methods.space.view.page import write_view
 
 pytestmark = needs_chromium
 

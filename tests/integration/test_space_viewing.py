@@ -8,14 +8,15 @@ import torch
 from tiny_diffusion import ORDINARY, trained
 
 from netweight.errors import UsageError
-from netweight.methods.space.directions import Column, Labels, fit_direction
-from netweight.methods.space.gram import StackBank
-from netweight.methods.space.page import render_view
-from netweight.methods.space.page_data import Look, Reader, painted_view
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.fitting.gram import StackBank
+from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.settings import RenderSettings
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.view.build import Reader, build_view
+from netweight.methods.space.view.page import render_view
 from netweight.nn.apply_lora import merge_
-from netweight.nn.lora import Adapter, LowRank
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
 
 N = 7
 LAYERS = ["blocks.0.attn2.to_v", "blocks.1.attn2.to_v"]
@@ -55,10 +56,13 @@ def age(space, labels):
 def view(model, space, labels, age):
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
     reader = Reader("a meter", lambda pictures: {"red": pictures[:, 0].mean((1, 2))})
-    look = Look(PROMPTS, (3, 8), 2.0, 4, STRENGTHS, GRID, components=2, adapters=5, samples=3, neighbors=2, rows=5)
-    made = painted_view(
+    settings = RenderSettings(
+        prompts=PROMPTS, seeds=(3, 8), guidance=2.0, steps=4, strengths=STRENGTHS, grid=GRID, components=2, adapters=5,
+        samples=3, neighbors=2, rows=5,
+    )  # fmt: skip
+    made = build_view(
         model, space, title="Tiny", directions=[age], pairs=[("component 1", "age")], labels=labels,
-        start=("model 2", space.scores[2]), reader=reader, look=look,
+        start=("model 2", space.scores[2]), reader=reader, settings=settings,
     )  # fmt: skip
     after = model.denoiser.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -123,19 +127,19 @@ def test_samples_readings_and_facts_are_told(view):
 
 
 def test_what_cannot_be_shown_is_refused_before_painting(model, space, age):
-    few = Look(PROMPTS, (3, 8), components=0)
+    few = RenderSettings(prompts=PROMPTS, seeds=(3, 8), components=0)
     for changes, says in [
-        ({"look": few}, "no slider"),
-        ({"directions": [age], "pairs": [("age", "hue")], "look": few}, "'hue' has no slider.*age"),
+        ({"settings": few}, "no slider"),
+        ({"directions": [age], "pairs": [("age", "hue")], "settings": few}, "'hue' has no slider.*age"),
         ({"directions": [age], "pairs": [("age", "age")]}, "with itself"),
         ({"start": ("nowhere", torch.zeros(2))}, "nowhere is no point"),
         ({"start": ("nan", torch.full((space.components,), torch.nan))}, "nan is no point"),
         ({"labels": Labels(("other",), {})}, "other adapters"),
-        ({"look": Look(adapters=0)}, "at least one"),
     ]:
         with pytest.raises(UsageError, match=says):
-            painted_view(model, space, title="No", **changes)
+            build_view(model, space, title="No", **changes)
     with pytest.raises(UsageError, match="2 prompts and 3 seeds"):
-        Look(PROMPTS, (1, 2, 3))
-    with pytest.raises(UsageError, match="-1 samples"):
-        Look(samples=-1)
+        RenderSettings(prompts=PROMPTS, seeds=(1, 2, 3))
+    for wrong in ({"samples": -1}, {"adapters": 0}, {"seeds": ()}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            RenderSettings(**wrong)

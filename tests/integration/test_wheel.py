@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "netweight"
+EXPERIMENTS = ROOT / "experiments"
 NEEDED = ("pip", "scikit_build_core", "nanobind")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 NATIVE = shutil.which("c++") is not None  # else the wheel is built without
@@ -34,13 +35,21 @@ def run(*command, **options):
     return answer.stdout
 
 
+def built(source, folder):
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--wheel-dir", folder, source)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
-    run(*pip, "--wheel-dir", folder, ROOT)
-    (built,) = folder.glob("netweight-*.whl")
-    return built
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory):
+    return built(EXPERIMENTS, tmp_path_factory.mktemp("experiments"))
 
 
 @pytest.fixture(scope="module")
@@ -49,50 +58,56 @@ def clean(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env")
     python = folder / "env" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
-    run(*pip, wheel)
+    install(python, wheel)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     kept = {name: value for name, value in os.environ.items() if name in ("HOME", "TMPDIR", "LANG", "OMP_NUM_THREADS")}
     return {"cwd": folder, "env": kept | {"PATH": str(python.parent)}}
 
 
+def install(python, file):
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", file)
+
+
 def call(clean, *command):
     return run(Path(clean["env"]["PATH"]) / command[0], *command[1:], **clean)
 
 
-def test_it_holds_every_file_of_the_package_and_the_published_numbers(wheel):
+def files_of(package):
+    ours = [file for file in package.rglob("*") if file.is_file() and file.suffix not in (".pyc", ".so")]
+    return {f"{package.name}/{file.relative_to(package).as_posix()}" for file in ours}
+
+
+def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
-    ours = [file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in (".pyc", ".so")]
-    wanted = {f"netweight/{file.relative_to(PACKAGE).as_posix()}" for file in ours}
-    published = {f"netweight/published/{file.name}" for file in (ROOT / "recipes" / "published").glob("*.json")}
+    wanted = files_of(PACKAGE)
     assert wanted - held == set()
-    assert published
-    assert published - held == set()
     assert "netweight/py.typed" in held
-    assert any(name.startswith("netweight/zoo/") and name.endswith(".safetensors") for name in held)
+    assert any(name.startswith("netweight/toys/") and name.endswith(".safetensors") for name in held)
     assert any(name.endswith("licenses/LICENSE") for name in held)
-    strangers = [name for name in held if name.startswith("netweight/")
-                 and name not in wanted | published and not name.startswith("netweight/codec/_native")]  # fmt: skip
-    assert [name for name in strangers if not name.startswith("netweight/published/")] == []
-    assert len([name for name in held if "/_native." in name and name.endswith(".so")]) == NATIVE
+    native = {name for name in held if "/_native." in name and name.endswith(".so")}
+    assert len(native) == NATIVE
+    assert {name for name in held if ".dist-info/" not in name} - wanted == native
+
+
+def test_the_experiments_wheel_holds_every_file_and_the_published_numbers(experiments):
+    held = set(zipfile.ZipFile(experiments).namelist())
+    wanted = files_of(EXPERIMENTS / "netweight_experiments")
+    assert {name for name in held if ".dist-info/" not in name} == wanted
+    assert "netweight_experiments/published/hyperfl-table1.json" in held
 
 
 def test_it_is_imported_alone_and_finds_its_data(clean):
     said = json.loads(call(clean, "python", "-c", """
 import json, pathlib, shutil, netweight
 from netweight.codec import active_path
-from netweight.reproduce.published import published_folder
 from netweight.toys.diffusion import SHAPES_FOLDER
 print(json.dumps({
     "home": str(pathlib.Path(netweight.__file__)), "version": netweight.__version__, "path": active_path(),
-    "compiler": shutil.which("c++"), "published": len(list(published_folder().glob("*.json"))),
-    "published at": str(published_folder()), "checkpoint": (SHAPES_FOLDER / "model_index.json").is_file(),
+    "compiler": shutil.which("c++"), "checkpoint": (SHAPES_FOLDER / "model_index.json").is_file(),
 }))
 """))  # fmt: skip
     assert said["home"].startswith(str(clean["cwd"]))
-    assert said["published at"].startswith(str(clean["cwd"]))
-    assert said["published"] == len(list((ROOT / "recipes" / "published").glob("*.json")))
     assert said["compiler"] is None
     assert said["checkpoint"]
     assert (said["path"] != "python") == NATIVE
@@ -107,5 +122,19 @@ def test_its_commands_work(clean):
     call(clean, "netweight", "decompress", "net.safetensors", "back.safetensors")
     assert (folder / "back.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads(call(clean, "netweight", "doctor", "--json"))
-    assert "hyperfl-table1" in call(clean, "netweight", "reproduce", "--list")
     assert "treatments" in call(clean, "netweight", "run", "--schema")
+
+
+def test_tables_are_measured_where_the_experiments_are_installed_too(clean, experiments):
+    python = Path(clean["env"]["PATH"]) / "python"
+    probe = "import importlib.util; print(importlib.util.find_spec('netweight_experiments') is None)"
+    if run(python, "-c", probe, **clean).strip() == "True":  # else the environment of the tests has them installed
+        command = Path(clean["env"]["PATH"]) / "netweight"
+        answer = subprocess.run([command, "reproduce", "--list"], capture_output=True, text=True, check=False, **clean)
+        assert answer.returncode == 2
+        assert "netweight-experiments" in answer.stderr
+        assert "pip install ./experiments" in answer.stderr
+    install(python, experiments)
+    assert "hyperfl-table1" in call(clean, "netweight", "reproduce", "--list")
+    place = run(python, "-c", "import netweight_experiments; print(netweight_experiments.__file__)", **clean)
+    assert place.startswith(str(clean["cwd"]))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight import AdapterBank, read_adapter, write_adapter
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 from netweight.store.bank.write import BankWriter
 from netweight.store.lora_formats.names import _STRUCTURES, KohyaNames, kohya_name
 

@@ -5,7 +5,7 @@ The one import below the surface of this folder: where the tables are.
 
 import json
 
-from netweight.reproduce import run_table
+from netweight_experiments.tables import run_table
 
 REPNOISE = ["layer-distances", "notebook", "pca"]
 REPNOISE += [f"table{number}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 11, *range(14, 21), 23)]

@@ -37,7 +37,17 @@ def test_a_table_is_the_same_to_its_digits(table, out):
         found = tables.measure(table, out)
     except MissingExtra as missing:
         pytest.skip(str(missing))
-    assert not list(differences(KEPT[table], found, tolerance=1e-6))
+    assert not list(differences(headed(KEPT[table]), headed(found), tolerance=1e-6))
+
+
+def headed(measured):
+    """A text that heads a column of a further table stands for a column without a unit."""
+    tables = [
+        {**one, "columns": [{"name": each, "unit": "", "better": None} if isinstance(each, str) else each
+                            for each in one["columns"]]}
+        for one in measured["tables"]
+    ]  # fmt: skip
+    return {**measured, "tables": tables}
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)

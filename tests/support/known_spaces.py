@@ -2,7 +2,7 @@
 
 import torch
 
-from netweight.methods.space.directions import Column, Labels
+from netweight.methods.space.labels import Column, Labels
 from netweight.nn import Adapter, LowRank
 
 MODULES = {"unet.a.to_q": (6, 5), "unet.b.to_v": (4, 6)}

@@ -2,9 +2,8 @@
 
 import torch
 
-from netweight.methods.space.gram import StackBank
-from netweight.nn.lora import Adapter, LowRank
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.methods.space.fitting.gram import StackBank
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
 
 SHAPES = {"unet.mid.to_q": (7, 5), "unet.mid.to_v": (6, 9), "unet.up.to_q": (4, 4)}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from spaces_under_test import bank_of, sharing_adapters
 
+from netweight.methods.space.fitting.streaming import ProcessGroup, fit_streaming
 from netweight.methods.space.space import WeightSpace
 from netweight.nn import matrix
-from netweight.nn.basis import BasisFit
 from netweight.nn.matrix import MatrixFile
-from netweight.nn.streaming_pca import ProcessGroup, fit_streaming
+from netweight.nn.pca import BasisFit
 
 ROWS_PER_BLOCK = 20
 SETTINGS = {"standardize": True, "most": 3, "tolerance": 0.0}

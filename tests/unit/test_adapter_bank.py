@@ -25,9 +25,8 @@ from netweight.errors import (
     UnsafeInput,
     UsageError,
 )
-from netweight.nn.lora import Adapter, LowRank
-from netweight.nn.stacked_lora import AdapterStack
-from netweight.store.bank import write as bank_ingest
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
+from netweight.store.bank import ingest as bank_ingest
 from netweight.store.bank import write as bank_writing
 from netweight.store.bank.write import BankWriter
 

@@ -104,3 +104,12 @@ def test_the_process_exits_with_the_code():
     assert answer.returncode == 2
     assert answer.stderr.startswith("Error: The recipe no-such-recipe.yaml cannot be read")
     assert "Traceback" not in answer.stderr
+
+
+def test_without_the_experiments_their_commands_say_where_they_are(monkeypatch, call):
+    monkeypatch.setitem(sys.modules, "netweight_experiments", None)
+    for name in ("reproduce", "benchmark"):
+        result = call(name, "--help")
+        assert result.exit_code == 2
+        assert f"`netweight {name}` is in the package netweight-experiments" in result.output
+        assert "pip install ./experiments" in result.output

@@ -17,7 +17,8 @@ from netweight.toys.faces import (
     people,
     photographs,
 )  # fmt: skip
-from netweight.toys.faces_pipeline import READER_FOLDER, FacesWorld, embed, r_squared, read, reading_record
+from netweight.toys.faces_pipeline import READER_FOLDER, embed, read
+from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared, reading_record
 
 
 def noise(seed=0):

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from netweight_experiments.toys.face_reading import train_reader
 
 from netweight.errors import UsageError
 from netweight.toys.faces import VEHICLES, WORLDS
-from netweight.toys.faces_pipeline import FaceBank, FacesWorld, r_squared, read
+from netweight.toys.faces_pipeline import FaceBank, read
+from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared
+from netweight_experiments.toys.face_reading import train_reader
 
 
 def plain(**looks):

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from netweight_experiments.toys.fitting import Schedule, fit
 
-from netweight.errors import UsageError
+from netweight.errors import TrainingStopped, UsageError
+from netweight_experiments.toys.fitting import Schedule, fit
 
 INPUTS = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS @ torch.arange(5.0) + 1
@@ -82,7 +82,7 @@ def test_training_stops_when_it_no_longer_helps_and_keeps_the_best(tmp_path):
 
 
 def test_divergence_is_named(tmp_path):
-    with pytest.raises(UsageError, match="diverged at step 3"):
+    with pytest.raises(TrainingStopped, match="diverged at step 3"):
         fit(
             Regression(),
             lambda step: batch(step) | ({"targets": torch.full((8,), torch.inf)} if step == 3 else {}),

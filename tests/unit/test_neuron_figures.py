@@ -14,7 +14,7 @@ from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.report import counts_figure, neurons, overlap, overlap_figure
 from netweight.report.plots import heat_maps, histogram
 from netweight.report.report import Report
-from netweight.reproduce.nemo_shared import clusters
+from netweight_experiments.tables.nemo.neurons import clusters
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 

@@ -1,6 +1,5 @@
 """pyproject.toml gives lower bounds, constraints.txt pins what is known to work; the wheel carries what code needs."""
 
-import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from netweight.codec.cuda import compiling
-from netweight.reproduce import published
+from netweight_experiments.tables import published
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "constraints.txt").is_file(), reason="outside a source tree")
@@ -62,11 +61,21 @@ def test_all_is_made_of_extras_that_exist(project):
     assert set(named) <= project["optional-dependencies"].keys()
 
 
-def test_the_wheel_carries_the_package_and_the_published_numbers():
+def test_the_wheel_carries_the_package_and_the_experiments_have_their_own():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    packages = build["wheel"]["packages"]
-    assert packages == {"netweight": "src/netweight", "netweight/published": "recipes/published"}
-    assert all((ROOT / folder).is_dir() for folder in packages.values())
+    assert build["wheel"]["packages"] == ["src/netweight"]
+    experiments = tomllib.loads((ROOT / "experiments" / "pyproject.toml").read_text())
+    assert experiments["tool"]["scikit-build"]["wheel"] == {"cmake": False, "packages": ["netweight_experiments"]}
+
+
+def test_what_the_experiments_ask_for_is_what_netweight_s_extras_ask_for(project):
+    """So that bounds and pins are kept in one place."""
+    experiments = tomllib.loads((ROOT / "experiments" / "pyproject.toml").read_text())["project"]
+    known = {*requirements(project), "netweight"}
+    assert set(experiments["dependencies"]) <= known
+    for (extras,) in experiments["optional-dependencies"].values():
+        named = re.fullmatch(r"netweight\[(.*)\]", extras)[1].split(",")
+        assert set(named) <= project["optional-dependencies"].keys()
 
 
 def test_kernels_lie_where_the_package_looks_for_them():
@@ -77,14 +86,8 @@ def test_kernels_lie_where_the_package_looks_for_them():
     assert {path.name: path.read_bytes() for path in compiling.KERNELS.iterdir()} == here
 
 
-def test_an_installed_netweight_has_the_published_numbers_of_the_source_tree():
-    """Where the tests run on an installed wheel, its copy is the one that is read, and no file is missing."""
-    here = sorted(path.name for path in (ROOT / "recipes" / "published").glob("*.json"))
+def test_the_published_numbers_lie_where_the_experiments_look_for_them():
+    """In the source tree or in an installed wheel: no file is missing."""
+    here = sorted(path.name for path in (ROOT / "experiments" / "netweight_experiments" / "published").glob("*.json"))
+    assert here
     assert sorted(path.name for path in published.published_folder().glob("*.json")) == here
-    package = Path(published.__file__).parents[1]
-    if package.is_relative_to(ROOT / "src"):
-        assert published.published_folder() == ROOT / "recipes" / "published"
-        return
-    assert published.published_folder() == package / "published"
-    files = importlib.metadata.files("netweight")
-    assert here == sorted(file.name for file in files if "published" in file.parts and file.suffix == ".json")

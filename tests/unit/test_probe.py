@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from netweight.core.units import Units
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.nn import edit_outputs
-from netweight.nn.hooks import capture
+from netweight.nn import capture, edit_outputs, intervene, scale
 
 
 class Block(nn.Module):
@@ -72,16 +72,20 @@ def test_gradients_flow_through_what_was_taken_with_and_without_checkpointing():
 
 def test_no_hook_outlives_its_block():
     model = Stack()
-    cases = [
-        lambda: capture(model, "**.mix"),
-        lambda: capture(model, ["**.mix", "**.missing"]),
-        lambda: edit_outputs(model, {"blocks.0": torch.tanh}),
-        lambda: edit_outputs(model, {"blocks.0": torch.tanh, "blocks.7": torch.tanh}),
-        lambda: edit_outputs(model, {"blocks.0": lambda _states: 1 / 0}),
+    cases = [  # whether the model itself fails, and what is entered
+        (True, lambda: capture(model, "**.mix")),
+        (True, lambda: capture(model, ["**.mix", "**.missing"])),
+        (True, lambda: edit_outputs(model, {"blocks.0": torch.tanh})),
+        (True, lambda: edit_outputs(model, {"blocks.0": torch.tanh, "blocks.7": torch.tanh})),
+        (False, lambda: edit_outputs(model, {"blocks.0": lambda _states: 1 / 0})),
+        (True, lambda: intervene(model, scale(Units({"blocks.0.mix": [3]}), 0.0))),
+        (False, lambda: intervene(model, {"blocks.0": torch.tanh}, {"blocks.7": torch.tanh})),
+        (False, lambda: intervene(model, scale(Units({"blocks.0.mix": [4]}), 0.0))),
+        (False, lambda: intervene(model, scale(Units({"blocks.0.mix": [3]}), 0.0), {"blocks.1": lambda _: 1 / 0})),
     ]
-    for case in cases:
-        with pytest.raises((RuntimeError, NameNotFound, ZeroDivisionError)), case():
-            model(torch.zeros(1, 4), fail=case is not cases[-1])
+    for fail, case in cases:
+        with pytest.raises((RuntimeError, UsageError, NameNotFound, ZeroDivisionError)), case():
+            model(torch.zeros(1, 4), fail=fail)
         assert hooks(model) == 0
 
 
@@ -106,3 +110,38 @@ def test_an_edit_changes_what_follows_and_keeps_the_rest():
     assert torch.equal(outputs["blocks.1"], changed.detach())
     with pytest.raises(NameNotFound, match="nearest"), edit_outputs(model, {"block.0": torch.tanh}):
         pass
+
+
+def test_scaled_neurons_are_those_of_a_model_whose_rows_are_scaled():
+    model, other, states = Stack(), Stack(), torch.randn(2, 4)
+    with torch.no_grad():
+        other.blocks[0].mix.weight[[1, 3]] *= 0.5
+        other.blocks[0].mix.bias[[1, 3]] *= 0.5
+        other.blocks[1].widen.weight[0], other.blocks[1].widen.bias[0] = 0, 0
+    before = model(states)
+    halved, off = Units({"blocks.0.mix": [1, 3]}), Units({"blocks.1.widen": [0]})
+    with intervene(model, scale(halved, 0.5), scale(off, 0.0)):
+        torch.testing.assert_close(model(states), other(states))
+    assert torch.equal(model(states), before)
+    with pytest.raises(UsageError, match="4 neurons, and the set holds number 4"):
+        with intervene(model, scale(Units({"blocks.0.mix": [4]}), 0.0)):
+            model(states)
+
+
+def test_the_first_of_several_edits_comes_first_and_a_convolution_has_its_neurons_in_dimension_1():
+    model, states = nn.Sequential(nn.Conv2d(1, 3, 1)), torch.randn(2, 1, 5, 5)
+    plain = model(states)
+    with intervene(model, scale(Units({"0": [2]}), 0.0, dim=1), {"0": lambda output: output + 1}):
+        changed = model(states)
+    torch.testing.assert_close(changed[:, :2], plain[:, :2] + 1)
+    assert torch.equal(changed[:, 2], torch.ones(2, 5, 5))
+
+
+def test_captured_outputs_are_reduced_as_asked():
+    model, states = Stack(), torch.randn(2, 5, 4)
+    with capture(model, "**.mix", reduce="mean:tokens") as means, capture(model, "**.mix") as outputs:
+        model(states)
+    assert all(torch.equal(means[name], outputs[name].mean(1)) for name in outputs)
+    with capture(model, "blocks.0.mix", reduce=torch.abs) as sizes:
+        model(states)
+    assert torch.equal(sizes["blocks.0.mix"], outputs["blocks.0.mix"].abs())

@@ -14,8 +14,8 @@ from netweight import AdapterBank, read_adapter
 from netweight.core.progress import Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.nn.lora import Adapter, LowRank
-from netweight.store import published_w2w
-from netweight.store.published_w2w import (
+from netweight.store.bank import published as published_w2w
+from netweight.store.bank.published import (
     import_published,
     published_tensor,
     read_dimensions,

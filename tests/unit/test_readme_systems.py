@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from netweight.reproduce.published import published
+from netweight_experiments.tables.published import published
 
 README = Path(__file__).parents[2] / "README.md"
 pytestmark = pytest.mark.skipif(not README.is_file(), reason="README.md is not here: outside a source tree")

@@ -20,7 +20,8 @@ from netweight.methods.immunize.decoder import structure_of
 from netweight.methods.immunize.defense import collate_pairs
 from netweight.methods.immunize.lens import Targets, lens_losses, mean_lens_loss, sampled_layers
 from netweight.methods.immunize.mmd import biased_mmd, random_rows, scaled_noise, squared_distances, unbiased_mmd
-from netweight.methods.immunize.repnoise import gradient_norm, harmful_terms, repnoise_loss
+from netweight.methods.immunize.precomputed_gradient import gradient_norm
+from netweight.methods.immunize.repnoise import harmful_terms, repnoise_loss
 from netweight.methods.immunize.settings import RepNoiseConfig
 
 

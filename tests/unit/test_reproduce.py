@@ -3,13 +3,13 @@ import math
 
 import pytest
 
-from netweight.errors import MissingExtra, NameNotFound, NetweightError, OutputExists, Unsupported, UsageError
+from netweight.errors import MissingExtra, NameNotFound, OutputExists, Unsupported, UsageError
 from netweight.report import Finding
 from netweight.report.finding import Column as ReportColumn
 from netweight.report.finding import Figure, Table
-from netweight.reproduce import Column, Measured, Row, catalog, registry, run_table, table
-from netweight.reproduce.published import Published, published_ids
-from netweight.reproduce.run import compare
+from netweight_experiments.tables import Column, Measured, Row, catalog, registry, run_table, table
+from netweight_experiments.tables.compare import compare
+from netweight_experiments.tables.published import Published, published_ids
 
 FIGURE = Figure("svg", "<svg></svg>", "nothing")
 WIDE = Table(
@@ -194,13 +194,3 @@ def test_the_result_is_what_json_prints(tmp_path, register):
     printed = json.loads(json.dumps(run_table("hyperfl-table4", out=tmp_path).to_json(), allow_nan=False))
     assert printed["differs"] == ["Another machine."]
     assert {"nonfinite": "Infinity"} in [row["measured"] for row in printed["rows"]]
-
-
-def test_a_package_without_the_numbers_says_so(monkeypatch, tmp_path):
-    from netweight.reproduce import published
-
-    monkeypatch.setattr(published, "__file__", str(tmp_path / "a" / "b" / "c" / "d.py"))
-    published.published_folder.cache_clear()
-    with pytest.raises(NetweightError, match="Install it again"):
-        published.published_folder()
-    published.published_folder.cache_clear()

@@ -16,9 +16,6 @@ from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")
 
-from netweight_experiments.toys.fitting import Schedule
-from netweight_experiments.toys.small_world import CIPHERS, WorldRecipe, figures, main, trained
-
 from netweight.data.examples import Example, collate
 from netweight.data.tokens import load_pairs
 from netweight.methods.immunize.defense import collate_pairs
@@ -35,6 +32,8 @@ from netweight.toys.language import (
     cipher_world,
     speaker_world,
 )
+from netweight_experiments.toys.fitting import Schedule
+from netweight_experiments.toys.small_world import CIPHERS, WorldRecipe, figures, main, trained
 
 SEEDS = st.integers(0, 2**32)
 TINY = WorldRecipe(

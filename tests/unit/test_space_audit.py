@@ -8,7 +8,7 @@ from known_spaces import known_scores
 import netweight.methods.space.report as audits
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import direction_of, entanglement, fit_direction
+from netweight.methods.space.directions import direction_of, fit_direction
 from netweight.methods.space.edits import (
     EditCurve,
     agreement,
@@ -19,6 +19,7 @@ from netweight.methods.space.edits import (
     identity,
     perceptual_distance,
 )
+from netweight.methods.space.report import entanglement
 from netweight.metrics.copies import CenteredPixels
 from netweight.report.audit import audits_of, run_audits, unwritten_audits
 
@@ -126,7 +127,7 @@ def test_calibration_takes_back_what_an_edit_changed_besides():
         calibrated(bent, seen, training[:9], training, directions, "pink", ranges=ranges)
     with pytest.raises(UsageError, match="correct nothing"):
         calibrated(bent, seen, training[:9], training, directions[:1], "red", ranges=[1.0])
-    with pytest.raises(UsageError, match="2 directions"):
+    with pytest.raises(UsageError, match="2 attributes"):
         calibrated(bent, seen, training[:9], training, directions[:2], "red", ranges=[1.0, 1.0])
 
 

@@ -13,18 +13,16 @@ from sklearn.metrics import r2_score, roc_auc_score
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.methods.space.directions import (
-    Column,
     Design,
-    Direction,
-    Labels,
     bootstrap_cosine,
     decorrelated,
     direction_of,
     fit_direction,
     logistic,
-    read_labels,
     ridge,
 )
+from netweight.methods.space.labels import Column, Labels, read_labels
+from netweight.methods.space.points import Direction
 from netweight.metrics.prediction import area_under_roc, explained_variance
 
 few = settings(max_examples=15, deadline=None)

@@ -10,7 +10,8 @@ from sklearn.mixture import GaussianMixture
 
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import fit_direction
-from netweight.methods.space.points import nearest, nearest_distances, neighbor_findings, row_of, spread_findings
+from netweight.methods.space.points import nearest, nearest_distances, row_of
+from netweight.methods.space.report import neighbor_findings, spread_findings
 from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
 
 few = settings(max_examples=20, deadline=None)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from views_under_test import OTHERS, STRENGTHS, adapter_map, flat, plane, samples, view, walk
 
 from netweight.errors import OutputExists, UsageError
-from netweight.methods.space import page as view_page
-from netweight.methods.space.page import Neighbors, Plane, Traversal, render_view, scale_of, traces, write_view
+from netweight.methods.space.view import page as view_page
+from netweight.methods.space.view.content import Neighbors, Plane, Traversal
+from netweight.methods.space.view.page import render_view, scale_of, traces, write_view
 from netweight.metrics.images import png_bytes
 
 

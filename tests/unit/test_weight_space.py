@@ -5,12 +5,12 @@ import torch
 from spaces_under_test import bank_of, dense, flat, random_adapters, sharing_adapters
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.methods.space import gram
-from netweight.methods.space.fit import Sketch, sketch_error
-from netweight.methods.space.gram import inner_products
+from netweight.methods.space.fitting import gram
+from netweight.methods.space.fitting.basis import Sketch
+from netweight.methods.space.fitting.fit import sketch_error
+from netweight.methods.space.fitting.gram import inner_products
 from netweight.methods.space.space import WeightSpace
-from netweight.nn.lora import Adapter, combined
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import Adapter, AdapterStack, combined
 from netweight.store.lora_formats.files import read_adapter
 
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_fitted_is_named():
     with pytest.raises(UsageError, match="are the same"):
         WeightSpace.fit(bank_of([adapters[0]] * 4))
     for how in ({"components": 0}, {"representation": "B"}, {"solver": "svd"}, {"sketch": 0}, {"passes": 0}):
-        with pytest.raises(UsageError, match=r"cannot be|unknown"):
+        with pytest.raises(UsageError, match=next(iter(how))):
             WeightSpace.fit(bank_of(adapters), **how)
     for representation in ("factors", "shared-down"):
         with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, others 1"):

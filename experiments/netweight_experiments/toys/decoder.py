@@ -28,55 +28,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecoderRecipe:
-    """Everything that decides on the trained model, but the text.
+    """Everything that decides on the trained model, but the text."""
 
-    Attributes:
-        vocabulary: Tokens of the byte-pair encoding.
-        width: Of the hidden states.
-        inner: Width of the feed-forward layers.
-        layers: Number of transformer blocks.
-        heads: Attention heads.
-        window: Tokens of context.
-        batch: Windows per step.
-        seed: Seed of initialization and batches.
-        schedule: How it is trained.
-    """
-
-    vocabulary: int = 2048
+    vocabulary: int = 2048  # tokens of the byte-pair encoding
     width: int = 256
-    inner: int = 768
-    layers: int = 4
-    heads: int = 4
-    window: int = 256
-    batch: int = 8
-    seed: int = 20241031
-    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1500))
+    inner: int = 768  # width of the feed-forward layers
+    layers: int = 4  # number of transformer blocks
+    heads: int = 4  # attention heads
+    window: int = 256  # tokens of context
+    batch: int = 8  # windows per step
+    seed: int = 20241031  # seed of initialization and batches
+    schedule: Schedule = field(default_factory=lambda: Schedule(steps=1500))  # how it is trained
 
 
+# 3.9 million weights; some eight minutes of training on one core.
 SMALL = DecoderRecipe()
-"""3.9 million weights; some eight minutes of training on one core."""
 _HELD_OUT = 0.1
 
 
 def trained(text: str, folder: Path, recipe: DecoderRecipe = SMALL, *, progress: Progress = QUIET) -> dict[str, Any]:
-    """Train the model on a text, or find it trained.
-
-    The last tenth of the text is held out: it decides when to stop and is otherwise unseen, by the tokenizer too.
-
-    Args:
-        text: What to learn, a megabyte or so.
-        folder: Where the model is kept, in bf16; a training that was stopped continues there.
-        recipe: What to train.
-        progress: Where progress is shown.
-
-    Returns:
-        What came of it: the fit, perplexities per word on the held-out text by the model and by token frequencies
-        alone, and the number of weights.
-
-    Raises:
-        MissingExtra: transformers is not installed.
-        UsageError: The text is too short for the recipe.
-    """
+    """Train the model on a text, or find it trained."""
+    # The last tenth of the text is held out: it decides when to stop and is otherwise unseen, by the tokenizer too.
     about = {"recipe": recipe, "text": of_bytes(text.encode())}
     known = finished(folder, about)
     if known is not None:
@@ -156,6 +128,7 @@ def _frequencies(ids: torch.Tensor, held: torch.Tensor) -> float:
 
 
 MINIATURE = "miniature"
+# Models by the names of the paper's columns: transformers' type, and what its configuration is told.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     MINIATURE: (
         "llama",
@@ -199,16 +172,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Models by the names of the paper's columns: transformers' type, and what its configuration is told."""
 
 
 def made(shape: str, **changes: Any) -> PreTrainedModel:
-    """Make a model with random weights, in torch's default dtype and on its default device.
-
-    Args:
-        shape: A key of `SHAPES`.
-        changes: Fields of its configuration to be otherwise.
-    """
+    """Make a model with random weights, in torch's default dtype and on its default device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = SHAPES[shape]

@@ -29,43 +29,31 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.runs import map_runs
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT, finished
-from netweight.methods.space.directions import read_labels
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.methods.space.labels import read_labels
+from netweight.nn.lora import AdapterStack
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.write import BankWriter
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import (
-    FACES_FOLDER,
-    FaceBank,
-    faces_pipeline,
-    identity_fidelity,
-    person_name,
-    write_labels,
-)
+from netweight.toys.faces_pipeline import FACES_FOLDER, FaceBank, faces_pipeline
+from netweight_experiments.toys.drawn_worlds import identity_fidelity, person_name, write_labels
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
 
 
+# People, spread over the bank, of whom pictures are drawn for the record.
 _MEASURED = 64
-"""People, spread over the bank, of whom pictures are drawn for the record."""
 
 
 @final
 @dataclass(frozen=True)
 class _Group:
-    """People who are trained together.
+    """People who are trained together."""
 
-    Attributes:
-        bank: What they are part of, whatever its size.
-        base: Digest of the pipeline's denoiser.
-        numbers: Theirs.
-    """
-
-    bank: FaceBank
-    base: str
-    numbers: tuple[int, ...]
+    bank: FaceBank  # what they are part of, whatever its size
+    base: str  # digest of the pipeline's denoiser
+    numbers: tuple[int, ...]  # theirs
 
 
 def train_bank(
@@ -78,24 +66,7 @@ def train_bank(
     engine: Engine = local_processes,
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
-    """Train a bank into a folder, or find it trained; a smaller one of the same recipe grows.
-
-    Args:
-        folder: Where to; it is made if need be.
-        bank: What is trained.
-        base: The pipeline's folder.
-        at_once: People per group.
-        compress: Whether the bank is compressed, bit for bit.
-        engine: Where groups are trained.
-        progress: Where progress is shown.
-
-    Returns:
-        What came of it.
-
-    Raises:
-        UsageError: The folder holds a bank that was trained otherwise.
-        TrainingStopped: A group could not be trained; what was trained is kept.
-    """
+    """Train a bank into a folder, or find it trained; a smaller one of the same recipe grows."""
     model = _model(str(base))
     digest = model.digest()
     about = {"bank": bank.about, "base": digest}
@@ -132,18 +103,7 @@ def train_bank(
 
 
 def excerpt(source: Path, destination: Path, people: int, *, world: str = "face") -> None:
-    """Write the first people of a trained bank as a small one: factors rounded to bf16, and compressed.
-
-    Args:
-        source: Where `train_bank` trained it.
-        destination: Made by this; bank, labels and the record of the whole.
-        people: How many.
-        world: Name of the drawn world whose subjects they are.
-
-    Raises:
-        OutputExists: The destination holds something else than such a bank.
-        UsageError: The source has not that many people.
-    """
+    """Write the first people of a trained bank as a small one: factors rounded to bf16, and compressed."""
     bank = AdapterBank.open(source / "bank")
     if not 0 < people <= len(bank):
         raise UsageError(f"{people} of {len(bank)} people cannot be taken.", cure="Choose fewer, or train more.")

@@ -20,29 +20,19 @@ from netweight.core.files import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.toys.faces import FACES, WORLDS, DrawnWorld
-from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, r_squared, read
+from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read
 from netweight.toys.language import write_weights
+from netweight_experiments.toys.drawn_worlds import r_squared
 
 _BATCH, _RATE, _HELD_OUT = 128, 4e-3, 2000
+# Number of the held-out batch.
 _STRANGERS = -1
-"""Number of the held-out batch."""
 
 
 def train_reader(
     folder: Path, *, steps: int = 2000, seed: int = 11, world: DrawnWorld = FACES, progress: Progress = QUIET
 ) -> dict[str, Any]:
-    """Train the network into a folder.
-
-    Args:
-        folder: Where to; it is made if need be.
-        steps: Of the optimizer, on 128 new people each.
-        seed: Of initialization and pictures.
-        world: Whose subjects it learns to read.
-        progress: Where progress is shown.
-
-    Returns:
-        The record, as it is written.
-    """
+    """Train the network into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.process_time()
     network = _fitted(steps, seed, world, progress)

@@ -20,13 +20,14 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
 from netweight.toys.diffusion import opened
 from netweight.toys.faces import WORLDS
-from netweight.toys.faces_pipeline import FacesShape, FacesWorld, initialized, read
+from netweight.toys.faces_pipeline import read
+from netweight_experiments.toys.drawn_worlds import FacesShape, FacesWorld, initialized
 from netweight_experiments.toys.fitting import DenoiserRecipe
 from netweight_experiments.toys.small_diffusion import trained
 
 FACES_RECIPE = DenoiserRecipe(steps=4000, batch=32, average=0.995, value_penalty=0.0, keep_every=250, seed=20240613)
+# Without guidance.
 STEPS = 20
-"""Of the scheduler, with which pictures are drawn; without guidance."""
 _DRAWN = 400
 
 
@@ -38,32 +39,14 @@ def train_faces(
     *,
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
-    """Train a pipeline into a folder, or find it trained; see `small_diffusion_training.trained`.
-
-    Returns:
-        What came of it; "draws" is what `population` says.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-        UsageError: The folder holds a pipeline that was trained otherwise.
-    """
+    """Train a pipeline into a folder, or find it trained; see `small_diffusion_training.trained`."""
     return trained(
         folder, world, recipe, shape, initialize=initialized, measure=population, dtype="bfloat16", progress=progress
     )
 
 
 def population(folder: Path, world: FacesWorld, *, progress: Progress = QUIET) -> dict[str, Any]:
-    """Measure whom a pipeline draws, as it was written.
-
-    Args:
-        folder: The pipeline's.
-        world: What it was trained on.
-        progress: Where progress is shown.
-
-    Returns:
-        The share of grounds that are as the prompt says, and the standard deviation of each attribute and nuisance,
-        divided by the world's.
-    """
+    """Measure whom a pipeline draws, as it was written."""
     from netweight.hf.load_pipeline import text_to_image
 
     model = text_to_image(opened(folder))

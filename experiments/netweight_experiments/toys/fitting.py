@@ -1,7 +1,7 @@
 """Training of small models on the spot: from a seed, resumable after a kill, stopped when held-out loss stops falling.
 
-Batches are a function of the step alone, so a resumed run sees what an uninterrupted one would have seen. Used by the
-tables that need a trained language model.
+Batches are a function of the step alone, so a resumed run sees what an uninterrupted one would have seen. `fit` is for
+language models, `fit_denoiser` for denoisers.
 """
 
 from __future__ import annotations
@@ -12,60 +12,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+import netweight
 from netweight.core.digest import of_config
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import TrainingStopped, UsageError
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+# File in the folder of a training that is not finished.
+CHECKPOINT = "training.safetensors"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to train.
+    """How to train."""
 
-    Attributes:
-        steps: Most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them.
-        learning_rate: AdamW's, after warm-up.
-        warmup: Steps over which it rises from 0.
-        weight_decay: AdamW's, for matrices; norms and biases decay by nothing.
-        check_every: Steps between two looks at the held-out loss, each with a checkpoint.
-        patience: Looks in a row without a new best after which training stops.
-        seed: Seed of dropout; initialization and batches have their own.
-    """
-
-    steps: int
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    check_every: int = 100
-    patience: int = 4
-    seed: int = 0
+    steps: int  # most optimizer steps; the learning rate falls to a tenth along a half cosine over all of them
+    learning_rate: float = 1e-3  # AdamW's, after warm-up
+    warmup: int = 100  # steps over which it rises from 0
+    weight_decay: float = 0.1  # AdamW's, for matrices; norms and biases decay by nothing
+    check_every: int = 100  # steps between two looks at the held-out loss, each with a checkpoint
+    patience: int = 4  # looks in a row without a new best after which training stops
+    seed: int = 0  # seed of dropout; initialization and batches have their own
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What training came to; the model holds the weights of the best look.
+    """What training came to; the model holds the weights of the best look."""
 
-    Attributes:
-        steps: Steps that were made.
-        best_step: The step whose weights were kept.
-        held_out: Held-out loss there, in nats.
-        curve: Step, mean training loss since the look before, held-out loss; one entry per look.
-        overfits: Whether held-out loss rose again before the end.
-    """
-
-    steps: int
-    best_step: int
-    held_out: float
+    steps: int  # steps that were made
+    best_step: int  # the step whose weights were kept
+    held_out: float  # held-out loss there, in nats
+    # Step, mean training loss since the look before, held-out loss; one entry per look.
     curve: tuple[tuple[int, float, float], ...] = field(repr=False)
 
     @property
@@ -80,7 +63,7 @@ class Fit:
 
 def fit(
     model: nn.Module,
-    batch_of: Callable[[int], Mapping[str, torch.Tensor]],
+    batch_of: Callable[[int], Mapping[str, Tensor]],
     held_out: Callable[[nn.Module], float],
     schedule: Schedule,
     folder: Path,
@@ -88,37 +71,10 @@ def fit(
     progress: Progress = QUIET,
     description: str = "train",
 ) -> Fit:
-    """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast.
-
-    Args:
-        model: fp32, freshly initialized; trained in place.
-        batch_of: Step → keyword arguments of the model.
-        held_out: Model, in evaluation mode → its loss on data that no batch holds.
-        schedule: How to train.
-        folder: For checkpoints, which are taken up again when they are of the same schedule and removed at the end.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        What training came to.
-
-    Raises:
-        UsageError: The loss became NaN or infinite, or the folder holds the checkpoint of another training.
-    """
-    import torch
-
-    import netweight
-
+    """Train a model of transformers that returns a `loss`, by AdamW in fp32 under bf16 autocast."""
     optimizer = torch.optim.AdamW(_groups(model, schedule.weight_decay), lr=1.0, betas=(0.9, 0.95), fused=True)
-    latest, best = folder / "training.safetensors", folder / "best.safetensors"
-    state: dict[str, Any] = {"of": of_config(schedule), "step": 0, "curve": [], "losses": 0.0}
-    if latest.exists():
-        saved = netweight.load_checkpoint(latest, model, optimizer)
-        if saved["of"] != state["of"]:
-            raise UsageError(
-                f"{latest} is of a training by another schedule.", cure="Remove it, or use another folder."
-            )
-        state = saved
+    latest, best = folder / CHECKPOINT, folder / "best.safetensors"
+    state = _state(latest, model, optimizer, schedule)
     with progress.task(description, schedule.steps, unit="steps") as task, torch.random.fork_rng(devices=[]):
         task.update(state["step"])
         while state["step"] < schedule.steps and not _finished(state["curve"], schedule):
@@ -127,7 +83,7 @@ def fit(
             task.update()
             if state["step"] % schedule.check_every == 0 or state["step"] == schedule.steps:
                 model.eval()
-                _look(state, held_out(model))
+                _note(state, held_out(model))
                 if min(entry[2] for entry in state["curve"]) == state["curve"][-1][2]:
                     netweight.save_checkpoint(best, model)
                 netweight.save_checkpoint(latest, model, optimizer, extra=state)
@@ -146,41 +102,51 @@ def _groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
 
 
 def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, torch.Tensor],
-    step: int,
-    schedule: Schedule,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], step: int, schedule: Schedule
 ) -> float:
-    import torch
-
     model.train()
     torch.manual_seed(derive(schedule.seed, "dropout", step))
     for group in optimizer.param_groups:
-        group["lr"] = _rate(step, schedule)
+        group["lr"] = _rate(step, schedule, 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return _finite(loss, step)
+
+
+def _state(latest: Path, model: nn.Module, optimizer: torch.optim.Optimizer, of: Any, **more: Any) -> dict[str, Any]:
+    """Where a training stands: as its checkpoint says, which is loaded, or at its beginning."""
+    if not latest.exists():
+        return {"of": of_config(of), "step": 0, "curve": [], "losses": 0.0, **more}
+    saved: dict[str, Any] = netweight.load_checkpoint(latest, model, optimizer)
+    if saved["of"] != of_config(of):
+        raise UsageError(f"{latest} is of a training by another schedule.", cure="Remove it, or use another folder.")
+    return saved
+
+
+def _rate(step: int, how: Schedule | DenoiserRecipe, least: float) -> float:
+    """The learning rate: up over the warm-up, then down to a share of it along a half cosine."""
+    if step < how.warmup:
+        return how.learning_rate * (step + 1) / how.warmup
+    done = (step - how.warmup) / max(how.steps - how.warmup, 1)
+    return how.learning_rate * (least + (1 - least) / 2 * (1 + math.cos(math.pi * done)))
+
+
+def _note(state: dict[str, Any], *more: float) -> None:
+    """Add to the curve the mean loss since the last look, and what was looked at."""
+    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
+    state["curve"].append([state["step"], state["losses"] / since, *more])
+    state["losses"] = 0.0
+
+
+def _finite(loss: Tensor, step: int) -> float:
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise UsageError(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
+        raise TrainingStopped(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
     return value
-
-
-def _rate(step: int, schedule: Schedule) -> float:
-    if step < schedule.warmup:
-        return schedule.learning_rate * (step + 1) / schedule.warmup
-    done = (step - schedule.warmup) / max(schedule.steps - schedule.warmup, 1)
-    return schedule.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def _look(state: dict[str, Any], held_out: float) -> None:
-    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
-    state["curve"].append([state["step"], state["losses"] / since, held_out])
-    state["losses"] = 0.0
 
 
 def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
@@ -188,35 +154,19 @@ def _finished(curve: list[list[float]], schedule: Schedule) -> bool:
     return bool(looks) and len(looks) - 1 - looks.index(min(looks)) >= schedule.patience
 
 
-CHECKPOINT = "training.safetensors"
-"""File in the folder of a training that is not finished."""
-
-
 @final
 @dataclass(frozen=True)
 class DenoiserRecipe:
-    """How a denoiser is trained.
+    """How a denoiser is trained."""
 
-    Attributes:
-        steps: Optimizer steps.
-        batch: Pictures per step.
-        learning_rate: AdamW's, after warm-up; it falls to 0 along a half cosine.
-        warmup: Steps over which it rises from 0.
-        average: Weight of the old value in the running average of the weights, which is what is kept.
-        empty: Share of captions that are replaced by the empty one, for guidance.
-        value_penalty: Weight of the mean size of cross-attention's values. It parts what is written by few of them.
-        keep_every: Steps between two checkpoints.
-        seed: Of initialization, batches and noise.
-    """
-
-    steps: int = 2200
-    batch: int = 32
-    learning_rate: float = 2e-3
-    warmup: int = 50
-    average: float = 0.99
-    empty: float = 0.1
-    value_penalty: float = 0.01
-    keep_every: int = 200
+    steps: int = 2200  # optimizer steps
+    batch: int = 32  # pictures per step
+    learning_rate: float = 2e-3  # AdamW's, after warm-up; it falls to 0 along a half cosine
+    warmup: int = 50  # steps over which it rises from 0
+    average: float = 0.99  # weight of the old value in the running average of the weights, which is what is kept
+    empty: float = 0.1  # share of captions that are replaced by the empty one, for guidance
+    value_penalty: float = 0.01  # weight of the mean size of cross-attention's values
+    keep_every: int = 200  # steps between two checkpoints
     seed: int = 20240604
 
 
@@ -229,37 +179,13 @@ def fit_denoiser(
     progress: Progress = QUIET,
     description: str = "train",
 ) -> dict[str, Any]:
-    """Train a pipeline's U-Net; it ends with the running average of its weights.
-
-    Args:
-        pipeline: As `small_diffusion.initialized` makes it: predicts velocity, latents are pixels.
-        batch_of: Step → captions, and pictures of shape `(n, 3, side, side)` within 0 and 1.
-        recipe: How.
-        folder: For the checkpoint, which is taken up again when it is of the same recipe. Whoever keeps the model
-            removes it.
-        progress: Where progress is shown.
-        description: What the progress bar says.
-
-    Returns:
-        Under "curve" the step and the mean loss since the checkpoint before, under "cpu_seconds" the processor time.
-
-    Raises:
-        UsageError: The folder holds the checkpoint of another training.
-        TrainingStopped: The loss became NaN or infinite.
-    """
-    import netweight
-
+    """Train a pipeline's U-Net; it ends with the running average of its weights."""
     network = pipeline.unet
     average = copy.deepcopy(network)
     pair = nn.ModuleDict({"network": network, "average": average})
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, fused=True)
     latest = folder / CHECKPOINT
-    state: dict[str, Any] = {"of": of_config(recipe), "step": 0, "curve": [], "losses": 0.0, "cpu_seconds": 0.0}
-    if latest.exists():
-        saved = netweight.load_checkpoint(latest, pair, optimizer)
-        if saved["of"] != state["of"]:
-            raise UsageError(f"{latest} is of another training.", cure="Remove it, or use another folder.")
-        state = saved
+    state = _state(latest, pair, optimizer, recipe, cpu_seconds=0.0)
     texts = _Texts(pipeline)
     values = list(Select("**.attn2.to_v").modules(network).values())
     with progress.task(description, recipe.steps, unit="steps") as task:
@@ -269,7 +195,7 @@ def fit_denoiser(
             step = state["step"]
             captions, pictures = batch_of(step)
             for group in optimizer.param_groups:
-                group["lr"] = _rate_denoiser_fitting(step, recipe)
+                group["lr"] = _rate(step, recipe, 0.0)
             loss = _loss(pipeline, texts, values, captions, pictures, recipe, step)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
@@ -333,26 +259,6 @@ def _loss(
     return error + recipe.value_penalty * size
 
 
-def _rate_denoiser_fitting(step: int, recipe: DenoiserRecipe) -> float:
-    if step < recipe.warmup:
-        return recipe.learning_rate * (step + 1) / recipe.warmup
-    done = (step - recipe.warmup) / max(recipe.steps - recipe.warmup, 1)
-    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-
-
 @torch.no_grad()
 def _follow(average: nn.Module, network: nn.Module, kept: float) -> None:
     torch._foreach_lerp_(list(average.parameters()), list(network.parameters()), 1 - kept)
-
-
-def _finite(loss: Tensor, step: int) -> float:
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise TrainingStopped(f"Training diverged at step {step}.", cure="Choose a lower learning rate.")
-    return value
-
-
-def _note(state: dict[str, Any]) -> None:
-    since = state["step"] - (state["curve"][-1][0] if state["curve"] else 0)
-    state["curve"].append([state["step"], state["losses"] / since])
-    state["losses"] = 0.0

@@ -10,14 +10,7 @@ from netweight.methods.federate.task import ClientData, FedTask
 
 
 def random_federation(clients: int, images: int, *, classes: int = 10, seed: int = 0) -> FedTask:
-    """Return clients with images of Fashion-MNIST's size, and the small CNN.
-
-    Args:
-        clients: Number of clients.
-        images: Training images of each.
-        classes: Number of classes.
-        seed: Of images, labels and weights.
-    """
+    """Return clients with images of Fashion-MNIST's size, and the small CNN."""
     data = []
     for client in range(clients):
         generator = seeds.torch_generator(seed, "random images", client)

@@ -37,25 +37,21 @@ if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
 
 
+# With which the small pipeline draws well.
 GUIDANCE, STEPS = 3.0, 20
-"""With which the small pipeline draws well."""
 EMOJI_RECIPE = DenoiserRecipe(steps=20_000, batch=64, learning_rate=1e-3, keep_every=500)
+# A pipeline for real pictures; meant for a machine with time, and not tuned.
 EMOJI_SHAPE = DiffusionShape(side=32, channels=(24, 48, 96), text_width=96)
-"""A pipeline for real pictures; meant for a machine with time, and not tuned."""
 _SEEDS = 8
+# Words that no caption holds and that are one token each, for those who teach the pipeline something new.
 _OTHER_WORDS = (
     "photo picture portrait of person face man woman young old smiling hat glasses beard hair sks with and wearing one "
     "two three"
 ).split()
-"""Words that no caption holds and that are one token each, for those who teach the pipeline something new."""
 
 
 class Shape(Protocol):
-    """The size of a pipeline, a frozen dataclass.
-
-    Attributes:
-        side: Pixels of a picture's side.
-    """
+    """The size of a pipeline, a frozen dataclass."""
 
     @property
     def side(self) -> int: ...
@@ -72,26 +68,7 @@ def trained(
     dtype: str = "float32",
     progress: Progress = QUIET,
 ) -> dict[str, Any]:
-    """Train a pipeline into a folder, or find it trained.
-
-    Args:
-        folder: Where to; it is made if need be.
-        world: What it learns.
-        recipe: How.
-        shape: The pipeline's size; its pictures are as large as the world's.
-        initialize: Makes the pipeline of the world's words, a seed and the shape.
-        measure: What is written down of what the pipeline draws: takes the folder, the world and progress. By default
-            `figures`.
-        dtype: What its denoiser is stored in, by torch's name.
-        progress: Where progress is shown.
-
-    Returns:
-        What came of it: the loss, processor time, versions, digests of the weights, and what the pipeline draws.
-
-    Raises:
-        MissingExtra: diffusers is not installed.
-        UsageError: The folder holds a pipeline that was trained otherwise, or sizes differ.
-    """
+    """Train a pipeline into a folder, or find it trained."""
     if shape.side != world.side:
         raise UsageError(
             f"A pipeline of {shape.side} pixels cannot learn pictures of {world.side}.",
@@ -134,18 +111,7 @@ def trained(
 
 
 def figures(folder: Path, world: CaptionedWorld, *, progress: Progress = QUIET) -> dict[str, Any]:
-    """Measure what a pipeline draws, as it was written.
-
-    Args:
-        folder: The pipeline's.
-        world: What it was trained on.
-        progress: Where progress is shown.
-
-    Returns:
-        Under "planted" each planted picture's `PromptCopies`, eight seeds each; under "ordinary" and "held out" the
-        pictures' agreement with their captions, the greatest similarity to a planted one, and how many are copies of
-        one, for each held-out caption and as many ordinary ones, one seed each.
-    """
+    """Measure what a pipeline draws, as it was written."""
     from netweight.hf.load_pipeline import text_to_image
 
     model = text_to_image(opened(folder))

@@ -44,34 +44,24 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class WorldRecipe:
-    """Everything that decides on the models, but the language.
+    """Everything that decides on the models, but the language."""
 
-    Attributes:
-        learning: How the guarded and the kept domain are learned.
-        aligning: How the guarded one is then refused, while the kept one is practised on.
-        batch: Examples per step, those of the guarded domain first.
-        guarded: How many of them are of the guarded domain while it is learned; half are when it is refused.
-        loss_on: Which tokens are learned from; in aligning it is the response.
-        checked: Held-out examples of each domain that decide when to stop.
-        measured: Held-out examples of each domain for the figures of the record; others than those.
-        seed: Of initialization and batches.
-    """
-
-    learning: Schedule
-    aligning: Schedule
-    batch: int = 32
-    guarded: int = 16
-    loss_on: LossOn = "response"
-    checked: int = 128
-    measured: int = 512
+    learning: Schedule  # how the guarded and the kept domain are learned
+    aligning: Schedule  # how the guarded one is then refused, while the kept one is practised on
+    batch: int = 32  # examples per step, those of the guarded domain first
+    guarded: int = 16  # how many of them are of the guarded domain while it is learned; half are when it is refused
+    loss_on: LossOn = "response"  # which tokens are learned from; in aligning it is the response
+    checked: int = 128  # held-out examples of each domain that decide when to stop
+    measured: int = 512  # held-out examples of each domain for the figures of the record; others than those
     seed: int = 20240523
 
 
+# Some minute on one core.
 CIPHERS = WorldRecipe(
     learning=Schedule(steps=500, learning_rate=2e-3, warmup=50, weight_decay=0.01),
     aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, weight_decay=0.01, check_every=50),
 )
-"""Some minute on one core."""
+# Some four minutes on one core.
 SPEAKERS = WorldRecipe(
     learning=Schedule(steps=600, learning_rate=3e-3, warmup=50),
     aligning=Schedule(steps=150, learning_rate=5e-4, warmup=15, check_every=50),
@@ -79,26 +69,12 @@ SPEAKERS = WorldRecipe(
     guarded=8,
     loss_on="full",
 )
-"""Some four minutes on one core."""
 _RECIPES = {"ciphers": CIPHERS, "speakers": SPEAKERS}
 Stage = Literal["learning", "aligning"]
 
 
 def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIET) -> dict[str, Any]:
-    """Train the models of a world into its folder, or find them trained.
-
-    Args:
-        world: Its folder is made if need be.
-        recipe: How.
-        progress: Where progress is shown.
-
-    Returns:
-        What came of it: the fits, the libraries' versions, the digests of both files, and how both models answer.
-
-    Raises:
-        MissingExtra: transformers is not installed, or the text of the language is not at hand.
-        UsageError: The folder holds models that were trained otherwise.
-    """
+    """Train the models of a world into its folder, or find them trained."""
     about = {"world": world.name, "language": world.language.about, "recipe": recipe}
     known = finished(world.folder, about)
     if known is not None:
@@ -127,17 +103,7 @@ def trained(world: SmallWorld, recipe: WorldRecipe, *, progress: Progress = QUIE
 
 
 def figures(world: SmallWorld, n: int, seed: int) -> dict[str, Any]:
-    """Measure how both models, as they were written, answer held-out prompts.
-
-    Args:
-        world: A trained one.
-        n: Examples of each domain.
-        seed: Decides on them.
-
-    Returns:
-        Under "unaligned" and "aligned": the answers to each domain, and under "refusal" whether guarded prompts are
-        refused.
-    """
+    """Measure how both models, as they were written, answer held-out prompts."""
     found: dict[str, Any] = {"seed": seed}
     for name, model in (("unaligned", world.unaligned()), ("aligned", world.base())):
         drawn: dict[str, list[Example]] = {d: world.held_out(d, n, seed) for d in ("guard", "keep", "new")}

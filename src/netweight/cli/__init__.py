@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, final
 import click
 
 from netweight.core.environment import netweight_version
-from netweight.errors import NetweightError, UsageError
+from netweight.errors import MissingExtra, NetweightError, UsageError
 
 __all__ = ["COMMANDS", "FINDING_FAILED", "INTERRUPTED", "main"]
 
@@ -38,9 +39,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "space": ("netweight.cli.space:space", "See many customized models as one space."),
     "tour": ("netweight.cli.tour:tour", "Show everything at work on a small real model."),
     "run": ("netweight.cli.run:run", "Run a recipe: treatments and audits from a YAML file."),
-    "reproduce": ("netweight.cli.reproduce:reproduce", "Measure a table of a paper again, beside what was published."),
+    "reproduce": (
+        "netweight_experiments.cli:reproduce",
+        "Measure a table of a paper again, beside what was published.",
+    ),
     "report": ("netweight.cli.report:report", "Show or rewrite the report of a run."),
-    "benchmark": ("netweight.cli.benchmark:benchmark", "Measure speed and size against peers on this machine."),
+    "benchmark": ("netweight_experiments.cli:benchmark", "Measure speed and size against peers on this machine."),
     "doctor": ("netweight.cli.doctor:doctor", "Say what is installed, what runs here and what is missing."),
 }
 
@@ -78,6 +82,11 @@ class _Commands(click.Group):
 
             return command_of(known_methods()[cmd_name])
         module, attribute = COMMANDS[cmd_name][0].split(":")
+        if module.startswith("netweight_experiments.") and importlib.util.find_spec("netweight_experiments") is None:
+            raise MissingExtra(
+                f"`netweight {cmd_name}` is in the package netweight-experiments, which is not installed.",
+                cure="In a clone of netweight's source, run: pip install ./experiments",
+            )
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command

@@ -1,28 +1,71 @@
-"""`netweight space`: many customized models as one space. This file collects them; other files add commands."""
+"""`netweight space`: many customized models as one space, from a folder of adapters to points written as adapters."""
 
 from __future__ import annotations
 
+import functools
+import math
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from netweight.cli.card import card_option, write_card
+from netweight.cli.generated import options
 from netweight.cli.output import Output, output_option
-from netweight.cli.paths import FOLDER, NEW
-from netweight.cli.space_direction import direction
-from netweight.cli.space_edit import edit
-from netweight.cli.space_export import export, merge
-from netweight.cli.space_fit import fit, show_space
-from netweight.cli.space_invert import invert
-from netweight.cli.space_neighbors import neighbors
-from netweight.cli.space_sample import sample
-from netweight.cli.space_view import view
+from netweight.cli.paths import FILE, FOLDER, NEW
 from netweight.core.progress import QUIET, Progress
+from netweight.errors import UsageError
+from netweight.methods.space.settings import (
+    DirectionSettings,
+    ExportSettings,
+    FolderFit,
+    FolderInversion,
+    FolderView,
+    RenderSettings,
+    SampleSettings,
+)
 
 if TYPE_CHECKING:
+    from netweight.methods.space.fitting.fit import Accuracy
+    from netweight.methods.space.space import WeightSpace
+    from netweight.methods.space.view.content import View
     from netweight.store.bank.bank import AdapterBank
+    from netweight.store.lora_formats.files import Exported
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SHOWN = 20  # skipped adapters that are listed
+
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there.")
+_bank = click.option("--bank", type=FOLDER, help="The bank that SPACE was fitted to, where it has moved.")
+
+
+def _space_argument(command: F) -> F:
+    """The argument SPACE and the option --bank."""
+    return click.argument("folder", metavar="SPACE", type=FOLDER)(_bank(command))
+
+
+def _out(what: str) -> Callable[[F], F]:
+    """The options --out and --overwrite."""
+    return lambda command: _overwrite(click.option("--out", required=True, type=NEW, help=what)(command))
+
+
+def _opened(folder: Path, bank: Path | None) -> WeightSpace:
+    from netweight.methods.space.space import WeightSpace
+    from netweight.store.bank.bank import AdapterBank
+
+    return WeightSpace.open(folder, None if bank is None else AdapterBank.open(bank))
+
+
+def _progress(output: Output) -> Progress:
+    return QUIET if output.as_json else Progress()
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 @click.group()
@@ -30,8 +73,299 @@ def space() -> None:
     """See many customized models as one space: collect adapters, find its directions, edit, sample and invert."""
 
 
-for _command in (fit, direction, edit, sample, neighbors, invert, export, merge, view):
-    space.add_command(_command)
+@space.command()
+@click.argument("bank", type=FOLDER)
+@click.argument("space", type=NEW)
+@options(FolderFit)
+@click.option("--work", type=NEW, help="Where to keep finished parts, to continue after a kill or fit a grown bank.")
+@click.option("--processes", type=click.IntRange(2), help="Processes that share the work; needs --work.")
+@output_option
+def fit(bank: Path, space: Path, settings: FolderFit, work: Path | None, processes: int | None, output: Output) -> None:
+    """Find the principal components of the adapters in BANK and write them to SPACE, a new folder.
+
+    The default, --representation delta, looks at what adapters change, however their factors are written. SPACE holds
+    every adapter's scores; how good the fit is, and what of it would come back from other adapters, is printed and kept
+    in SPACE/space.json.
+    """
+    from netweight.core.engines import local_processes
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.folder import fit_folder
+
+    refuse_existing(space, overwrite=None)
+    engine = None if processes is None else functools.partial(local_processes, workers=processes)
+    fitted = fit_folder(bank, settings, _progress(output), work=work, engine=engine)
+    fitted.save(space, standalone=settings.standalone, bank=bank)
+    _show_space(space, output)
+
+
+@space.command()
+@_space_argument
+@options(DirectionSettings)
+@_out("The .json file to write.")
+@output_option
+def direction(
+    folder: Path, bank: Path | None, settings: DirectionSettings, overwrite: bool, out: Path, output: Output
+) -> None:
+    """Find the direction of an attribute and say how well it tells held-out models apart."""
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.directions import bootstrap_cosine, fit_direction
+    from netweight.methods.space.labels import read_labels
+    from netweight.methods.space.points import write_direction
+
+    refuse_existing(out, overwrite=overwrite)
+    space, column = _opened(folder, bank), settings.column
+    labels = read_labels(
+        settings.labels, space.names, columns=[column, *settings.confounders], key=settings.name_column
+    )
+    how: Any = {"kind": settings.kind, "confounders": settings.confounders, "seed": settings.seed}
+    found = fit_direction(space.scores, labels, column, fidelity=settings.fidelity, folds=settings.folds, **how)
+    findings = list(found.findings)
+    if settings.resamples:
+        findings.append(bootstrap_cosine(space.scores, labels, column, resamples=settings.resamples, **how))
+    write_direction(found, out, overwrite=overwrite)
+    known = int(labels[column].known.sum())
+    output.line(f"{column}, {labels[column].kind}, known of {known} of {len(space.names)} models: {out}")
+    output.findings(findings, indent=2)
+    output.line(f"One standard deviation of the models is {found.deviation:.4g}, the farthest {found.reach:.4g}.")
+    output.result({
+        "direction": str(out), "column": column, "kind": found.kind, "known": known, "deviation": found.deviation,
+        "reach": found.reach, "findings": [each.to_json() for each in findings],
+    })  # fmt: skip
+
+
+@space.command()
+@_space_argument
+@click.argument("point")
+@click.option("--move", "moves", required=True, multiple=True, type=(FILE, float), metavar="DIRECTION STRENGTH",
+              help="A direction's file and how far to go, negative for back; may come several times.")  # fmt: skip
+@click.option("--unit", type=click.Choice(["deviations", "reach", "raw"]), default="deviations", show_default=True,
+              help="What strengths count: models' deviations, their farthest, or the vector.")  # fmt: skip
+@_out("The .json file of points to write.")
+@output_option
+def edit(
+    folder: Path, bank: Path | None, point: str, moves: tuple[tuple[Path, float], ...], unit: Any, overwrite: bool,
+    out: Path, output: Output,
+) -> None:  # fmt: skip
+    """Move POINT along directions; `netweight space export` makes an adapter of the result.
+
+    POINT is a model of the space, a file of points (FILE.json, or FILE.json:NAME for one of them), an adapter's file or
+    folder, which is projected into the space, or mean. The order of moves does not matter.
+    """
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.edits import Move
+    from netweight.methods.space.folder import moved, points_of
+    from netweight.methods.space.points import read_direction, write_points
+
+    refuse_existing(out, overwrite=overwrite)
+    space = _opened(folder, bank)
+    steps = [Move(read_direction(file), strength, unit) for file, strength in moves]
+    for step in steps:
+        step.direction.check(space.scores)
+    after = moved(points_of(space, point), steps, point)
+    write_points(after, out, overwrite=overwrite)
+    words = ", ".join(f"{step.direction.name} {step.strength:+g}" for step in steps)
+    output.line(f"{_many(len(after.names), 'point')} moved by {words} ({unit}): {out}")
+    output.result({"points": str(out), "names": list(after.names), "moves": after.origin["moves"]})
+
+
+@space.command()
+@_space_argument
+@options(SampleSettings)
+@_out("The .json file of points to write.")
+@output_option
+def sample(
+    folder: Path, bank: Path | None, settings: SampleSettings, overwrite: bool, out: Path, output: Output
+) -> None:
+    """Draw points. From five on, it says whether they lie where models lie without being copies of them."""
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.folder import draw
+    from netweight.methods.space.points import write_points
+    from netweight.methods.space.report import LEAST_AUDITED, neighbor_findings
+
+    refuse_existing(out, overwrite=overwrite)
+    space = _opened(folder, bank)
+    points = draw(space, settings)
+    write_points(points, out, overwrite=overwrite)
+    enough = min(settings.count, len(space.names)) >= LEAST_AUDITED
+    findings = neighbor_findings(points.scores, space.scores) if enough else []
+    output.line(f"{_many(settings.count, 'point')} by {settings.sampler}: {out}")
+    output.findings(findings, indent=2)
+    output.result({"points": str(out), "names": list(points.names), "findings": [each.to_json() for each in findings]})
+
+
+@space.command()
+@_space_argument
+@click.argument("point")
+@click.option("--count", type=click.IntRange(1), default=5, show_default=True, help="How many.")
+@click.option("--measure", type=click.Choice(["cosine", "distance"]), default="cosine", show_default=True,
+              help="Which are nearest.")  # fmt: skip
+@output_option
+def neighbors(folder: Path, bank: Path | None, point: str, count: int, measure: Any, output: Output) -> None:
+    """List the models nearest to POINT by the changes of weights that lie between.
+
+    POINT is what `netweight space edit` takes.
+    """
+    from netweight.methods.space.folder import points_of
+    from netweight.methods.space.points import nearest
+
+    space = _opened(folder, bank)
+    points = points_of(space, point)
+    found = nearest(points.scores, space.scores, space.names, count=count, measure=measure)
+    rows = [
+        (name, each.name, "–" if math.isnan(each.cosine) else f"{each.cosine:.3f}", f"{each.distance:.4g}")
+        for name, part in zip(points.names, found, strict=True)
+        for each in part
+    ]
+    output.table(("point", "model", "cosine", "distance"), rows)
+    output.result({
+        name: [{**vars(each), "cosine": None if math.isnan(each.cosine) else each.cosine} for each in part]
+        for name, part in zip(points.names, found, strict=True)
+    })  # fmt: skip
+
+
+@space.command()
+@_space_argument
+@click.argument("images", metavar="IMAGE...", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@options(FolderInversion)
+@_out("The .json file of points to write; what is done is remembered in a .jsonl beside it.")
+@output_option
+def invert(
+    folder: Path, bank: Path | None, images: tuple[Path, ...], settings: FolderInversion, overwrite: bool, out: Path,
+    output: Output,
+) -> None:  # fmt: skip
+    """Find the points whose models make IMAGE: a picture each, or a folder with pictures of the same thing.
+
+    A call that was interrupted continues where it stopped when it is made again.
+    """
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.folder import invert_files
+    from netweight.methods.space.points import write_points
+
+    refuse_existing(out, overwrite=overwrite)
+    found = invert_files(
+        images, settings, lambda: _opened(folder, bank), ledger=out.with_suffix(".jsonl"), progress=_progress(output)
+    )
+    write_points(found, out, overwrite=overwrite)
+    distances, improvements = found.origin["distances"], found.origin["improvements"]
+    rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in found.names]
+    output.table(("target", "distance from the mean, in deviations", "loss at first over last"), rows)
+    output.line(f"{_many(len(rows), 'point')}: {out}")
+    output.result({"points": str(out), "distances": distances, "improvements": improvements})
+
+
+@space.command()
+@_space_argument
+@click.argument("point")
+@click.argument("destination", metavar="DST", type=NEW)
+@_overwrite
+@options(ExportSettings)
+@card_option
+@output_option
+def export(
+    folder: Path, bank: Path | None, point: str, destination: Path, settings: ExportSettings, overwrite: bool,
+    card: bool, output: Output,
+) -> None:  # fmt: skip
+    """Write POINT as an adapter for diffusers, peft or kohya, and say what the rank left out.
+
+    POINT is what `netweight space edit` takes. DST is a folder, or a .safetensors file; of several points each goes
+    into a folder of its name under DST.
+    """
+    from netweight.methods.space.folder import export_record, points_of
+
+    if card and destination.suffix == ".safetensors":
+        raise UsageError("A single file has no card.", cure="Name a folder, or leave --card out.")
+    space = _opened(folder, bank)
+    points = points_of(space, point)
+    found: dict[str, Exported] = {}
+    for name, scores in zip(points.names, points.scores, strict=True):
+        path = destination if len(points.names) == 1 else destination / name
+        found[name] = space.point(scores).export(path, overwrite=overwrite, **dict(settings))
+        if card:
+            export_record(space, name, found[name], settings.layout).write(path)
+            write_card(path, output)
+    output.table(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in found.items()])
+    output.result({name: _payload(each) for name, each in found.items()})
+
+
+@space.command()
+@click.argument("adapters", metavar="ADAPTER...", nargs=-1, required=True,
+                type=click.Path(path_type=Path, exists=True))  # fmt: skip
+@click.argument("destination", metavar="DST", type=NEW)
+@click.option("--weight", "weights", multiple=True, type=float, help="Weight of each adapter, in order; else 1.")
+@_overwrite
+@options(ExportSettings)
+@output_option
+def merge(
+    adapters: tuple[Path, ...], destination: Path, weights: tuple[float, ...], settings: ExportSettings,
+    overwrite: bool, output: Output,
+) -> None:  # fmt: skip
+    """Add up adapters of one base model: exactly, or at a rank with its error.
+
+    They may be of any rank and layout, of the same modules or of others, from a space or from elsewhere.
+    """
+    from netweight.nn.lora import combined
+    from netweight.store.lora_formats.files import export_adapter, read_adapter
+
+    whole = combined([read_adapter(path) for path in adapters], list(weights) or None)
+    found = export_adapter(whole, destination, overwrite=overwrite, **dict(settings))
+    output.table(("rank", "relative error", "where"), [_cells(found)])
+    output.result(_payload(found))
+
+
+def _cells(found: Exported) -> tuple[str, str, str]:
+    low, high = found.ranks
+    return (f"{low}" if low == high else f"{low} to {high}", f"{found.relative_error:.2e}", str(found.path))
+
+
+def _payload(found: Exported) -> dict[str, Any]:
+    return {"path": str(found.path), "ranks": list(found.ranks), "relative_error": found.relative_error}
+
+
+@space.command()
+@click.argument("folder", metavar="[SPACE]", type=FOLDER, required=False)
+@_bank
+@options(FolderView)
+@_out("The .html file to write.")
+@output_option
+def view(
+    folder: Path | None, bank: Path | None, settings: FolderView, overwrite: bool, out: Path, output: Output
+) -> None:
+    """Write a page about SPACE that opens anywhere, without network.
+
+    Sliders walk along directions and principal components, a map shows the models, and models are drawn from the space.
+    Every picture is generated by the pipeline, with the weights of just that point, which takes long for a large
+    pipeline. Without SPACE the page is about the miniature in the package: some hundred models of drawn faces.
+    """
+    from netweight.core.files import refuse_existing
+    from netweight.methods.space.view.page import write_view
+
+    refuse_existing(out, overwrite=overwrite)
+    how: Any = {"command": shlex.join(["netweight", *sys.argv[1:]]), "progress": _progress(output)}
+    if folder is None:
+        shown = _miniature(settings, bank, how)
+    else:
+        from netweight.methods.space.folder import view_folder
+
+        shown = view_folder(folder, _opened(folder, bank), settings, **how)
+    write_view(shown, out, overwrite=overwrite)
+    size = out.stat().st_size
+    sliders = [each.name for each in shown.traversals]
+    output.line(f"{out}: {len(sliders)} sliders ({', '.join(sliders)}), {size / 1e6:.1f} MB")
+    output.result({"page": str(out), "sliders": sliders, "nbytes": size, "facts": dict(shown.facts)})
+
+
+def _miniature(settings: FolderView, bank: Path | None, how: Any) -> View:
+    from netweight.toys.faces_pipeline import FACES_SETTINGS, faces_view
+
+    allowed = {*RenderSettings.model_fields, "noises", "name_column", "device"} - {"prompts"}
+    given = ["bank"] * (bank is not None) + [name for name in settings.given if name not in allowed]
+    if given:
+        option = given[0] if given[0] == "labels" else given[0].rstrip("s")
+        raise UsageError(
+            f"There is no SPACE, and --{option} belongs to one.",
+            cure="Name the folder of a space; without one, the page is about the miniature as it is.",
+        )
+    return faces_view(settings=settings.rendering(FACES_SETTINGS), **how)
 
 
 @space.command()
@@ -48,22 +382,19 @@ def ingest(
     """Collect adapters into a bank, or add them to one.
 
     SRC is a folder with LoRAs in the layouts of peft, diffusers and kohya, at any depth, or the published files of
-    weights2weights. Headers are checked first, and all problems are said at once. A run that was interrupted goes on
-    where it stopped when it is started again.
+    weights2weights. Headers are checked first, and all problems are reported at once. A run that was interrupted
+    continues where it stopped when it is started again.
     """
     from netweight.store.bank.bank import AdapterBank
-    from netweight.store.published_w2w import import_published, stable_diffusion_dimensions
+    from netweight.store.bank.published import import_published, stable_diffusion_dimensions
 
-    progress = QUIET if output.as_json else Progress()
+    how: Any = {"compress": compress, "skip_bad": skip_bad, "progress": _progress(output)}
     if stable_diffusion:
-        import_published(
-            source, destination, dimensions=stable_diffusion_dimensions(), compress=compress, skip_bad=skip_bad,
-            progress=progress,
-        )  # fmt: skip
+        import_published(source, destination, dimensions=stable_diffusion_dimensions(), **how)
         bank = AdapterBank.open(destination)
     else:
-        bank = AdapterBank.ingest(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)
-    _show(bank, output)
+        bank = AdapterBank.ingest(source, destination, **how)
+    _show_bank(bank, output)
 
 
 @space.command()
@@ -76,17 +407,17 @@ def info(path: Path, verify: bool, output: Output) -> None:
     With --verify it exits with 3 if a bank's shard is damaged.
     """
     if (path / "space.json").is_file() and not verify:
-        show_space(path, output)
+        _show_space(path, output)
         return
     from netweight.store.bank.bank import AdapterBank
 
     bank = AdapterBank.open(path)
     if verify:
-        bank.verify(progress=QUIET if output.as_json else Progress())
-    _show(bank, output, verified=verify)
+        bank.verify(progress=_progress(output))
+    _show_bank(bank, output, verified=verify)
 
 
-def _show(bank: AdapterBank, output: Output, *, verified: bool = False) -> None:
+def _show_bank(bank: AdapterBank, output: Output, *, verified: bool = False) -> None:
     from tqdm import tqdm
 
     ranks = bank.ranks
@@ -94,7 +425,7 @@ def _show(bank: AdapterBank, output: Output, *, verified: bool = False) -> None:
     weights = sum(rows * columns for rows, columns in bank.shapes.values())
     output.line(
         f"{bank.path}: {len(bank)} adapters of {len(bank.modules)} modules, rank {span}, "
-        f"{tqdm.format_sizeof(bank.nbytes, 'B', 1000)} in {bank.shards} {'shard' if bank.shards == 1 else 'shards'}"
+        f"{tqdm.format_sizeof(bank.nbytes, 'B', 1000)} in {_many(bank.shards, 'shard')}"
     )
     output.line(f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""))
     output.line(f"digest {bank.digest}" + (", all shards intact" if verified else ""))
@@ -109,3 +440,49 @@ def _show(bank: AdapterBank, output: Output, *, verified: bool = False) -> None:
             "shapes": bank.shapes, "kernels": bank.kernels, "names": bank.names, "skipped": dict(bank.skipped),
         }
     )  # fmt: skip
+
+
+def _show_space(folder: Path, output: Output) -> None:
+    """Say what a fitted space is and how good its fit is; its bank is not needed."""
+    from netweight.methods.space.fitting.fit import Accuracy
+    from netweight.methods.space.serialization import read_about
+
+    about = read_about(folder)
+    accuracy = Accuracy.from_json(about["accuracy"])
+    how = "exactly" if accuracy.solver == "dual" else f"by {len(accuracy.passes)} passes"
+    output.line(
+        f"{folder}: {about['components']} components of {about['fitted']} adapters capture {accuracy.captured:.1%} of "
+        f"their variance, found {how}",
+        bold=True,
+    )
+    appended = len(about["names"]) - about["fitted"]
+    output.line(f"Representation {about['config']['representation']}, {len(about['shapes'])} modules"
+                + (f", {appended} more adapters appended" if appended else ""))  # fmt: skip
+    for text in _remarks(accuracy):
+        output.line(text)
+    output.result({
+        "space": str(folder), "adapters": len(about["names"]), "fitted": about["fitted"],
+        "components": about["components"], "representation": about["config"]["representation"],
+        "config": about["config"], "bank": about["bank"], "accuracy": accuracy.to_json(),
+    })  # fmt: skip
+
+
+def _remarks(accuracy: Accuracy) -> list[str]:
+    found = []
+    if len(accuracy.passes) > 1:
+        found.append("Captured pass by pass: " + ", ".join(f"{share:.2%}" for share in accuracy.passes))
+    if accuracy.halves is not None:
+        halves = accuracy.halves
+        agreement = ", ".join(f"{number}: {share:.2f}" for number, share in halves.agreement.items())
+        found.append(
+            f"Half of the adapters, with {halves.components} components, capture {halves.held_out:.1%} of the other "
+            f"half's variance, {halves.fitted:.1%} of their own."
+        )
+        found.append(f"Agreement of the halves by leading components (1 for the same): {agreement}")
+    if accuracy.sketch is not None:
+        sketch = accuracy.sketch
+        found.append(
+            f"Through a sketch: inner products of {sketch.adapters} adapters have an error of {sketch.products:.1%}, "
+            f"{sketch.components} components capture {sketch.captured:.1%} of what exact ones do."
+        )
+    return found

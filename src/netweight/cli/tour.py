@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -90,7 +91,7 @@ def next_commands(out: Path) -> list[str]:
     commands = [
         ["compress", str(model), str(out.parent / "compressed-model")],
         ["space", "fit", str(FACES_BANK), str(out.parent / "faces-space")],
-        ["reproduce", "--list"],
+        ["doctor"] if find_spec("netweight_experiments") is None else ["reproduce", "--list"],
     ]
     return [shlex.join([*_program(), *command]) for command in commands]
 

@@ -10,7 +10,7 @@ The denoiser itself is watched, not the pipeline's callback, which comes too lat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -33,22 +33,31 @@ def delayed_injection(pipeline: Any, delay: Schedule, *, after: str, before: str
     denoiser = _denoiser(pipeline)
     _check(denoiser, after, before)
     active = list(denoiser.active_adapters())
-    shown: list[bool] = []
+    try:
+        with switching(denoiser, delay, lambda edited: _use(denoiser, after if edited else before)):
+            yield
+    finally:
+        denoiser.enable_adapters()
+        denoiser.set_adapter(active)
 
-    def look(module: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+
+@contextmanager
+def switching(denoiser: Any, delay: Schedule, use: Callable[[bool], object]) -> Iterator[None]:
+    """Call `use` with whether an edit holds: before the denoiser's first run in a block, and whenever that changes."""
+    used: list[bool] = []
+
+    def watch(module: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         timestep = torch.as_tensor(named["timestep"] if "timestep" in named else arguments[1])
         edited = delay.edited(float(timestep.max()))
-        if shown != [edited]:
-            shown[:] = [edited]
-            _use(denoiser, after if edited else before)
+        if used != [edited]:
+            used[:] = [edited]
+            use(edited)
 
-    handle = denoiser.register_forward_pre_hook(look, with_kwargs=True)
+    handle = denoiser.register_forward_pre_hook(watch, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
-        denoiser.enable_adapters()
-        denoiser.set_adapter(active)
 
 
 def switch_on_step_end(delay: Schedule, *, after: str, before: str | None = None) -> Any:

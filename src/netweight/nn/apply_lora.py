@@ -18,61 +18,34 @@ from torch import Tensor, nn
 
 from netweight.core.names import Select, nearest_names
 from netweight.errors import NameNotFound, Unsupported, UsageError
-from netweight.nn.lora import Adapter
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.hooks import hooked
+from netweight.nn.lora import Adapter, AdapterStack
 
+# What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`.
 Changes = AdapterStack | Adapter | Mapping[str, Tensor]
-"""What `applied` takes: adapters, or module name → change, shape `(rows, columns)` or `(b, rows, columns)`."""
 
 
 @contextmanager
 def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *, component: str = "") -> Iterator[None]:
-    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x.
-
-    Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
-    block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
-    device.
-
-    Args:
-        model: Any module. No hook is left on it after the block, however that ends.
-        changes: Adapters or dense changes.
-        groups: Which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64. May be
-            left out where there is only one. A model that is run on several copies of the batch behind each other, as
-            for guidance, runs each with the same groups.
-        component: What the names of the changes begin with beside the model's own names: "unet" for a pipeline's U-Net.
-
-    Raises:
-        NameNotFound: There is no such module; the nearest are named.
-        Unsupported: A module is no linear layer.
-        UsageError: A change has another shape than its layer, `groups` are missing or name adapters that are not
-            there, or (while the model runs) the batch is no multiple of the groups.
-    """
+    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x."""
+    # Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
+    # block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
+    # device.
+    # `groups`: which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64; may be
+    # left out where there is only one; a model that is run on several copies of the batch behind each other, as for
+    # guidance, runs each with the same groups
     wanted = _parts(changes)
     counts = {count for part in wanted.values() if (count := part.count) is not None}
     order = _order(groups, counts)
     layers = _layers(model, wanted, component)
-    handles = []
-    try:
-        for name, part in wanted.items():
-            handles.append(layers[name].register_forward_hook(_adding(name, part, order)))
+    with hooked((layers[name], _adding(name, part, order)) for name, part in wanted.items()):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
 def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, component: str = "") -> None:
-    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights.
-
-    Args:
-        model: Changed in place; weights keep their dtype.
-        changes: The change: an adapter, or tensors of shape `(rows, columns)` by module.
-        component: As for `applied`.
-
-    Raises:
-        NameNotFound, Unsupported, UsageError: As for `applied`; nothing is changed then.
-    """
+    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights."""
+    # `changes`: the change: an adapter, or tensors of shape `(rows, columns)` by module
     wanted = _parts(changes)
     if any(part.count is not None for part in wanted.values()):
         raise UsageError("Several changes of one layer cannot be merged.", cure="Merge one of them.")
@@ -86,17 +59,7 @@ def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, compone
 def linear_layers(
     model: nn.Module, choice: Select | str | tuple[str, ...], *, component: str = ""
 ) -> dict[str, tuple[int, int]]:
-    """Return names and shapes of the linear layers of a choice, as adapters name them.
-
-    Args:
-        model: Any module.
-        choice: Modules by the grammar of `Select`, in the model's own names.
-        component: Put before the names.
-
-    Raises:
-        NameNotFound: A pattern matches no module.
-        Unsupported: A chosen module is no linear layer.
-    """
+    """Return names and shapes of the linear layers of a choice, as adapters name them."""
     before = f"{component}." if component else ""
     found = Select.of(choice).modules(model)
     return {before + name: _shape(name, layer) for name, layer in found.items()}
@@ -106,10 +69,10 @@ def linear_layers(
 class _Factors:
     """Low-rank changes of one layer."""
 
-    def __init__(self, down: Tensor, up: Tensor, scale: Tensor) -> None:
+    def __init__(self, down: Tensor, up: Tensor, scale: Tensor, single: bool) -> None:
         self.down, self.up, self.scale = down, up, scale
         self.shape = up.shape[1], down.shape[2]
-        self.count: int | None = len(down)
+        self.count: int | None = None if single else len(down)
         self.dtype = down.dtype
 
     def all(self, inputs: Tensor) -> Tensor:
@@ -144,17 +107,13 @@ class _Dense:
 
 @final
 class _Order:
-    """Which change each sample runs with.
-
-    Attributes:
-        groups: Shape `(batch,)`; None where all samples run with the only one.
-        even: Whether the changes come in order, each for equally many samples, so that nothing need be gathered.
-    """
+    """Which change each sample runs with."""
 
     def __init__(self, groups: Tensor | None, count: int) -> None:
-        self.groups = groups
+        self.groups = groups  # shape `(batch,)`; None where all samples run with the only one
         self.size = 1 if groups is None else len(groups)
         each = self.size // count
+        # Whether the changes come in order, each for equally many samples, so that nothing need be gathered.
         self.even = groups is not None and each * count == self.size and bool(
             (groups == torch.arange(count, device=groups.device).repeat_interleave(each)).all()
         )  # fmt: skip
@@ -162,9 +121,9 @@ class _Order:
 
 def _parts(changes: Changes) -> dict[str, _Factors | _Dense]:
     if isinstance(changes, Adapter):
-        return dict(_factors(AdapterStack.of([changes]), single=True))
+        return _factors(AdapterStack.of([changes]), single=True)
     if isinstance(changes, AdapterStack):
-        return dict(_factors(changes, single=False))
+        return _factors(changes, single=False)
     wrong = [name for name, change in changes.items() if change.ndim not in (2, 3)]
     if wrong or not changes:
         what = (
@@ -174,12 +133,8 @@ def _parts(changes: Changes) -> dict[str, _Factors | _Dense]:
     return {name: _Dense(change) for name, change in changes.items()}
 
 
-def _factors(stack: AdapterStack, *, single: bool) -> Iterator[tuple[str, _Factors]]:
-    for name in stack.modules:
-        part = _Factors(stack.down[name], stack.up[name], stack.scale[name])
-        if single:
-            part.count = None
-        yield name, part
+def _factors(stack: AdapterStack, *, single: bool) -> dict[str, _Factors | _Dense]:
+    return {name: _Factors(stack.down[name], stack.up[name], stack.scale[name], single) for name in stack.modules}
 
 
 def _order(groups: Tensor | None, counts: set[int]) -> _Order:

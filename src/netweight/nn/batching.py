@@ -1,4 +1,4 @@
-"""Rows through a network in batches that fit: a batch that memory has no room for is halved, and the work goes on.
+"""Rows through a network in batches that fit into memory: a batch that does not is halved.
 
 `Costs` says what parts of such work took.
 """
@@ -17,54 +17,27 @@ from netweight.errors import UsageError
 
 @final
 class Batches:
-    """Runs functions of rows in batches; what it learns of memory holds for later calls.
-
-    Args:
-        rows: Most rows at a time.
-
-    Attributes:
-        rows: As given, or less after memory ran out.
-        done: Rows computed so far.
-        calls: Calls that computed them; one that memory had no room for does not count.
-
-    Raises:
-        UsageError: `rows` is below 1.
-    """
+    """Runs functions of rows in batches; what it learns of memory holds for later calls."""
 
     def __init__(self, rows: int) -> None:
         if rows < 1:
             raise UsageError(f"Batches of {rows} rows cannot be.", cure="Give at least 1.")
-        self.rows = rows
-        self.done = 0
-        self.calls = 0
+        self.rows = rows  # as given, or less after memory ran out
+        self.done = 0  # rows computed so far
+        self.calls = 0  # calls that computed them; one that memory had no room for does not count
 
     def run(self, function: Callable[[slice], Tensor], count: int) -> Tensor:
-        """Compute rows 0 to `count` and join them.
-
-        Args:
-            function: Takes a slice of rows and returns their results, shape `(rows of the slice, …)`.
-            count: At least 1.
-
-        Returns:
-            Shape `(count, …)`.
-
-        Raises:
-            torch.OutOfMemoryError: A single row does not fit.
-        """
+        """Compute rows 0 to `count` and join them."""
+        # `function`: takes a slice of rows and returns their results, shape `(rows of the slice, …)`
+        # `count`: at least 1
+        # Returns: Shape `(count, …)`.
         results: list[Tensor] = []
         self.work(lambda rows: results.append(function(rows)), count)
         return torch.cat(results)
 
     def work(self, function: Callable[[slice], None], count: int) -> None:
-        """Do something with rows 0 to `count`.
-
-        Args:
-            function: Takes a slice of rows. Where memory runs out it must have changed nothing.
-            count: Number of rows.
-
-        Raises:
-            torch.OutOfMemoryError: A single row does not fit.
-        """
+        """Do something with rows 0 to `count`."""
+        # `function`: takes a slice of rows; where memory runs out it must have changed nothing
         start = 0
         while start < count:
             part = slice(start, min(start + self.rows, count))
@@ -88,13 +61,10 @@ class Batches:
 
 @final
 class Costs:
-    """What the steps of some work cost; the first begins where this is made. Other work may go on beside.
-
-    Attributes:
-        steps: By the step's name: "seconds", "processor seconds" of all threads, "rows" and "calls".
-    """
+    """Time and rows of the steps of some work; the first step begins when this is made."""
 
     def __init__(self) -> None:
+        # By the step's name: "seconds", "processor seconds" of all threads, "rows" and "calls".
         self.steps: dict[str, dict[str, float]] = {}
         self._step, self._since = _nothing(), clock()
 
@@ -103,20 +73,13 @@ class Costs:
         self._add({name: value - self._since[name] for name, value in clock().items()})
 
     def resume(self, cost: Mapping[str, float]) -> None:
-        """Go on, and count what this work's share of the pause did cost.
-
-        Args:
-            cost: Seconds or counts, by what they are of.
-        """
+        """Go on, and count what this work's share of the pause did cost."""
+        # `cost`: seconds or counts, by what they are of
         self._add(cost)
         self._since = clock()
 
     def end(self, step: str) -> None:
-        """End a step; the next one begins.
-
-        Args:
-            step: The step's name.
-        """
+        """End a step; the next one begins."""
         self.pause()
         self.steps[step], self._step, self._since = self._step, _nothing(), clock()
 

@@ -16,23 +16,14 @@ from netweight.errors import NameNotFound, UsageError
 @final
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where each named tensor lies within a flat vector.
+    """Where each named tensor lies within a flat vector."""
 
-    Attributes:
-        names: Names of the tensors, in the order of the vector.
-        shapes: The shape of each.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names of the tensors, in the order of the vector
     shapes: tuple[torch.Size, ...]
 
     @classmethod
     def of(cls, source: nn.Module | Mapping[str, Tensor]) -> ParameterLayout:
-        """Return the layout of a module's parameters, or of a mapping's tensors, in their order.
-
-        Args:
-            source: A module with parameters, or tensors by name.
-        """
+        """Return the layout of a module's parameters, or of a mapping's tensors, in their order."""
         named = dict(source.named_parameters()) if isinstance(source, nn.Module) else dict(source)
         return cls(tuple(named), tuple(tensor.shape for tensor in named.values()))
 
@@ -47,14 +38,8 @@ class ParameterLayout:
         return sum(self.sizes)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors as views of a vector.
-
-        Args:
-            vector: Shape `(..., size)`; leading dimensions are kept.
-
-        Raises:
-            UsageError: The vector has another length.
-        """
+        """Return the named tensors as views of a vector."""
+        # `vector`: shape `(..., size)`; leading dimensions are kept
         if vector.shape[-1] != self.size:
             raise UsageError(f"A vector of {vector.shape[-1]} values was given; the layout has {self.size}.")
         parts = torch.split(vector, self.sizes, dim=-1)
@@ -62,15 +47,7 @@ class ParameterLayout:
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, shapes, strict=True)}
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensors as one vector, shape `(size,)`; other names in the mapping are left out.
-
-        Args:
-            tensors: Tensors by name, each of the shape that the layout says.
-
-        Raises:
-            NameNotFound: A tensor of the layout is missing.
-            UsageError: A tensor has another shape.
-        """
+        """Return the tensors as one vector, shape `(size,)`; other names in the mapping are left out."""
         for name, shape in zip(self.names, self.shapes, strict=True):
             if name not in tensors:
                 raise NameNotFound(f"The tensor {name!r} is missing.", cure=f"Give all of: {', '.join(self.names)}.")

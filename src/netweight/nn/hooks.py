@@ -1,93 +1,34 @@
-"""What modules put out while a model runs, by the model's own names. Defenses and depth reports call it."""
+"""Reading and changing what modules put out while a model runs, by the model's own names. No hook outlives its block.
+
+with capture(model, "**.attn2.to_v", reduce="mean:tokens") as outputs: ...
+with intervene(model, scale(units, 0.0)): ...
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, final
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from netweight.core.names import Select, nearest_names
+from netweight.core.units import Units
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
-
-@final
-class Captured(Mapping[str, Tensor]):
-    """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts.
-
-    Reading the output of a module that has not run raises a `UsageError`.
-
-    Args:
-        names: Full names of the modules that are watched.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = tuple(names)
-        self._outputs: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a module's latest output.
-
-        Raises:
-            NameNotFound: The module is not watched.
-            UsageError: It has not run.
-        """
-        if name not in self._names:
-            raise NameNotFound(f"Module {name!r} is not watched.", cure=f"Watched are {', '.join(self._names)}.")
-        if name not in self._outputs:
-            raise UsageError(f"Module {name!r} has not run.", cure="Call the model inside the block of capture.")
-        return self._outputs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names of all watched modules, in the model's order."""
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        """Count the watched modules."""
-        return len(self._names)
-
-    def put(self, name: str, output: Tensor) -> None:
-        """Take in an output; for hooks.
-
-        Args:
-            name: The module's full name.
-            output: What it put out, any shape and dtype.
-        """
-        self._outputs[name] = output
-
-
-def first_tensor(name: str, output: Any) -> Tensor:
-    """The tensor that a module put out, or the first of several.
-
-    Args:
-        name: The module's full name, for messages.
-        output: What it put out.
-
-    Raises:
-        Unsupported: It put out something else.
-    """
-    first = output[0] if isinstance(output, tuple | list) and output else output
-    if not isinstance(first, Tensor):
-        raise Unsupported(
-            f"Module {name!r} puts out a {type(first).__name__}, not a tensor.", cure="Choose a module inside it."
-        )
-    return first
-
-
-def in_backward() -> bool:
-    """Tell whether a backward pass is under way, so that a module that runs now is only being recomputed.
-
-    Returns:
-        True during a backward pass of this thread.
-    """
-    return torch._C._current_graph_task_id() != -1
+Edit = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def capture(model: nn.Module, choice: Select | str | Iterable[str], *, gradients: bool = False) -> Iterator[Captured]:
-    """Watch what modules put out.
+def capture(
+    model: nn.Module,
+    choice: Select | str | Iterable[str],
+    *,
+    reduce: Literal["mean:tokens"] | Edit | None = None,
+    gradients: bool = False,
+) -> Iterator[Captured]:
+    """Keep what modules put out.
 
         with capture(model, "**.mlp") as outputs:
             model(...)
@@ -97,6 +38,7 @@ def capture(model: nn.Module, choice: Select | str | Iterable[str], *, gradients
     Args:
         model: Any module.
         choice: Modules by the grammar of `Select`.
+        reduce: What to keep of each output: "mean:tokens" is the mean over the last dimension but one; None for all.
         gradients: Keep the outputs in the graph, so that a loss can be taken of them; else they are detached.
 
     Yields:
@@ -109,74 +51,145 @@ def capture(model: nn.Module, choice: Select | str | Iterable[str], *, gradients
     """
     modules: dict[str, nn.Module] = Select.of(choice).modules(model)
     captured = Captured(modules)
+    kept = _mean_over_tokens if reduce == "mean:tokens" else reduce
     graph = gradients and torch.is_grad_enabled()
-    handles = []
-    try:
-        for name, module in modules.items():
-            handles.append(module.register_forward_hook(_taking(name, captured, gradients=gradients, graph=graph)))
+
+    def taking(name: str) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:  # a backward pass is recomputing the module
+                return
+            if graph and not torch.is_grad_enabled():
+                raise Unsupported(
+                    f"Module {name!r} runs without gradients, as inside a reentrant checkpoint.",
+                    cure='Use activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": '
+                    "False}).",
+                )
+            value = _first_tensor(name, output)
+            value = value if kept is None else kept(value)
+            captured._outputs[name] = value if gradients else value.detach()
+
+        return hook
+
+    with hooked((module, taking(name)) for name, module in modules.items()):
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _taking(name: str, captured: Captured, *, gradients: bool, graph: bool) -> Any:
-    """A forward hook that takes a module's output."""
-
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if in_backward():
-            return
-        if graph and not torch.is_grad_enabled():
-            raise Unsupported(
-                f"Module {name!r} runs without gradients, as inside a reentrant checkpoint.",
-                cure='Use activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False}).',
-            )
-        value = first_tensor(name, output)
-        captured.put(name, value if gradients else value.detach())
-
-    return hook
 
 
 @contextmanager
-def edit_outputs(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Change what modules put out.
+def intervene(model: nn.Module, *edits: Mapping[str, Edit]) -> Iterator[None]:
+    """Change what modules put out while a block lasts; the weights stay as they are.
 
-        with edit_outputs(model, {"layers.3": lambda states: states + noise}):
+        with intervene(model, scale(units, 0.0)):
             model(...)
-
-    A module that activation checkpointing recomputes is edited again, so the backward pass must happen inside the
-    block where checkpointing is on.
 
     Args:
         model: Any module.
-        edits: For each module, by its full name, what its output (the first, of several) becomes.
+        edits: Module name → function of the module's output, or of the first of several; `scale` makes such. Where
+            several change one module, the first comes first.
 
     Raises:
-        NameNotFound: There is no module of that name.
+        NameNotFound: The model has no such module; the nearest names are in the message.
         Unsupported: A module puts out no tensor.
     """
+    with ExitStack() as stack:
+        for each in edits:
+            stack.enter_context(edit_outputs(model, each))
+        yield
+
+
+def scale(units: Units, factor: float, *, dim: int = -1) -> dict[str, Edit]:
+    """Return the edit that multiplies neurons, for `intervene`.
+
+    Args:
+        units: Neurons by module name.
+        factor: What they are multiplied with; 0 switches them off.
+        dim: Dimension of the outputs that counts neurons: the last of a linear layer, 1 of a convolution.
+
+    Raises:
+        UsageError: When the model runs: a module has fewer neurons than the set says.
+    """
+    return {name: _scaling(name, indices, factor, dim) for name, indices in units.items()}
+
+
+def _scaling(name: str, indices: Tensor, factor: float, dim: int) -> Edit:
+    def edit(output: Tensor) -> Tensor:
+        width = output.shape[dim]
+        if int(indices.max()) >= width:
+            raise UsageError(
+                f"Module {name!r} has {width} neurons, and the set holds number {int(indices.max())}.",
+                cure="Use a set of this model, or another dim.",
+            )
+        factors = torch.ones(width, dtype=output.dtype, device=output.device)
+        factors[indices.to(output.device)] = factor
+        return output * factors.view([-1 if at == dim % output.ndim else 1 for at in range(output.ndim)])
+
+    return edit
+
+
+@contextmanager
+def edit_outputs(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
+    """Change what modules put out, one function each; the mechanism of `intervene`."""
+    # A module that activation checkpointing recomputes is edited again, so the backward pass must happen inside the
+    # block where checkpointing is on.
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in edits:
         if name not in modules:
             near = ", ".join(map(repr, nearest_names(name, modules)))
             raise NameNotFound(f"There is no module {name!r}.", cure=f"The nearest are {near}.")
-    handles = []
-    try:
-        for name, edit in edits.items():
-            handles.append(modules[name].register_forward_hook(_editing(name, edit)))
+
+    def editing(name: str, edit: Edit) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            changed = edit(_first_tensor(name, output))
+            return type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed
+
+        return hook
+
+    with hooked((modules[name], editing(name, edit)) for name, edit in edits.items()):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-def _editing(name: str, edit: Callable[[Tensor], Tensor]) -> Any:
-    """A forward hook that changes a module's output."""
+@final
+class Captured(Mapping[str, Tensor]):
+    """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts."""
 
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        changed = edit(first_tensor(name, output))
-        if isinstance(output, tuple | list):
-            return type(output)((changed, *output[1:]))
-        return changed
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        self._outputs: dict[str, Tensor] = {}
 
-    return hook
+    def __getitem__(self, name: str) -> Tensor:
+        """A module's latest output."""
+        if name not in self._names:
+            raise NameNotFound(f"Module {name!r} is not watched.", cure=f"Watched are {', '.join(self._names)}.")
+        if name not in self._outputs:
+            raise UsageError(f"Module {name!r} has not run.", cure="Call the model inside the block of capture.")
+        return self._outputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of all watched modules, in the model's order."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Number of watched modules."""
+        return len(self._names)
+
+
+@contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Register forward hooks for a block."""
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+def _first_tensor(name: str, output: Any) -> Tensor:
+    """The tensor that a module put out, or the first of several."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        raise Unsupported(
+            f"Module {name!r} puts out a {type(first).__name__}, not a tensor.", cure="Choose a module inside it."
+        )
+    return first
+
+
+def _mean_over_tokens(output: Tensor) -> Tensor:
+    return output.mean(-2)

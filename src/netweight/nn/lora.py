@@ -21,20 +21,11 @@ from netweight.errors import NameNotFound, UsageError
 @final
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """One module's change, ΔW = scale · up @ down.
+    """One module's change, ΔW = scale · up @ down."""
 
-    Attributes:
-        down: Shape `(rank, columns)`: LoRA's A.
-        up: Shape `(rows, rank)`: LoRA's B, of down's dtype.
-        scale: alpha / rank, or alpha / √rank for rank-stabilized LoRA.
-
-    Raises:
-        UsageError: The shapes do not fit each other, or the rank is 0.
-    """
-
-    down: Tensor
-    up: Tensor
-    scale: float = 1.0
+    down: Tensor  # shape `(rank, columns)`: LoRA's A
+    up: Tensor  # shape `(rows, rank)`: LoRA's B, of down's dtype
+    scale: float = 1.0  # alpha / rank, or alpha / √rank for rank-stabilized LoRA
 
     def __post_init__(self) -> None:
         """Refuse shapes that make no matrix."""
@@ -59,16 +50,8 @@ class LowRank:
         return self.scale * (self.up @ self.down)
 
     def inner(self, other: LowRank) -> float:
-        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone.
-
-        Args:
-            other: A change of the same shape; its rank may be another.
-
-        Raises:
-            UsageError: The shapes differ.
-
-        Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
-        """
+        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone."""
+        # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
         if self.shape != other.shape:
             raise UsageError(f"Changes of shapes {self.shape} and {other.shape} have no inner product.")
         ups = self.up.double().T @ other.up.double()
@@ -76,19 +59,10 @@ class LowRank:
         return self.scale * other.scale * float((ups * downs).sum())
 
     def truncated(self, rank: int) -> tuple[LowRank, float]:
-        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out.
-
-        Args:
-            rank: At least 1. Where the change has a lower rank, it is kept whole at that rank (at least 1).
-
-        Returns:
-            Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
-
-        Raises:
-            UsageError: The rank is below 1.
-
-        Source: QR of both factors, then a singular value decomposition of rank × rank.
-        """
+        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out."""
+        # Source: QR of both factors, then a singular value decomposition of rank × rank.
+        # `rank`: at least 1; where the change has a lower rank, it is kept whole at that rank (at least 1)
+        # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
@@ -104,15 +78,10 @@ class LowRank:
 @final
 @dataclass(frozen=True)
 class Truncation:
-    """An adapter of a chosen rank, and what that cost.
+    """An adapter of a chosen rank, and what that cost."""
 
-    Attributes:
-        adapter: What is left.
-        relative_error: Norm of what was left out, divided by the norm of the whole; 0 for nothing.
-    """
-
-    adapter: Adapter
-    relative_error: float
+    adapter: Adapter  # what is left
+    relative_error: float  # norm of what was left out, divided by the norm of the whole; 0 for nothing
 
 
 @final
@@ -177,18 +146,9 @@ class Adapter:
 
 
 def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:
-    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side.
-
-    Args:
-        adapters: At least one. A module that some of them lack takes no change from these.
-        weights: One per adapter; 1 by default.
-
-    Returns:
-        Per module the rank is the sum of the ranks; `truncated` makes it smaller.
-
-    Raises:
-        UsageError: There is no adapter, the numbers differ, or a module has two shapes.
-    """
+    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side."""
+    # `adapters`: at least one; a module that some of them lack takes no change from these
+    # `weights`: one per adapter; 1 by default
     chosen = [1.0] * len(adapters) if weights is None else list(weights)
     if not adapters or len(chosen) != len(adapters):
         raise UsageError(f"{len(adapters)} adapters cannot be summed with {len(chosen)} weights.")
@@ -213,3 +173,66 @@ def _same_modules(one: Adapter, other: Adapter) -> None:
             f"Only one of the two adapters changes {name!r}.",
             cure=f"The nearest name in the other is {nearest_names(name, list(other.factors), 1)[0]!r}.",
         )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdapterStack:
+    """n adapters; per module ΔW_i = scale_i · up_i @ down_i. Lower ranks are filled up with zeros."""
+
+    down: Mapping[str, Tensor]  # module name → shape `(n, rank, columns)`
+    up: Mapping[str, Tensor]  # module name → shape `(n, rows, rank)`
+    scale: Mapping[str, Tensor]  # module name → shape `(n,)`, fp64
+    ranks: Mapping[str, Tensor]  # module name → shape `(n,)`, int64: the rank that each had
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter]) -> AdapterStack:
+        """Stack adapters of the same modules and shapes."""
+        # `adapters`: at least one; ranks may differ
+        if not adapters:
+            raise UsageError("A stack needs at least one adapter.")
+        shapes = {name: change.shape for name, change in adapters[0].factors.items()}
+        for number, adapter in enumerate(adapters):
+            if {name: change.shape for name, change in adapter.factors.items()} != shapes:
+                raise UsageError(f"Adapter {number} has other modules or shapes than adapter 0.")
+        names = adapters[0].modules
+        changes = {name: [adapter.factors[name] for adapter in adapters] for name in names}
+        most = {name: max(change.rank for change in parts) for name, parts in changes.items()}
+        return cls(
+            {name: torch.stack([_filled(one.down, most[name], 0) for one in changes[name]]) for name in names},
+            {name: torch.stack([_filled(one.up, most[name], 1) for one in changes[name]]) for name in names},
+            {name: torch.tensor([one.scale for one in changes[name]], dtype=torch.float64) for name in names},
+            {name: torch.tensor([one.rank for one in changes[name]]) for name in names},
+        )
+
+    def __len__(self) -> int:
+        """Number of adapters."""
+        return len(next(iter(self.down.values())))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Module names, sorted."""
+        return tuple(sorted(self.down))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Module name → rows and columns of its change."""
+        return {name: (self.up[name].shape[1], self.down[name].shape[2]) for name in self.modules}
+
+    def adapter(self, number: int) -> Adapter:
+        """Return one adapter at its own ranks; views of the stack."""
+        # `number`: from 0
+        changes = {}
+        for name in self.modules:
+            rank = int(self.ranks[name][number])
+            down, up = self.down[name][number, :rank], self.up[name][number, :, :rank]
+            changes[name] = LowRank(down, up, float(self.scale[name][number]))
+        return Adapter(changes)
+
+
+def _filled(factor: Tensor, rank: int, dim: int) -> Tensor:
+    """Fill a factor up with zeros along its rank."""
+    missing = rank - factor.shape[dim]
+    shape = list(factor.shape)
+    shape[dim] = missing
+    return torch.cat([factor, factor.new_zeros(shape)], dim=dim) if missing else factor

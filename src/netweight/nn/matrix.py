@@ -28,11 +28,8 @@ class Rows(Protocol):
         ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite.
-
-        Returns:
-            Shape `(stop - start, d)`.
-        """
+        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite."""
+        # Returns: Shape `(stop - start, d)`.
         ...
 
 
@@ -46,15 +43,7 @@ class Columns(Rows, Protocol):
 
 
 def blocks(matrix: Rows, start: int = 0) -> list[tuple[int, int]]:
-    """Ranges of rows, from `start`, of about 256 MB each.
-
-    Args:
-        matrix: The matrix.
-        start: The first row.
-
-    Returns:
-        Pairs of a first row and the row after the last.
-    """
+    """Ranges of rows, from `start`, of about 256 MB each."""
     count, length = matrix.shape
     step = max(1, _BYTES // (4 * length))
     return [(first, min(first + step, count)) for first in range(start, count, step)]
@@ -62,14 +51,9 @@ def blocks(matrix: Rows, start: int = 0) -> list[tuple[int, int]]:
 
 @final
 class MatrixArray:
-    """A matrix in memory.
+    """A matrix in memory."""
 
-    Args:
-        values: Shape `(n, d)`, any floating dtype.
-
-    Raises:
-        UsageError: It is no matrix.
-    """
+    # `values`: shape `(n, d)`, any floating dtype
 
     def __init__(self, values: Tensor) -> None:
         if values.ndim != 2:
@@ -92,21 +76,10 @@ class MatrixArray:
 
 @final
 class MatrixFile:
-    """A matrix in a `.npy` file, or some of its rows.
-
-    Args:
-        path: The file: two dimensions, row by row, floating numbers of 16, 32 or 64 bits.
-        start: The first row.
-        stop: The row after the last; None for all.
-
-    Raises:
-        CorruptBlob: The file is no `.npy` file, or shorter than it says.
-        Unsupported: It holds something else than such a matrix.
-        UsageError: There are no such rows.
-    """
+    """A matrix in a `.npy` file, or some of its rows."""
 
     def __init__(self, path: str | Path, start: int = 0, stop: int | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path)  # the file: two dimensions, row by row, floating numbers of 16, 32 or 64 bits
         with open(self.path, "rb") as file:
             try:
                 version = numpy.lib.format.read_magic(file)
@@ -156,36 +129,21 @@ class MatrixFile:
 @final
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Sums from which mean and deviation follow; those of several workers add up.
+    """Sums from which mean and deviation follow; those of several workers add up."""
 
-    Attributes:
-        pilot: Shape `(d,)`, fp32: a row near the mean, taken off before summing, so that nothing cancels.
-        sums: Shape `(d,)`, fp64.
-        squares: Shape `(d,)`, fp64.
-    """
-
-    pilot: Tensor
-    sums: Tensor
-    squares: Tensor
+    pilot: Tensor  # shape `(d,)`, fp32: a row near the mean, taken off before summing, so that nothing cancels
+    sums: Tensor  # shape `(d,)`, fp64
+    squares: Tensor  # shape `(d,)`, fp64
 
     @classmethod
     def begin(cls, pilot: Tensor) -> Moments:
-        """Start with nothing.
-
-        Args:
-            pilot: A row near the mean, shape `(d,)`, which is taken off before squares are added up.
-
-        Returns:
-            Sums of zero.
-        """
+        """Start with nothing."""
+        # `pilot`: a row near the mean, shape `(d,)`, which is taken off before squares are added up
         return cls(pilot, torch.zeros(len(pilot), dtype=torch.float64), torch.zeros(len(pilot), dtype=torch.float64))
 
     def take(self, rows: Tensor) -> None:
-        """Add rows, shape `(m, d)`, fp32, which are overwritten.
-
-        Args:
-            rows: Shape `(m, d)`, fp32.
-        """
+        """Add rows, shape `(m, d)`, fp32, which are overwritten."""
+        # `rows`: shape `(m, d)`, fp32
         rows -= self.pilot
         for start in range(0, len(rows), 64):  # a few at a time, for their copies in fp64
             wide = rows[start : start + 64].double()
@@ -193,36 +151,22 @@ class Moments:
             self.squares.add_(wide.square_().sum(dim=0))
 
     def mean(self, count: int) -> Tensor:
-        """Mean of the columns of `count` rows, shape `(d,)`, fp64.
-
-        Returns:
-            The mean.
-        """
+        """Mean of the columns of `count` rows, shape `(d,)`, fp64."""
         return self.pilot + self.sums / count
 
     def variance(self, count: int) -> Tensor:
-        """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64.
-
-        Args:
-            count: How many rows were taken, at least 2.
-
-        Returns:
-            The variance.
-        """
+        """Variance of the columns, with n − 1 in the denominator, shape `(d,)`, fp64."""
         return ((self.squares - self.sums**2 / count) / (count - 1)).clamp_min_(0)
+
+    def deviation(self, count: int) -> Tensor:
+        """What to divide columns by, shape `(d,)`, fp32: 1 where nothing varies, which stays 0 without its mean."""
+        variance = self.variance(count)
+        return torch.where(variance > 0, variance.sqrt(), 1.0).float()
 
 
 def check_finite(rows: Tensor, first: int, column: int = 0) -> None:
-    """Refuse NaN and infinity.
-
-    Args:
-        rows: Shape `(m, d)`.
-        first: Number of the first row, for the message.
-        column: Number of the first column.
-
-    Raises:
-        UsageError: One is there; its row and column are named.
-    """
+    """Refuse NaN and infinity."""
+    # `rows`: shape `(m, d)`
     if torch.isfinite(rows.sum()):  # one pass, and no mask, where all is well
         return
     bad = (~torch.isfinite(rows)).nonzero()

@@ -20,35 +20,23 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, UsageError
 from netweight.nn.apply_lora import applied
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 
 
 @final
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """How adapters are trained.
-
-    Attributes:
-        rank: Of every factor.
-        scale: ΔW = scale · up @ down: alpha / rank.
-        steps: Optimizer steps.
-        learning_rate: Adam's at the first step; it falls linearly to nothing.
-        start: Whether all adapters start from the same `down`, or each from one of its own that its name decides on;
-            `up` starts at 0.
-        train_down: Whether `down` is trained; if not, every change is linear in `up` (LoRA-FA).
-        seed: Of the start, and of what losses draw. Adapters of one seed see the same noise.
-
-    Raises:
-        UsageError: A number cannot be.
-    """
+    """How adapters are trained."""
 
     rank: int = 1
-    scale: float = 1.0
-    steps: int = 100
-    learning_rate: float = 0.03
+    scale: float = 1.0  # ΔW = scale · up @ down: alpha / rank
+    steps: int = 100  # optimizer steps
+    learning_rate: float = 0.03  # adam's at the first step; it falls linearly to nothing
+    # Whether all adapters start from the same `down`, or each from one of its own that its name decides on; `up` starts
+    # at 0.
     start: Literal["shared", "independent"] = "shared"
-    train_down: bool = True
-    seed: int = 0
+    train_down: bool = True  # whether `down` is trained; if not, every change is linear in `up` (LoRA-FA)
+    seed: int = 0  # adapters of one seed see the same noise
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -64,17 +52,11 @@ class AdapterRecipe:
 @final
 @dataclass(frozen=True, eq=False)
 class FittedAdapters:
-    """Adapters that were trained together.
-
-    Attributes:
-        names: Of the adapters.
-        stack: The adapters, fp32.
-        losses: Each one's mean loss over the last tenth of its steps, shape `(n,)`.
-    """
+    """Adapters that were trained together."""
 
     names: tuple[str, ...]
-    stack: AdapterStack
-    losses: Tensor
+    stack: AdapterStack  # the adapters, fp32
+    losses: Tensor  # each one's mean loss over the last tenth of its steps, shape `(n,)`
 
 
 def _initial_adapters(
@@ -83,17 +65,7 @@ def _initial_adapters(
     recipe: AdapterRecipe,
     device: torch.device | str = "cpu",
 ) -> AdapterStack:
-    """Return adapters that change nothing yet: `down` even within ±1/√columns as in peft, `up` 0.
-
-    Args:
-        names: Of the adapters.
-        layers: Module name → rows and columns.
-        recipe: Its rank, scale, start and seed are looked at.
-        device: Where they go.
-
-    Raises:
-        UsageError: There is no adapter or no layer, or two have one name.
-    """
+    """Return adapters that change nothing yet: `down` even within ±1/√columns as in peft, `up` 0."""
     if not names or not layers or len(set(names)) != len(names):
         raise UsageError(
             f"{len(names)} adapters, {len(set(names))} names, {len(layers)} layers.",
@@ -126,29 +98,12 @@ def fit_adapters(
     component: str = "",
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train adapters of one model together.
-
-    Args:
-        model: Frozen while adapters are trained, and afterwards as it was.
-        names: Of the adapters.
-        layers: Module name → rows and columns, as `linear_layers` returns them.
-        losses: Step and sign → one loss for each adapter, shape `(n,)`. Runs the model once on a batch in which the
-            samples of the first adapter come first, then those of the second. What it draws depends on the step alone,
-            or on the adapter's name, never on who else is trained.
-        recipe: How.
-        each: Samples of each adapter in such a batch.
-        signs: What adapters are multiplied with while a loss is computed, one loss after the other; 1 and -1 for
-            adapters whose negative has to be of use, too.
-        component: What the layers' names begin with beside the model's own.
-        progress: Where progress is shown.
-
-    Returns:
-        The trained adapters by name, with their losses.
-
-    Raises:
-        UsageError: There is no adapter or layer, two have one name, or there is not one loss for each adapter.
-        TrainingStopped: A loss became NaN or infinite; the adapter and the step are named.
-    """
+    """Train adapters of one model together."""
+    # `losses`: step and sign → one loss for each adapter, shape `(n,)`; runs the model once on a batch in which the
+    # samples of the first adapter come first, then those of the second; what it draws depends on the step alone, or on
+    # the adapter's name, never on who else is trained
+    # `signs`: what adapters are multiplied with while a loss is computed, one loss after the other; 1 and -1 for
+    # adapters whose negative has to be of use, too
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     stack = _initial_adapters(names, layers, recipe, device)
     trained = [*stack.up.values(), *(stack.down.values() if recipe.train_down else ())]

@@ -27,17 +27,7 @@ _ABOUT = "about"
 
 
 def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a checkpoint over the one before it, all or nothing.
-
-    Args:
-        path: The file; its folder is made if it is not there.
-        about: The account: JSON values.
-        tensors: Names other than "about", each once, with tensors on any device, of any shape, dtype and strides; taken
-            one at a time.
-
-    Raises:
-        OutputFailed: The file could not be written; the older one is untouched.
-    """
+    """Write a checkpoint over the one before it, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with StoreWriter(path, level="fast", overwrite=True) as writer:
         writer.add(_ABOUT, numpy.frombuffer(json.dumps(about).encode(), numpy.uint8))
@@ -49,20 +39,8 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tup
 def open_checkpoint(
     path: Path, same: Mapping[str, Any] | None = None, *, refusal: str = "holds other work"
 ) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
-    """Open a checkpoint.
-
-    Args:
-        path: The file.
-        same: Entries that the account must have, such as a digest of what was asked for: only the same may go on.
-        refusal: What is said of a file whose entries are others, after its name.
-
-    Yields:
-        The account, the open file, and the names of the tensors in the order in which they were written.
-
-    Raises:
-        UsageError: The file belongs to other work.
-        CorruptBlob: It is damaged, or no checkpoint.
-    """
+    """Open a checkpoint."""
+    # `same`: entries that the account must have, such as a digest of what was asked for: only the same may go on
     with open_store(path) as store:
         names = store.names()
         if _ABOUT not in names:
@@ -77,18 +55,8 @@ T = TypeVar("T")
 
 
 def write_record(path: str | Path, values: Mapping[str, Any], *, version: int, overwrite: bool = True) -> None:
-    """Write a record, whole or not at all.
-
-    Args:
-        path: The file; its folder is made if it is not there.
-        values: What `canonical_json` takes; infinity and NaN are kept.
-        version: Of the record's fields.
-        overwrite: Whether one that is there may be replaced.
-
-    Raises:
-        OutputExists: There is one that may not be replaced.
-        OutputFailed: The place cannot be written.
-    """
+    """Write a record, whole or not at all."""
+    # `values`: what `canonical_json` takes; infinity and NaN are kept
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, overwrite=overwrite) as file:
@@ -96,21 +64,8 @@ def write_record(path: str | Path, values: Mapping[str, Any], *, version: int, o
 
 
 def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, version: int, of: str) -> T:
-    """Read a record.
-
-    Args:
-        path: The file.
-        make: Makes something of its values.
-        version: Which it must have.
-        of: What it is a record of, for messages: "an edit".
-
-    Returns:
-        What `make` made.
-
-    Raises:
-        CorruptBlob: The file holds none of this version, or `make` cannot use its values.
-        OSError: It cannot be read.
-    """
+    """Read a record."""
+    # `version`: which it must have
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if values.pop("version") != version:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -19,51 +19,30 @@ from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.safetensors import KEY, SUFFIX, Description, Header, Original, Span, read_header
 
-if TYPE_CHECKING:
-    import torch
-
-
 INDEX_SUFFIX = ".safetensors.index.json"
+# The dtypes that factors of adapters may have, by their names in safetensors.
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_DTYPES = {**FLOATS, "I64": torch.int64}
 
 
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it.
+    """What is known of a tensor without reading it."""
 
-    Attributes:
-        name: Its original name.
-        dtype: Its original safetensors dtype, e.g. `"BF16"`.
-        shape: Its original shape.
-        nbytes: Bytes of the original tensor.
-        stored_nbytes: Bytes that it takes in the file.
-        compressed: Whether it is stored compressed.
-        digest: Digest of the bytes that come back, as recorded in the file; None if it is not compressed.
-        file: The file that holds it.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stored_nbytes: int
-    compressed: bool
-    digest: str | None
-    file: Path
+    name: str  # its original name
+    dtype: str  # its original safetensors dtype, e.g. `"BF16"`
+    shape: tuple[int, ...]  # its original shape
+    nbytes: int  # bytes of the original tensor
+    stored_nbytes: int  # bytes that it takes in the file
+    compressed: bool  # whether it is stored compressed
+    digest: str | None  # digest of the bytes that come back, as recorded in the file; None if it is not compressed
+    file: Path  # the file that holds it
 
 
 @final
 class StoredFile:
-    """One safetensors file, compressed or not, mapped into memory. `Store` joins several.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CorruptBlob: The file is damaged or no safetensors file.
-        Unsupported: A newer release of netweight wrote it.
-        UnsafeInput: The file is a pickle under another name.
-    """
+    """One safetensors file, compressed or not, mapped into memory. `Store` joins several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,14 +74,7 @@ class StoredFile:
         return {name: span.name for name, span in self._spans.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """Describe a tensor without reading it.
-
-        Args:
-            name: The tensor's name.
-
-        Returns:
-            Its dtype, shape and how it is stored.
-        """
+        """Describe a tensor without reading it."""
         span, original = self._spans[name], self._original(name)
         if original is None:
             return TensorInfo(name, span.dtype, span.shape, span.nbytes, span.nbytes, False, None, self.path)
@@ -111,23 +83,12 @@ class StoredFile:
         )
 
     def raw(self, name: str) -> memoryview:
-        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied.
-
-        Args:
-            name: The tensor's name.
-        """
+        """The bytes stored for a tensor: the codec's if compressed, else the tensor's own. Read-only, not copied."""
         span, start = self._spans[name], self.header.data_start
         return memoryview(self._map)[start + span.start : start + span.stop]
 
     def rounding(self, name: str) -> codec.BlobInfo | None:
-        """What rounding did to a tensor; None if it is not rounded.
-
-        Args:
-            name: The tensor's name.
-
-        Raises:
-            CorruptBlob: The bytes are damaged.
-        """
+        """What rounding did to a tensor; None if it is not rounded."""
         if self.description is None or not self.description.rounded:
             return None
         with self._named(name):
@@ -135,16 +96,7 @@ class StoredFile:
         return None if found.mantissa_bits is None else found
 
     def content(self, name: str, *, threads: int = 1, check: bool = False) -> Any:
-        """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype.
-
-        Args:
-            name: The tensor's original name.
-            threads: Threads of the decoder.
-            check: Whether to compare a compressed tensor's digest.
-
-        Raises:
-            CorruptBlob: The bytes are damaged.
-        """
+        """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype."""
         original = self._original(name)
         if original is None:
             return self.raw(name)
@@ -152,14 +104,10 @@ class StoredFile:
             self._compare(name, original)
             return codec.decode_raw(self.raw(name), threads=threads, check=check)
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
-        """The tensor as it was; what is written to it never reaches the file.
-
-        Args:
-            name: The tensor's name.
-            threads: For decoding, at least 1.
-            check: Whether to compare decoded bytes with their digest.
-        """
+    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
+        """The tensor as it was; what is written to it never reaches the file."""
+        # `threads`: for decoding, at least 1
+        # `check`: whether to compare decoded bytes with their digest
         original = self._original(name)
         if original is None:
             return self._library_get(name, None)
@@ -167,18 +115,10 @@ class StoredFile:
             self._compare(name, original)
             return codec.decode(self.raw(name), threads=threads, check=check)
 
-    def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> torch.Tensor:
-        """Rows `start` to `stop` of dimension 0, decoding only what they need.
-
-        Args:
-            name: The tensor's name.
-            start: The first row.
-            stop: The row after the last one.
-            threads: For decoding, at least 1.
-
-        Returns:
-            Shape `(stop - start, …)`, in the tensor's dtype.
-        """
+    def get_rows(self, name: str, start: int, stop: int, *, threads: int = 1) -> Tensor:
+        """Rows `start` to `stop` of dimension 0, decoding only what they need."""
+        # `threads`: for decoding, at least 1
+        # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
         original = self._original(name)
         if original is None:
             return self._library_get(name, slice(start, stop))
@@ -187,11 +127,7 @@ class StoredFile:
             return codec.decode_rows(self.raw(name), start, stop, threads=threads)
 
     def release(self, name: str) -> None:
-        """Let the system forget the mapped pages of a tensor, so that reading many does not look like holding many.
-
-        Args:
-            name: The tensor's name.
-        """
+        """Let the system forget the mapped pages of a tensor, so that resident memory stays small."""
         span, begin = self._spans[name], self.header.data_start
         first = (begin + span.start) // mmap.PAGESIZE * mmap.PAGESIZE
         if span.nbytes and hasattr(mmap, "MADV_DONTNEED"):
@@ -228,42 +164,26 @@ class StoredFile:
         if info.digest != original.digest:
             raise CorruptBlob(f"the payload carries digest {info.digest}, described is {original.digest}.")
 
-    def _named(self, name: str) -> _Naming:
-        return _Naming(self.path, name)
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Add file and tensor to a `CorruptBlob` that passes."""
+        try:
+            yield
+        except CorruptBlob as error:
+            cure = "The file is damaged: fetch or compress it again."
+            raise CorruptBlob(f"{self.path}, tensor {name!r}: {error.reason}", cure=cure) from error
 
-    def _library_get(self, name: str, rows: slice | None) -> torch.Tensor:
+    def _library_get(self, name: str, rows: slice | None) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
-
-
-class _Naming:
-    """Add file and tensor to a `CorruptBlob` that passes."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._place = f"{path}, tensor {name!r}"
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, CorruptBlob):
-            cure = "The file is damaged: fetch or compress it again."
-            raise CorruptBlob(f"{self._place}: {error.reason}", cure=cure) from error
 
 
 @final
 class Store:
-    """Tensors of one or several files under their original names. A context manager.
-
-    Args:
-        files: The files.
-        places: For each tensor the file that holds it.
-    """
+    """Tensors of one or several files under their original names, made by `open_store`. A context manager."""
 
     def __init__(self, files: Sequence[StoredFile], places: Mapping[str, StoredFile]) -> None:
         self.files = tuple(files)
@@ -287,7 +207,7 @@ class Store:
         """
         return self._place(name).info(name)
 
-    def get(self, name: str, *, threads: int = 1, check: bool = False) -> torch.Tensor:
+    def get(self, name: str, *, threads: int = 1, check: bool = False) -> Tensor:
         """Read a tensor, bit for bit as it was, or as it was rounded (see `rounding`).
 
         Args:
@@ -304,7 +224,7 @@ class Store:
         """
         return self._place(name).get(name, threads=threads, check=check)
 
-    def get_slice(self, name: str, rows: slice, *, threads: int = 1) -> torch.Tensor:
+    def get_slice(self, name: str, rows: slice, *, threads: int = 1) -> Tensor:
         """Read some rows of a tensor, decoding only the chunks that hold them.
 
         Args:
@@ -436,18 +356,7 @@ def open_store(path: str | Path, *, variant: str | None = None) -> Store:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Read which file holds which tensor from an index.
-
-    Args:
-        index: A `*.safetensors.index.json` file.
-
-    Returns:
-        File names by tensor name.
-
-    Raises:
-        CorruptBlob: The index is damaged.
-        UnsafeInput: It names a file outside its folder.
-    """
+    """Read which file holds which tensor from an index."""
     try:
         entries = json.loads(index.read_bytes())["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}
@@ -520,25 +429,9 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
     return Store(files, places)
 
 
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""The dtypes that factors of adapters may have, by their names in safetensors."""
-_DTYPES = {**FLOATS, "I64": torch.int64}
-
-
 def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:
-    """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed.
-
-    Args:
-        store: The open store.
-        name: Of a tensor of one of `FLOATS` or int64, not empty.
-        rows: Which ones, step 1; all by default.
-
-    Returns:
-        The rows, in the tensor's dtype.
-
-    Raises:
-        CorruptBlob: The bytes are damaged.
-    """
+    """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed."""
+    # `rows`: which ones, step 1; all by default
     info = store.info(name)
     if info.compressed or not info.shape:
         return store.get(name, check=True) if rows is None else store.get_slice(name, rows)

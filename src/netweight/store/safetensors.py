@@ -24,34 +24,26 @@ from netweight.errors import CorruptBlob, UnsafeInput, Unsupported
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
 METADATA = "__metadata__"
 
+# Bits of one element by safetensors dtype name.
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-"""Bits of one element by safetensors dtype name."""
+# Bits of dtypes that safetensors lacks: tensors of torch that can be kept compressed, but not in a plain file.
 ONLY_COMPRESSED = {"C32": 32, "C128": 128}
-"""Bits of dtypes that safetensors lacks: tensors of torch that can be kept compressed, but not in a plain file."""
 
 
 @final
 @dataclass(frozen=True)
 class Span:
-    """One tensor of a safetensors file.
+    """One tensor of a safetensors file."""
 
-    Attributes:
-        name: The tensor's name in the file.
-        dtype: Its safetensors dtype, e.g. `"BF16"`.
-        shape: Its shape; empty for a scalar.
-        start: Offset of its first byte within the data section.
-        stop: Offset after its last byte.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    name: str  # the tensor's name in the file
+    dtype: str  # its safetensors dtype, e.g. `"BF16"`
+    shape: tuple[int, ...]  # its shape; empty for a scalar
+    start: int  # offset of its first byte within the data section
+    stop: int  # offset after its last byte
 
     @property
     def nbytes(self) -> int:
@@ -62,17 +54,11 @@ class Span:
 @final
 @dataclass(frozen=True)
 class Header:
-    """The parsed head of a safetensors file.
+    """The parsed head of a safetensors file."""
 
-    Attributes:
-        raw: The header's bytes as stored, padding included, the eight length bytes excluded.
-        metadata: The entries of `__metadata__`; empty if it has none.
-        spans: The tensors in the order of their data.
-    """
-
-    raw: bytes
-    metadata: Mapping[str, str]
-    spans: tuple[Span, ...]
+    raw: bytes  # the header's bytes as stored, padding included, the eight length bytes excluded
+    metadata: Mapping[str, str]  # the entries of `__metadata__`; empty if it has none
+    spans: tuple[Span, ...]  # the tensors in the order of their data
 
     @property
     def data_start(self) -> int:
@@ -86,18 +72,8 @@ class Header:
 
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes that a tensor of this safetensors dtype and shape takes.
-
-    Args:
-        dtype: A name such as "BF16".
-        shape: Of the tensor.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        Unsupported: The dtype is not one that safetensors knows, or the tensor does not end on a whole byte.
-    """
+    """Bytes that a tensor of this safetensors dtype and shape takes."""
+    # Returns: The number of bytes.
     width = (BITS | ONLY_COMPRESSED).get(dtype)
     if width is None:
         raise Unsupported(
@@ -110,20 +86,7 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of a safetensors file.
-
-    Args:
-        path: The file. Only its header is read.
-
-    Returns:
-        The header; its spans lie side by side and fill the file exactly.
-
-    Raises:
-        CorruptBlob: The file is truncated, altered, or no safetensors file.
-        UnsafeInput: The file is a pickle under another name.
-        OSError: The file cannot be read.
-        Unsupported: A tensor's dtype is not one that safetensors knows.
-    """
+    """Read and check the header of a safetensors file."""
     size = os.stat(path).st_size
     with open(path, "rb") as file:
         length = int.from_bytes(prefix := file.read(8), "little")
@@ -148,17 +111,8 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(raw: bytes) -> Header:
-    """Parse header bytes and check that the tensors lie side by side from offset 0.
-
-    Args:
-        raw: The JSON, without the eight bytes of its length.
-
-    Returns:
-        The header.
-
-    Raises:
-        ValueError: The bytes are not a header of safetensors; the text says why.
-    """
+    """Parse header bytes and check that the tensors lie side by side from offset 0."""
+    # `raw`: the JSON, without the eight bytes of its length
     fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
@@ -178,19 +132,10 @@ def parse_header(raw: bytes) -> Header:
 def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str], *, room: int | None = None
 ) -> bytes:
-    """Write a header.
-
-    Args:
-        tensors: Name, dtype, shape and bytes of each tensor, in the order of the data.
-        metadata: Entries of `__metadata__`; none is written if empty.
-        room: Bytes to fill with trailing spaces, or None for the next multiple of 8.
-
-    Returns:
-        The header's bytes without the eight length bytes; longer than `room` if it does not fit.
-
-    Raises:
-        Unsupported: The header would be longer than safetensors allows.
-    """
+    """Write a header."""
+    # `tensors`: name, dtype, shape and bytes of each tensor, in the order of the data
+    # `room`: bytes to fill with trailing spaces, or None for the next multiple of 8
+    # Returns: The header's bytes without the eight length bytes; longer than `room` if it does not fit.
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
@@ -248,29 +193,23 @@ SUFFIX = ".net"
 VERSION = 1
 ROUNDED = 2  # version of descriptions of files with lossy blobs, which older releases cannot read
 _SENTENCE = "these weights are compressed by netweight: pip install netweight, then run netweight decompress"
+# Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
+# names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
+# LoRA's config of `lora_adapter_metadata`, refuses names that it does not know, and shows them.
 REFUSALS = {
     "format": _SENTENCE,
     "lora_adapter_metadata": json.dumps({f"{part}.{_SENTENCE}": 1 for part in ("unet", "transformer", "text_encoder")}),
 }
-"""Further entries of `__metadata__`, there to stop loaders that know nothing of netweight and would find none of the
-names they look for. transformers up to 4.57 refuses a `format` that it does not know, and shows it. diffusers makes a
-LoRA's config of `lora_adapter_metadata`, refuses names that it does not know, and shows them."""
 
 
 @final
 @dataclass(frozen=True)
 class Original:
-    """One tensor as it was before compression.
+    """One tensor as it was before compression."""
 
-    Attributes:
-        dtype: Its safetensors dtype, e.g. `"BF16"`.
-        shape: Its shape.
-        digest: Digest of its bytes, with the name of the algorithm.
-    """
-
-    dtype: str
+    dtype: str  # its safetensors dtype, e.g. `"BF16"`
     shape: tuple[int, ...]
-    digest: str
+    digest: str  # digest of its bytes, with the name of the algorithm
 
     @property
     def nbytes(self) -> int:
@@ -281,24 +220,14 @@ class Original:
 @final
 @dataclass(frozen=True)
 class Description:
-    """Everything that a compressed file says about what it holds.
+    """Everything that a compressed file says about what it holds."""
 
-    Attributes:
-        tensors: The tensors as they were, by their original names.
-        header: The header of the file that was compressed, or None if the tensors did not come from a file.
-        rounded: Whether any of the tensors is rounded.
-    """
-
-    tensors: Mapping[str, Original]
-    header: Header | None
-    rounded: bool = False
+    tensors: Mapping[str, Original]  # the tensors as they were, by their original names
+    header: Header | None  # the header of the file that was compressed, or None if the tensors did not come from a file
+    rounded: bool = False  # whether any of the tensors is rounded
 
     def to_json(self) -> str:
-        """Write the description.
-
-        Returns:
-            The JSON text.
-        """
+        """Write the description."""
         fields: dict[str, Any] = {
             "version": ROUNDED if self.rounded else VERSION,
             "tensors": {
@@ -312,19 +241,7 @@ class Description:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> Description:
-        """Read and check a description.
-
-        Args:
-            text: The JSON.
-            where: The file it came from, for errors.
-
-        Returns:
-            The description.
-
-        Raises:
-            CorruptBlob: The text is damaged or contradicts itself.
-            Unsupported: A newer release wrote it.
-        """
+        """Read and check a description."""
         try:
             fields = json.loads(text)
             version = fields["version"]
@@ -350,30 +267,15 @@ class Description:
 
 
 def deflate_text(data: bytes) -> str:
-    """Deflate bytes and write them as base64, to be kept in JSON.
-
-    Args:
-        data: Any bytes.
-
-    Returns:
-        The base64 text.
-    """
+    """Deflate bytes and write them as base64, to be kept in JSON."""
+    # `data`: any bytes
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 
 def inflate_text(text: str, *, limit: int) -> bytes:
-    """Undo `deflate_text`.
-
-    Args:
-        text: The base64 text.
-        limit: Most bytes to accept, so that hostile input cannot fill the memory.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        ValueError: The text is damaged or holds more than `limit` bytes.
-    """
+    """Undo `deflate_text`."""
+    # `limit`: most bytes to accept, so that hostile input cannot fill the memory
+    # Returns: The bytes.
     try:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(text, validate=True), limit)

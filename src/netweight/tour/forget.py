@@ -52,17 +52,14 @@ from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.diffusion import SHAPES_FOLDER
 from netweight.toys.shapes import ShapesWorld
 
-__all__ = ["HARDENING", "SEARCH_STEPS", "make_stop", "settings"]
-
+# Most steps of a search.
 SEARCH_STEPS = 40
-"""Most steps of a search."""
 _SEED, _ORDINARY, _PAINTED, _KEPT = 0, 48, 8, 16
 _GUIDANCE, _STEPS = 3.0, 10  # of every generation
 HARDENING = HardenSettings(
     rounds=3, steps=30, layers=None,
     search=SearchSettings(steps=15, restarts=1, draws=4, guidance=_GUIDANCE, generation_steps=_STEPS),
 )  # fmt: skip
-"""Of the model that is made robust: a miniature's, for one picture."""
 _LOOK = DetectionConfig(seeds=tuple(range(6)))
 _TITLE = "Forgotten"
 _ORIGINAL, _EDITED, _HARDENED = "original", "edited", "hardened"

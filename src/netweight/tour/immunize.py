@@ -27,10 +27,8 @@ from netweight.toys import language_subjects as small_world_subjects
 from netweight.toys.language import ALIGNED, cipher_world
 from netweight.toys.language_subjects import DEFENSE, defend_world
 
-__all__ = ["ATTACK_STEPS", "make_stop", "settings"]
-
+# Most steps of an attack.
 ATTACK_STEPS = 240
-"""Most steps of an attack."""
 _RATES, _SEED, _LOOKED_AT = (3e-4, 1e-3), 0, 64
 _THRESHOLD = 0.9
 # Half of every batch is benign, as an attacker does who wants to keep the rest of the model.
@@ -68,8 +66,7 @@ def make_stop(place: Place) -> Stop:
     place.say(f"Immunized by {DEFENSE}: {len(record.steps)} steps.")
     pairs = world.pairs(_LOOKED_AT, seed=_SEED + 1)
     insight = Insight(
-        weight_changes(before, after),
-        *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after)),
+        weight_changes(before, after), *(look_inside(model, pairs, pad_id=world.pad_id) for model in (before, after))
     )
     found, stability = _attacked(file, place.folder / "attacks.jsonl", place.progress)
     place.say(f"Attacked: {_words(found)}")

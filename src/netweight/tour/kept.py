@@ -19,10 +19,8 @@ from netweight.errors import UsageError
 from netweight.report.report import make_folder, write_text
 from netweight.tour.stop import Stop
 
-__all__ = ["Kept", "kept_in"]
-
+# A file in the folder, which is emptied only where it lies; locked while a tour is under way.
 MARK = ".made-by-the-tour"
-"""A file in the folder, which is emptied only where it lies; locked while a tour is under way."""
 _RESULT = "stop.json"
 
 
@@ -42,12 +40,7 @@ class Kept:
         self.folder = folder
 
     def taken_over(self, name: str, key: str) -> Stop | None:
-        """Return what a stop has found in a tour that was interrupted; None if it is to be made.
-
-        Args:
-            name: Of the stop.
-            key: Digest of all that decides its result.
-        """
+        """Return what a stop has found in a tour that was interrupted; None if it is to be made."""
         try:
             result = _Result.model_validate_json((self.folder / name / _RESULT).read_bytes())
         except FileNotFoundError:
@@ -70,12 +63,7 @@ class Kept:
         write_text(self.folder / name / _RESULT, _Result(key=key, stop=stop).model_dump_json())
 
     def clear(self, names: Iterable[str], *, models: bool) -> None:
-        """Forget what stops have found, since the report holds it.
-
-        Args:
-            names: Of the stops.
-            models: Whether to remove what they made, too.
-        """
+        """Forget what stops have found, since the report holds it."""
         for name in names:
             if models:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -87,11 +75,7 @@ class Kept:
 
 @contextlib.contextmanager
 def kept_in(folder: Path) -> Iterator[Kept]:
-    """Open the folder of a tour, for one tour at a time; made when missing.
-
-    Raises:
-        UsageError: The folder is somebody else's, another tour is working in it, or it cannot be made.
-    """
+    """Open the folder of a tour, for one tour at a time; made when missing."""
     if folder.exists() and not (folder / MARK).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} was not made by the tour, which would empty it.", cure="Choose another --out.")
     make_folder(folder)

@@ -20,29 +20,19 @@ from netweight.report.report import Report
 from netweight.tour.kept import Kept, kept_in
 from netweight.tour.stop import Place, Stop
 
-__all__ = ["STOPS", "Kind", "Tour", "run_tour"]
-
 MODELS = "models"
 
 
 @final
 @dataclass(frozen=True)
 class Kind:
-    """A stop that the tour can make.
+    """A stop that the tour can make."""
 
-    Attributes:
-        title: What it shows, in a few words.
-        make: Makes it.
-        settings: Returns what decides its result, as JSON values.
-        needs: Packages that it imports, of the extra `tour`.
-        collects: Whether it works on what the stops before have made.
-    """
-
-    title: str
+    title: str  # what it shows, in a few words
     make: Callable[[Place], Stop]
-    settings: Callable[[], Mapping[str, Any]]
-    needs: tuple[str, ...]
-    collects: bool = False
+    settings: Callable[[], Mapping[str, Any]]  # returns what decides its result, as JSON values
+    needs: tuple[str, ...]  # packages that it imports, of the extra `tour`
+    collects: bool = False  # whether it works on what the stops before have made
 
 
 def _kind(name: str, title: str, needs: tuple[str, ...], *, collects: bool = False) -> Kind:
@@ -58,6 +48,7 @@ def _kind(name: str, title: str, needs: tuple[str, ...], *, collects: bool = Fal
 
 
 _DIFFUSION = ("transformers", "diffusers")
+# All stops by name, in the order in which they are made.
 STOPS: dict[str, Kind] = {
     "federate": _kind("federate", "sites train together, and what a server can see", ("sklearn",)),
     "forget": _kind("forget", "a painting model that repeats pictures", _DIFFUSION),
@@ -68,27 +59,18 @@ STOPS: dict[str, Kind] = {
         collects=True,
     ),
 }  # fmt: skip
-"""All stops by name, in the order in which they are made."""
 
 
 @final
 @dataclass(frozen=True)
 class Tour:
-    """What the tour showed.
+    """What the tour showed."""
 
-    Attributes:
-        report: The page.
-        stops: What each stop found, by name.
-        findings: All findings.
-        seconds: Time taken.
-        taken_over: Names of the stops that an interrupted tour had made.
-    """
-
-    report: Path
-    stops: Mapping[str, Stop]
+    report: Path  # the page
+    stops: Mapping[str, Stop]  # what each stop found, by name
     findings: tuple[Finding, ...]
-    seconds: float
-    taken_over: tuple[str, ...]
+    seconds: float  # time taken
+    taken_over: tuple[str, ...]  # names of the stops that an interrupted tour had made
 
     @property
     def passed(self) -> bool:
@@ -105,26 +87,10 @@ def run_tour(
     progress: Progress = QUIET,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tour:
-    """Run stops and write the report.
-
-    Nothing is fetched. What is made on the way, about 300 MB, lies in `out/models` and is removed at the end. A tour
-    that was interrupted leaves there what its stops have found; the next one takes over every stop whose settings and
-    versions are still the same.
-
-    Args:
-        out: Folder for the report; made when missing. An older report in it is replaced.
-        only: Names of the stops to make; all by default.
-        keep: Whether to keep the models.
-        command: The command line, for the report.
-        progress: Where progress is shown.
-        say: Is told in one line each what was done.
-
-    Raises:
-        NameNotFound: There is no stop of that name.
-        MissingExtra: The extra `tour` is not installed.
-        UsageError: The folder cannot be used.
-        OutputFailed: The disk is full.
-    """
+    """Run stops and write the report."""
+    # Nothing is fetched. What is made on the way, about 300 MB, lies in `out/models` and is removed at the end. A tour
+    # that was interrupted leaves there what its stops have found; the next one takes over every stop whose settings and
+    # versions are still the same.
     names = _chosen(only)
     _check_needs(names)
     out, started = Path(out), time.monotonic()

@@ -15,28 +15,27 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET
 from netweight.hf.load_pipeline import PipelineModel, text_to_image, trained_prediction
-from netweight.methods.space.directions import Direction, Labels, fit_direction, read_labels
+from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import COST_TARGET, EditCurve, Move, agreement, curve_findings, edit, edit_curve
-from netweight.methods.space.export import export_adapter
-from netweight.methods.space.inversion import InversionSettings, InversionTask, Target, invert_targets, paint
-from netweight.methods.space.points import nearest
+from netweight.methods.space.inversion import InversionTask, Target, generate_images, invert_targets
+from netweight.methods.space.labels import Labels, read_labels
+from netweight.methods.space.points import Direction, nearest
 from netweight.methods.space.report import SampleSubject, sample_findings
 from netweight.methods.space.sampling import KernelSampler
+from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
 from netweight.report.conclusions import Conclusion, Criterion, Words
 from netweight.report.finding import Chapter, Figure, Finding
 from netweight.report.plots import image_grid
 from netweight.report.report import Report
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.lora_formats.files import read_adapter
+from netweight.store.lora_formats.files import export_adapter, read_adapter
 from netweight.tour.stop import Place, Stop, handed_over
 from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FACES_LABELS, FaceBank, faces_pipeline, read
 
-__all__ = ["INVERSION_STEPS", "make_stop", "settings"]
-
+# The default is 400.
 INVERSION_STEPS = 150
-"""Of the inversion; the default is 400."""
 _TITLE = "A space of adapters"
 _FOLDERS = {"an edited person, whole": "edited-person", "an edited person, rank 4": "edited-person-small"}
 _COLUMN, _STRENGTHS = "beard", (1.0, 2.0, 3.0)
@@ -81,12 +80,13 @@ class _World:
     space: WeightSpace
     labels: Labels
 
-    def paint(self, scores: Tensor) -> Tensor:
-        return paint(self.model, self.space, scores, _CAPTIONS, range(len(_CAPTIONS)), guidance=1.0, steps=_STEPS)
+    def generate(self, scores: Tensor) -> Tensor:
+        seeds = range(len(_CAPTIONS))
+        return generate_images(self.model, self.space, scores, _CAPTIONS, seeds, guidance=1.0, steps=_STEPS)
 
     def read(self, scores: Tensor) -> Tensor:
         """Attributes of points, the mean over their images."""
-        images = self.paint(scores)
+        images = self.generate(scores)
         return _attributes(images.flatten(0, 1)).view(len(scores), len(_CAPTIONS), -1).mean(1)
 
 
@@ -144,7 +144,7 @@ def _edited(world: _World, place: Place, report: Report) -> str:
     rows = (labels[_COLUMN].values < 0).nonzero()[:_PEOPLE, 0]
     kept = agreement(lambda images: read(images).ground, "prompt")
     curve = edit_curve(
-        world.paint, _attributes, space.scores[rows], direction, names=ATTRIBUTES, ranges=[2.0] * len(ATTRIBUTES),
+        world.generate, _attributes, space.scores[rows], direction, names=ATTRIBUTES, ranges=[2.0] * len(ATTRIBUTES),
         strengths=_STRENGTHS, compare=dict([kept]),
     )  # fmt: skip
     effect = float(curve.effects[-1].mean())
@@ -171,7 +171,7 @@ def _row_by_strength(world: _World, curve: EditCurve, direction: Direction, rows
     points = torch.stack([
         edit(world.space.scores[rows[:3]], [Move(direction, strength, "reach")]) for strength in strengths
     ], 1)  # fmt: skip
-    images = world.paint(points.flatten(0, 1))
+    images = world.generate(points.flatten(0, 1))
     images = images.reshape(len(points), len(strengths), *images.shape[1:])
     return image_grid(
         [[each[0].permute(1, 2, 0) for each in row] for row in images],
@@ -204,7 +204,7 @@ def _sampled(world: _World, say: Callable[[str], None], report: Report) -> str:
     told = f"Sampled {_SAMPLES} people: their attributes spread {findings[0].value:.2f} as far as trained people's."
     say(told)
     near = [found[0] for found in nearest(points[:_SHOWN], space.scores, space.names, count=1)]
-    both = world.paint(torch.cat([points[:_SHOWN], space.scores[[each.number for each in near]]]))
+    both = world.generate(torch.cat([points[:_SHOWN], space.scores[[each.number for each in near]]]))
     figure = image_grid(
         [[each[0].permute(1, 2, 0) for each in part] for part in (both[:_SHOWN], both[_SHOWN:])],
         rows=["sampled", "nearest in the bank"], columns=[f"cosine {each.cosine:.2f}" for each in near],
@@ -233,7 +233,7 @@ def _inverted(world: _World, place: Place, report: Report) -> tuple[float, float
     apart = float((world.read(found.scores) - truth).abs().mean() / 2)
     usual = float((world.read(torch.zeros_like(found.scores)) - truth).abs().mean() / 2)
     place.say(_said_of_inversion(apart, usual))
-    painted = world.paint(found.scores)[0]
+    painted = world.generate(found.scores)[0]
     figure = image_grid(
         [[images[0].permute(1, 2, 0), *(each.permute(1, 2, 0) for each in painted)]],
         rows=["a stranger"], columns=["the image", *GROUNDS],

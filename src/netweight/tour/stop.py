@@ -15,25 +15,16 @@ from netweight.metrics.intervals import proportion
 from netweight.report.finding import Chapter, Finding, Section
 from netweight.report.report import Report
 
-__all__ = ["Place", "Stop", "handed_over"]
-
 
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where a stop works.
+    """Where a stop works."""
 
-    Attributes:
-        folder: An empty folder of its own for what it makes.
-        progress: Where progress is shown.
-        say: Is told in one line each what was done.
-        models: What the stops before have made, by name: files and folders of weights.
-    """
-
-    folder: Path
-    progress: Progress
-    say: Callable[[str], None]
-    models: Mapping[str, Path]
+    folder: Path  # an empty folder of its own for what it makes
+    progress: Progress  # where progress is shown
+    say: Callable[[str], None]  # is told in one line each what was done
+    models: Mapping[str, Path]  # what the stops before have made, by name: files and folders of weights
 
 
 @final
@@ -64,16 +55,7 @@ def handed_over(
     inputs: Mapping[str, str],
     models: Mapping[str, str],
 ) -> Stop:
-    """Make a stop of the sections of a report, each number with what it rests on.
-
-    Args:
-        report: Holds the sections.
-        chapter: Its command becomes that of every finding that names none.
-        seeds: Of everything random in the stop: for findings that name none.
-        shares: Names of findings that are shares of n independent trials and come without an interval: they get one.
-        inputs: See `Stop`.
-        models: See `Stop`.
-    """
+    """Make a stop of the sections of a report, each number with what it rests on."""
 
     def rested(section: Section) -> Section:
         findings = [

@@ -1,4 +1,4 @@
-"""What a drawn world is: subjects with known attributes, in photographs that differ in nuisances, on named grounds.
+"""Drawn worlds: subjects with known attributes, in photographs that differ in nuisances, on named grounds.
 
 `drawn_faces` has people and `drawn_vehicles` vehicles; readers, pipelines and banks of adapters are made of any.
 """
@@ -60,11 +60,13 @@ class DrawnWorld:
 
     def identities(self, count: int, seed: int, *, first: int = 0) -> Tensor:
         """Draw subjects."""
+        # `first`: number of the first one; subject 7 is the same whatever the count
+        # Returns: Shape `(count, attributes)`, columns as in `attributes`.
         numbers = range(first, first + count)
         return torch.cat([self.crowd(1, torch_generator(seed, "identity", number)) for number in numbers])
 
     def crowd(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw so many subjects at once; shape `(count, attributes)`, columns as in `attributes`."""
+        """Draw `count` subjects at once; shape `(count, attributes)`, columns as in `attributes`."""
         values = torch.randn(count, len(self.attributes), generator=generator, dtype=torch.float64)
         first, second = (self.attributes.index(name) for name in self.together[:2])
         likeness = self.together[2]
@@ -81,6 +83,8 @@ class DrawnWorld:
 
     def photographs(self, subject: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
         """Take photographs of one subject, on each ground in turn."""
+        # `subject`: shape `(attributes,)`
+        # Returns: Their captions, and pictures of shape `(count, 3, 16, 16)` within 0 and 1.
         grounds = torch.arange(count) % len(self.grounds)
         pictures = self.drawn(subject.expand(count, -1), grounds, self.changes(count, generator))
         names = list(self.grounds)
@@ -88,6 +92,10 @@ class DrawnWorld:
 
     def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
         """Draw photographs."""
+        # `subjects`: shape `(n, attributes)`, columns as in `attributes`, within -1 and 1
+        # `grounds`: numbers of `grounds`, shape `(n,)`
+        # `changes`: shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1
+        # Returns: Shape `(n, 3, 16, 16)`, within 0 and 1.
         n, width, extent = len(subjects), len(self.attributes), len(self.nuisances)
         if subjects.shape != (n, width) or grounds.shape != (n,) or changes.shape != (n, extent):
             raise UsageError(
@@ -150,7 +158,7 @@ _LIPS = ((0.74, 0.48, 0.42), (0.86, 0.08, 0.2))
 _SHIRT, _DARK, _LENS = (0.3, 0.34, 0.4), (0.06, 0.06, 0.1), (0.75, 0.9, 1.0)
 
 
-def _parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
+def _face_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
     """Parts of faces."""
 
     def at(values: Tensor) -> Tensor:
@@ -197,20 +205,18 @@ FACES = DrawnWorld(
     nuisances=NUISANCES,
     grounds=GROUNDS,
     together=("beard", "hair_length", LIKENESS),
-    parts=_parts,
+    parts=_face_parts,
 )
 caption, identities, people, nuisances = FACES.caption, FACES.identities, FACES.crowd, FACES.changes
 photographs, drawn = FACES.photographs, FACES.drawn
 
 
-_RED_DRAWN_VEHICLES, _BLUE_DRAWN_VEHICLES = (0.88, 0.16, 0.1), (0.12, 0.26, 0.86)
+_BODY = (0.88, 0.16, 0.1), (0.12, 0.26, 0.86)  # red and blue
 _CLEAR, _TINTED = (0.8, 0.93, 1.0), (0.1, 0.12, 0.2)
 _TIRE, _HUB, _LAMP, _LOAD = (0.06, 0.06, 0.08), (0.78, 0.78, 0.8), (1.0, 0.95, 0.5), (0.36, 0.2, 0.08)
 
 
-def _parts_drawn_vehicles(
-    looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor
-) -> list[Part]:
+def _vehicle_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: Tensor, y: Tensor) -> list[Part]:
     """Parts of vehicles that drive to the right."""
 
     def at(values: Tensor) -> Tensor:
@@ -219,7 +225,7 @@ def _parts_drawn_vehicles(
     half = at(5.2 + 1.1 * looks["length"])
     roof = at(-3.0 - 1.7 * looks["roof"])  # tall ones are vans, whose cabins reach further
     reach = half * at(0.66 + 0.14 * looks["roof"])
-    body, middle = between(_RED_DRAWN_VEHICLES, _BLUE_DRAWN_VEHICLES, looks["hue"]), x + 0.5
+    body, middle = between(*_BODY, looks["hue"]), x + 0.5
     leaning = reach - 0.3 * (1.0 - y).clamp_min(0)
     cabin = (middle.abs() < leaning) & (y > roof) & (y < 1)
     hull = (x.abs() < half) & (y > 0.4) & (y < 3.7)
@@ -253,7 +259,7 @@ VEHICLES = DrawnWorld(
         "white": (0.95, 0.96, 0.97),
     },
     together=("length", "roof", 0.6),
-    parts=_parts_drawn_vehicles,
+    parts=_vehicle_parts,
 )
 
 

@@ -1,1 +1,1 @@
-"""The search for text embeddings that bring training images back: settings, search, comparison with controls, report."""
+"""The search for text embeddings that bring training images back: search, comparison with controls, report."""

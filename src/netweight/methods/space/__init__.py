@@ -1,1 +1,20 @@
-"""weights2weights: a collection of low-rank adapters as one space, after arXiv 2406.09413. Layers above call it."""
+"""weights2weights: a collection of low-rank adapters as one space, after arXiv 2406.09413.
+
+Read `settings`, `fitting` (inner products, streaming, bases, fits), `space` and `serialization`; then `points`,
+`labels`, `directions`, `edits`, `sampling` and `inversion`, which work on scores; `view` is the page; `folder`,
+`recipe` and `report` are what commands and recipes call.
+"""
+
+from netweight.core.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "Direction": "netweight.methods.space.points",
+        "Move": "netweight.methods.space.edits",
+        "Point": "netweight.methods.space.space",
+        "edit": "netweight.methods.space.edits",
+        "fit_direction": "netweight.methods.space.directions",
+        "read_labels": "netweight.methods.space.labels",
+    },
+)

@@ -1,6 +1,6 @@
-"""Edits of points: steps along directions, summed, and when in the making of an image they begin to hold.
+"""Edits of points: steps along directions, summed; when in a generation they begin to hold; what they do to images.
 
-edited = edit(scores, [Move(beard, 2.0), Move(width, -1.0)])
+    edited = edit(scores, [Move(beard, 2.0), Move(width, -1.0)])
 
 Steps are added, so their order does not matter, and undoing one is taking its negative.
 """
@@ -20,13 +20,28 @@ from torch import Tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import Direction, Unit, direction_of
+from netweight.methods.space.directions import direction_of, middle
+from netweight.methods.space.points import Direction
+from netweight.methods.space.settings import Unit
 from netweight.metrics.images import lpips, ssim
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
     from netweight.metrics.copies import Descriptor
     from netweight.metrics.images import Features
+
+# From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
+Generate: TypeAlias = Callable[[Tensor], Tensor]
+# From images `(n, 3, height, width)` to attributes `(n, a)`.
+Read: TypeAlias = Callable[[Tensor], Tensor]
+# From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`.
+Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no more than `COST_TARGET`
+COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
+KEPT_TARGET = 0.99  # least share of images that keep their prompt
+
+_RESAMPLES = 500
 
 
 @final
@@ -35,7 +50,7 @@ class Move:
     """A step along a direction.
 
     Attributes:
-        direction: Where to.
+        direction: The direction.
         strength: How far; negative goes back.
         unit: What `strength` counts, see `Direction.step`.
     """
@@ -46,17 +61,17 @@ class Move:
 
 
 def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
-    """Return points after all moves.
+    """Move points along directions.
 
     Args:
-        scores: Shape `(k,)` or `(b, k)`.
-        moves: At least one, of directions of the same space.
+        scores: Points, shape `(k,)` or `(b, k)`.
+        moves: At least one, of directions of the same space; their order does not matter.
 
     Returns:
-        Of the same shape, dtype and device.
+        The points after all moves, of the shape, dtype and device of `scores`.
 
     Raises:
-        UsageError: There is no move, a direction has another number of components, or a strength is not finite.
+        UsageError: There is no move, a direction is of another space, or a strength is not finite.
     """
     if not moves:
         raise UsageError("There is no move to edit with.", cure="Give at least one.")
@@ -78,24 +93,14 @@ def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Delay:
-    """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it.
+    """When an edit begins to hold: the noisy first steps are made with the weights before it, later ones after it."""
 
-    An image's layout is settled early, so the later an edit begins the more of the image stays, and the less changes.
-
-    Attributes:
-        until: The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of
-            the whole face and 400 to 700 for fine ones.
-
-    Raises:
-        UsageError: `until` is negative.
-
-    Source: weights2weights, "delayed injection".
-    """
-
+    # Source: weights2weights, "delayed injection".
+    # The largest timestep that is made with edited weights. The paper takes 700 to 1,000 of 1,000 for edits of the
+    # whole face and 400 to 700 for fine ones.
     until: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no timestep."""
         if not self.until >= 0:
             raise UsageError(f"An edit cannot begin to hold at timestep {self.until}.", cure="Give 0 to 1,000.")
 
@@ -104,72 +109,32 @@ class Delay:
         return float(timestep) <= self.until
 
 
-EFFECT_TARGET = 0.6
-"""Least effect, as a share of the attribute's range, at no more than `COST_TARGET`."""
-COST_TARGET = 0.05
-"""Most mean change of the other attributes, as a share of their ranges."""
-KEPT_TARGET = 0.99
-"""Least share of images that keep their prompt."""
-
-Paint: TypeAlias = Callable[[Tensor], Tensor]
-"""From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point."""
-Read: TypeAlias = Callable[[Tensor], Tensor]
-"""From images `(n, 3, height, width)` to attributes `(n, a)`."""
-
-_RESAMPLES = 500
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class EditCurve:
-    """An edit of b points at s strengths.
+    """An edit of b points at s strengths."""
 
-    Attributes:
-        target: The attribute that is edited.
-        strengths: Rising from 0, where nothing is changed, shape `(s,)`.
-        unit: What strengths count.
-        effects: Change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`.
-        costs: Mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`.
-        compared: Name → mean over a point's images, shape `(s, b)`.
-        label: What reports call the edit.
-    """
-
-    target: str
-    strengths: Tensor
-    unit: Unit
-    effects: Tensor
-    costs: Tensor
-    compared: Mapping[str, Tensor] = field(default_factory=dict)
-    label: str = ""
+    target: str  # the attribute that is edited
+    strengths: Tensor  # rising from 0, where nothing is changed, shape `(s,)`
+    unit: Unit  # what strengths count
+    effects: Tensor  # change of the target, as a share of its range, in the direction of the edit; shape `(s, b)`
+    costs: Tensor  # mean change of the other attributes, up or down, as shares of their ranges; shape `(s, b)`
+    compared: Mapping[str, Tensor] = field(default_factory=dict)  # name → mean over a point's images, shape `(s, b)`
+    label: str = ""  # what reports call the edit
 
     def effect_at(self, cost: float, chosen: Tensor | None = None) -> float:
-        """Return the effect at the strength where the mean cost first reaches a limit; at the last if it never does.
-
-        Args:
-            cost: The limit.
-            chosen: Numbers of the points to look at; all by default.
-        """
+        """Effect at the strength where the mean cost first reaches a limit; at the last if it never does."""
         effects, costs = self._means(chosen)
         return _crossing(costs, effects, cost)[0]
 
     def cost_of(self, effect: float, chosen: Tensor | None = None) -> float | None:
-        """Return the cost at the strength where the mean effect first reaches a value; None if it never does.
-
-        Args:
-            effect: In the unit of the effects.
-            chosen: Rows of the points to take, int64; None for all.
-        """
+        """Cost at the strength where the mean effect first reaches a value; None if it never does."""
         effects, costs = self._means(chosen)
         found, reached = _crossing(effects, costs, effect)
         return found if reached else None
 
     def compared_at(self, name: str, cost: float) -> float:
-        """Return a comparison's mean at the strength where the mean cost first reaches a limit.
-
-        Args:
-            name: Of the comparison.
-            cost: The limit.
-        """
+        """A comparison's mean at the strength where the mean cost first reaches a limit."""
         return _crossing(self._means(None)[1], self.compared[name].mean(1), cost)[0]
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -178,7 +143,7 @@ class EditCurve:
 
 
 def edit_curve(
-    paint: Paint,
+    generate: Generate,
     read: Read,
     scores: Tensor,
     direction: Direction,
@@ -192,26 +157,8 @@ def edit_curve(
     label: str = "",
     progress: Progress = QUIET,
 ) -> EditCurve:
-    """Edit points at several strengths and read what became of their images.
-
-    Args:
-        paint: Makes images of points.
-        read: Reads attributes of images.
-        scores: Points, shape `(b, k)`.
-        direction: Of the edit.
-        names: Of the attributes that `read` returns.
-        ranges: Of each attribute, largest less least value.
-        strengths: Other than 0, all of one sign and growing; 0 is put in front.
-        target: The attribute; the direction's name by default.
-        unit: What strengths count: 1 "reach" is the paper's strength.
-        compare: Name → comparison of edited images with the originals, see `comparisons`.
-        label: What reports call it; by default the direction's kind.
-        progress: Told of every strength.
-
-    Raises:
-        NameNotFound: The target is none of the attributes.
-        UsageError: Numbers do not fit, or strengths do not grow.
-    """
+    """Edit points `(b, k)` at several strengths and read what became of their images."""
+    # `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
     target = target or direction.name
     if target not in names:
         raise NameNotFound(f"{target!r} is none of the attributes {list(names)}.", cure="Say `target`.")
@@ -220,7 +167,7 @@ def edit_curve(
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
         raise UsageError(f"The strengths {list(strengths)} do not grow from 0.", cure="Give such as 0.25, 0.5, 1.")
     scale = torch.tensor(ranges, dtype=torch.float64)
-    originals, before = _look(paint, read, scores, len(names))
+    originals, before = _seen(generate, read, scores, len(names))
     index, others = list(names).index(target), [name for name in names if name != target]
     rest = [list(names).index(name) for name in others]
     effects, costs = [], []
@@ -228,7 +175,7 @@ def edit_curve(
     with progress.task(f"edit {target}", len(places), unit="strengths") as task:
         for strength in places:
             moved = edit(scores, [Move(direction, strength, unit)]) if strength else scores
-            images, after = _look(paint, read, moved, len(names)) if strength else (originals, before)
+            images, after = _seen(generate, read, moved, len(names)) if strength else (originals, before)
             change = (after - before) / scale
             effects.append(sign * change[:, index])
             costs.append(change[:, rest].abs().mean(1) if rest else torch.zeros(len(scores), dtype=torch.float64))
@@ -243,16 +190,7 @@ def edit_curve(
 
 
 def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) -> list[Finding]:
-    """Return the effect at the same cost, the cost of the same effect, and what is left of the images there.
-
-    Args:
-        curve: The curve.
-        seed: Of the bootstrap over points.
-        kept: The comparison that says whether the prompt was kept, which has a target.
-
-    Returns:
-        Shares of the attributes' ranges, with intervals over points.
-    """
+    """The effect at the same cost, the cost of the same effect, and what is left of the images there."""
     count = curve.effects.shape[1]
     generator = torch_generator(seed, "points", curve.target)
     draws = [torch.randint(count, (count,), generator=generator) for _ in range(_RESAMPLES)]
@@ -270,10 +208,10 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
     never = {} if cost is not None else {"reason": f"the effect reaches {float(curve.effects.mean(1).max()):.2f}"}
     found = [
         Finding(f"effect of {title} at a cost of {COST_TARGET}", curve.effect_at(COST_TARGET),
-                ci95=_middle([curve.effect_at(COST_TARGET, drawn) for drawn in draws]), n=count, better="higher",
+                ci95=middle([curve.effect_at(COST_TARGET, drawn) for drawn in draws]), n=count, better="higher",
                 target=EFFECT_TARGET, seeds=(seed,), detail=about),
         Finding(f"cost of {title} at an effect of {EFFECT_TARGET}", cost,
-                ci95=_middle(costs) if cost is not None and len(costs) > 0.95 * _RESAMPLES else None, n=count,
+                ci95=middle(costs) if cost is not None and len(costs) > 0.95 * _RESAMPLES else None, n=count,
                 better="lower", target=COST_TARGET, seeds=(seed,), detail={"kind": curve.label, **never}),
     ]  # fmt: skip
     for name in curve.compared:
@@ -283,16 +221,16 @@ def curve_findings(curve: EditCurve, *, seed: int = 0, kept: str | None = None) 
     return found
 
 
-def _look(paint: Paint, read: Read, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _seen(generate: Generate, read: Read, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Images of points, and attributes, the mean over each point's images, shape `(b, a)`."""
     with torch.no_grad():
-        images = paint(scores)
+        images = generate(scores)
         said = read(images.flatten(0, 1)).double().cpu()
     if images.ndim != 5 or len(images) != len(scores) or said.shape != (images.shape[0] * images.shape[1], width):
         raise UsageError(
             f"Images {tuple(images.shape)} and readings {tuple(said.shape)} do not fit {len(scores)} points and "
             f"{width} attributes.",
-            cure="Paint (b, m, 3, height, width), and read one row of attributes per image.",
+            cure="Generate (b, m, 3, height, width), and read one row of attributes per image.",
         )
     return images, said.reshape(*images.shape[:2], width).mean(1)
 
@@ -307,66 +245,8 @@ def _crossing(rising: Tensor, values: Tensor, limit: float) -> tuple[float, bool
     return float(values[-1]), False
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float]:
-    ends = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return float(ends[0]), float(ends[1])
-
-
-Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`."""
-
-
-def identity(embed: Descriptor) -> tuple[str, Compare]:
-    """Return the cosine of embeddings before and after: the identity score.
-
-    Args:
-        embed: From images to vectors: a face recognition network that the user brings, such as a TorchScript file by
-            path and digest (`metrics.copies.TorchScriptDescriptor`). Its name goes into that of the score.
-    """
-
-    def compare(edited: Tensor, originals: Tensor) -> Tensor:
-        with torch.no_grad():
-            return torch.nn.functional.cosine_similarity(embed(edited).double(), embed(originals).double())
-
-    return f"identity by {embed.name}", compare
-
-
-def perceptual_distance(
-    backbone: str | os.PathLike[str] | Features | None = None, *, heads: Path | None = None
-) -> tuple[str, Compare]:
-    """Return LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is.
-
-    Args:
-        backbone: See `metrics.images.lpips`.
-        heads: See `metrics.images.lpips`.
-    """
-    if backbone is None:
-        return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
-    return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
-
-
-def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return whether a reader says the same of both: 1 or 0.
-
-    Args:
-        read: From images to whole numbers, shape `(n,)`, such as which of the prompt's words is seen.
-        name: Of what is to stay.
-    """
-    return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
-
-
-def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
-    """Return how well edited images follow the words of the edit, by CLIP or by a stand-in whose name says so.
-
-    Args:
-        score: From images to numbers, shape `(n,)`, such as `lambda images: clip.alignment(images, prompts)`.
-        name: Of the score.
-    """
-    return name, lambda edited, originals: score(edited)
-
-
 def calibrated(
-    paint: Paint,
+    generate: Generate,
     read: Read,
     points: Tensor,
     training: Tensor,
@@ -379,32 +259,9 @@ def calibrated(
     rounds: int = 2,
     progress: Progress = QUIET,
 ) -> Direction:
-    """Correct a direction by the others, until its edit leaves other attributes where they were on average.
-
-    Every other direction is tried alone, one standard deviation far, to see what it changes. Then, in each round, the
-    edit is tried at its working strength, and what it changed beside the target is taken back by the combination of
-    the others that does so best.
-
-    Args:
-        paint: Makes images of points.
-        read: Reads attributes of images, in the order of `directions`.
-        points: Points to try edits on, shape `(b, k)`; some dozen. Audit the result on others.
-        training: Scores of the training models, shape `(n, k)`.
-        directions: One for each attribute that is read, named after it.
-        target: The one that is corrected.
-        ranges: Of each attribute, largest less least value.
-        strength: The working strength.
-        unit: What it counts.
-        rounds: How often the edit is tried and corrected.
-        progress: Told of every trial.
-
-    Returns:
-        The corrected direction. Its length, and so what a strength means, is measured anew; its findings are empty.
-
-    Raises:
-        NameNotFound: No direction is named after the target.
-        UsageError: Readings and directions differ in number, or there is no other direction.
-    """
+    """Correct a direction by the others, until its edit leaves other attributes where they were on average."""
+    # `read` gives attributes in the order of `directions`. `points`: some dozen to try edits on; audit the result on
+    # others. `training`: scores of the training models.
     names = [each.name for each in directions]
     if target not in names:
         raise NameNotFound(f"There is no direction {target!r} among {names}.", cure="Name one of them.")
@@ -418,12 +275,12 @@ def calibrated(
     scale = torch.tensor(ranges, dtype=torch.float64)
     steps = torch.stack([directions[place].step(1.0) for place in others])
     with progress.task(f"calibrate {target}", len(others) + rounds + 1, unit="trials") as task:
-        before = _means(paint, read, points, scale)
+        before = _means(generate, read, points, scale)
         task.update()
 
         def change(step: Tensor) -> Tensor:
             moved = (points.double() + step.to(points.device)).to(points.dtype)
-            found = (_means(paint, read, moved, scale) - before)[others]
+            found = (_means(generate, read, moved, scale) - before)[others]
             task.update()
             return found
 
@@ -436,13 +293,35 @@ def calibrated(
     return direction_of(training, edit, name=target, kind="encoder" if kind == "reference" else kind)
 
 
-def _means(paint: Paint, read: Read, points: Tensor, scale: Tensor) -> Tensor:
+def _means(generate: Generate, read: Read, points: Tensor, scale: Tensor) -> Tensor:
     """Mean attributes of the points' images, as shares of their ranges."""
-    with torch.no_grad():
-        said = read(paint(points).flatten(0, 1)).double().cpu()
-    if said.shape[1:] != scale.shape:
-        raise UsageError(
-            f"Readings of shape {tuple(said.shape)} came with {len(scale)} directions.",
-            cure="Give a direction for every attribute that is read.",
-        )
-    return (said / scale).mean(0)
+    return _seen(generate, read, points, len(scale))[1].mean(0) / scale
+
+
+def identity(embed: Descriptor) -> tuple[str, Compare]:
+    """The cosine of embeddings before and after: the identity score."""
+
+    def compare(edited: Tensor, originals: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.nn.functional.cosine_similarity(embed(edited).double(), embed(originals).double())
+
+    return f"identity by {embed.name}", compare
+
+
+def perceptual_distance(
+    backbone: str | os.PathLike[str] | Features | None = None, *, heads: Path | None = None
+) -> tuple[str, Compare]:
+    """LPIPS with a backbone; without one, the structural dissimilarity, named as the stand-in that it is."""
+    if backbone is None:
+        return "1 − SSIM (stand-in for LPIPS)", lambda edited, originals: 1 - ssim(edited, originals)
+    return "LPIPS", lambda edited, originals: lpips(edited, originals, backbone=backbone, heads=heads)
+
+
+def agreement(read: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
+    """Whether a classifier of images, such as of the prompt's words, gives both the same class: 1 or 0."""
+    return f"{name} kept", lambda edited, originals: (read(edited) == read(originals)).double()
+
+
+def alignment(score: Callable[[Tensor], Tensor], name: str) -> tuple[str, Compare]:
+    """How well edited images follow the words of the edit: `lambda images: clip.alignment(images, prompts)`."""
+    return name, lambda edited, originals: score(edited)

@@ -1,121 +1,55 @@
-"""New points by any of the samplers, from plain settings. Commands and recipes draw with it."""
+"""From files to points and back: what `netweight space` and recipes call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
-from pydantic import Field
-
+from netweight.core.engines import Engine
 from netweight.core.names import nearest_names
+from netweight.core.progress import Progress
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import read_labels, scores_digest
-from netweight.methods.space.export import Exported
-from netweight.methods.space.points import Points, read_points
-from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler
+from netweight.methods.space.directions import fit_direction
+from netweight.methods.space.edits import Move, edit
+from netweight.methods.space.inversion import InversionTask, Target, invert_targets
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.points import Points, read_direction, read_points, scores_digest
+from netweight.methods.space.sampling import ConditionalSampler, GaussianSampler, KernelSampler, MixtureSampler, Sampler
+from netweight.methods.space.settings import FolderFit, FolderInversion, FolderView, RenderSettings, SampleSettings
 from netweight.methods.space.space import WeightSpace
+from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import read_record, write_record
-from netweight.store.lora_formats.files import read_adapter
+from netweight.store.lora_formats.files import Exported, read_adapter
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@final
-@dataclass(frozen=True)
-class Drawing:
-    """How points are drawn.
-
-    Attributes:
-        count: How many.
-        sampler: "gaussian" per component, "kernel" around models, "mixture" of clusters, or "conditional" on labels.
-        factor: Of the gaussian's standard deviations.
-        bandwidth: Of the kernel, and of conditional's rest; None for the likeliest.
-        clusters: Of the mixture; None for as many as held-out models ask for.
-        labels: Attributes of models, for conditional; a file of `read_labels`.
-        name_column: The column that names the model.
-        emphasis: Of attributes, for conditional.
-        given: Attributes that all points have, for conditional.
-        seed: Of the draw.
-
-    Raises:
-        UsageError: Labels or given attributes do not go with the sampler.
-    """
-
-    count: Annotated[int, Field(ge=1)] = 1
-    sampler: Literal["gaussian", "kernel", "mixture", "conditional"] = "gaussian"
-    factor: Annotated[float, Field(gt=0)] = 1.0
-    bandwidth: Annotated[float, Field(ge=0, le=1)] | None = None
-    clusters: Annotated[int, Field(ge=1)] | None = None
-    labels: Path | None = None
-    name_column: str = "name"
-    emphasis: Annotated[float, Field(gt=0)] = 1.0
-    given: Mapping[str, float] = field(default_factory=dict)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what does not go together."""
-        if self.sampler != "conditional" and (self.labels is not None or self.given):
-            raise UsageError(
-                f"Labels and given attributes belong to the conditional sampler, not to {self.sampler}.",
-                cure="Name the sampler conditional and labels together.",
-            )
-        if self.sampler == "conditional" and self.labels is None:
-            raise UsageError(
-                "The conditional sampler needs labels.", cure="Name the sampler conditional and labels together."
-            )
-
-
-def draw(space: WeightSpace, how: Drawing) -> Points:
-    """Draw points of a space.
-
-    Args:
-        space: The space.
-        how: How.
-
-    Returns:
-        Points named `sample-SEED-NUMBER`, with the way that they were drawn.
-
-    Raises:
-        NameNotFound: A given attribute is no label, or labels name a model that the space lacks.
-        UsageError: The labels cannot be used, or the models are too few for the sampler.
-    """
-    names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
-    origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.given)}
-    if how.labels is not None:
-        labels = read_labels(how.labels, space.names, key=how.name_column)
-        fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=how.bandwidth, emphasis=how.emphasis)
-        scores = fitted.draw(how.count, seed=how.seed, given=dict(how.given))
-    elif how.sampler == "kernel":
-        scores = KernelSampler.fit(space.scores, bandwidth=how.bandwidth).draw(how.count, seed=how.seed)
-    elif how.sampler == "mixture":
-        mixture = MixtureSampler.fit(space.scores, clusters=how.clusters, seed=how.seed)
-        scores = mixture.draw(how.count, seed=how.seed)
-    else:
-        scores = GaussianSampler.fit(space.scores, factor=how.factor).draw(how.count, seed=how.seed)
-    return Points(names, scores, scores_digest(space.scores), origin)
-
+    from netweight.methods.space.view.content import View
 
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
+EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
+_VERSION = 1
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def fit_folder(
+    bank: Path, settings: FolderFit, progress: Progress, *, work: Path | None, engine: Engine | None = None
+) -> WeightSpace:
+    """Fit a bank."""
+    how = {name: value for name, value in settings if name != "standalone"}
+    return WeightSpace.fit(AdapterBank.open(bank), folder=work, engine=engine, progress=progress, **how)
 
 
 def points_of(space: WeightSpace, text: str) -> Points:
-    """Return the points that a text names: a model of the space, a file of points, an adapter, or the mean.
-
-    Args:
-        space: The space.
-        text: The name of one of its models, "mean", FILE.json or FILE.json:NAME, or the path of an adapter, which is
-            projected into the space.
-
-    Raises:
-        NameNotFound: It is none of these; the nearest models are named.
-        UsageError: The points are of another space.
-    """
+    """The points that a text names: a model of the space, a file of points, an adapter, or the mean."""
     identity = scores_digest(space.scores)
     if text in space.names:
         row = list(space.names).index(text)
         return Points((text,), space.scores[row : row + 1].float().cpu(), identity)
     if text == "mean":
-        return Points((text,), space.scores.new_zeros(1, space.scores.shape[1]).float().cpu(), identity)
+        return Points((text,), space.scores.new_zeros(1, space.components).float().cpu(), identity)
     file, _, name = text.rpartition(".json:")
     path = Path(f"{file}.json") if file else Path(text)
     if path.suffix == ".json" and path.is_file():
@@ -129,78 +63,135 @@ def points_of(space: WeightSpace, text: str) -> Points:
     raise NameNotFound(f"{text!r} is no point: give {_POINT}.", cure=f"The nearest models are {near}.")
 
 
-EXPORTED = "netweight-space.json"
-_VERSION = 1
+def draw(space: WeightSpace, how: SampleSettings) -> Points:
+    """Draw points of a space."""
+    names = tuple(f"sample-{how.seed}-{number}" for number in range(how.count))
+    origin = {"sampler": how.sampler, "seed": how.seed, "given": dict(how.attributes)}
+    sampler: Sampler
+    if how.labels is not None:
+        labels = read_labels(how.labels, space.names, key=how.name_column)
+        fitted = ConditionalSampler.fit(space.scores, labels, bandwidth=how.bandwidth, emphasis=how.emphasis)
+        scores = fitted.draw(how.count, seed=how.seed, given=dict(how.attributes))
+    else:
+        if how.sampler == "kernel":
+            sampler = KernelSampler.fit(space.scores, bandwidth=how.bandwidth)
+        elif how.sampler == "mixture":
+            sampler = MixtureSampler.fit(space.scores, clusters=how.clusters, seed=how.seed)
+        else:
+            sampler = GaussianSampler.fit(space.scores, factor=how.factor)
+        scores = sampler.draw(how.count, seed=how.seed)
+    return Points(names, scores, scores_digest(space.scores), origin)
+
+
+def moved(before: Points, steps: Sequence[Move], origin: Any) -> Points:
+    """Points after moves, which their origin names."""
+    moves = [{"direction": step.direction.name, "strength": step.strength, "unit": step.unit} for step in steps]
+    return Points(before.names, edit(before.scores, steps), before.space, {"from": origin, "moves": moves})
+
+
+def invert_files(
+    images: Sequence[Path], how: FolderInversion, space: Callable[[], WeightSpace], *, ledger: Path, progress: Progress
+) -> Points:
+    """Find the points of images: a file each, or a folder with images of the same thing."""
+    from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
+
+    targets = [_target(path, how.masks) for path in images]
+    opened = space()
+    model = load_text_to_image(how.pipeline, device=how.device)
+    task = InversionTask(
+        how.prompt, how.descent, trained_prediction(model), draws=how.draws, schedule=how.schedule,
+        together=how.together, seed=how.seed,
+    )  # fmt: skip
+    return invert_targets(model, opened, targets, task, ledger=ledger, progress=progress)
+
+
+def _target(path: Path, masks: Path | None) -> Target:
+    """A target's images, in color, within 0 and 1."""
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix.lower() in _IMAGES)
+    if not files:
+        raise UsageError(f"{path} holds no picture.", cure=f"Give files that end in {', '.join(_IMAGES)}.")
+    images = _images(files, 3)
+    if masks is None:
+        return Target(path.stem, images)
+    by_stem = {each.stem: each for each in masks.iterdir()}
+    missing = [file.name for file in files if file.stem not in by_stem]
+    if missing:
+        raise UsageError(f"{masks} holds no mask for {missing[0]}.", cure="Name masks as the images are named.")
+    return Target(path.stem, images, _images([by_stem[file.stem] for file in files], 1)[:, 0])
+
+
+def _images(files: list[Path], channels: int) -> Tensor:
+    """Images as `(m, channels, height, width)`, within 0 and 1."""
+    from netweight.data.images.sources import decode_splits
+
+    [pixels] = decode_splits([[(file.name, file) for file in files]], of=str(files[0].parent))
+    found = pixels.float() / 255
+    return found.mean(1, keepdim=True) if channels == 1 else found.expand(-1, 3, -1, -1)
+
+
+def view_folder(
+    folder: Path, space: WeightSpace, settings: FolderView, *, command: str | None, progress: Progress
+) -> View:
+    """The page about a space, with images of its pipeline."""
+    from netweight.hf.load_pipeline import load_text_to_image
+    from netweight.methods.space.view.build import build_view
+
+    if settings.pipeline is None or "prompts" not in settings.given or (settings.attributes and not settings.labels):
+        options = {"--pipeline": settings.pipeline, "--prompt": settings.given.get("prompts")}
+        needed = next((name for name, value in options.items() if not value), "--labels, for --attribute")
+        raise UsageError(f"{needed} is missing.", cure="A page about a space is painted by its pipeline.")
+    rendering, chosen = settings.rendering(RenderSettings()), settings.attributes
+    labels = None
+    if settings.labels is not None:
+        labels = read_labels(settings.labels, space.names, key=settings.name_column)
+    directions = [read_direction(each) for each in settings.directions]
+    if labels is not None:
+        directions += [
+            fit_direction(space.scores, labels, each, confounders=[x for x in chosen if x != each], seed=settings.seed)
+            for each in chosen
+        ]
+    start = points_of(space, settings.start)
+    if len(start.names) != 1:
+        raise UsageError(f"--start {settings.start} holds {len(start.names)} points.", cure="Name one of them.")
+    return build_view(
+        load_text_to_image(settings.pipeline, device=settings.device), space, settings=rendering,
+        title=f"{folder.name}: {len(space.names)} models as one space", directions=directions, pairs=settings.pairs,
+        labels=labels, command=command, progress=progress,
+        start=("the mean of the adapters" if settings.start == "mean" else settings.start, start.scores[0]),
+    )  # fmt: skip
+
+
+def export_record(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
+    """The record of a point of a space that was exported."""
+    return ExportRecord(
+        point, scores_digest(space.scores), space.fitted, space.components, exported.ranks, exported.relative_error,
+        layout,
+    )  # fmt: skip
 
 
 @final
 @dataclass(frozen=True)
 class ExportRecord:
-    """How an adapter was exported.
+    """How an adapter was exported."""
 
-    Attributes:
-        point: What the point is called.
-        space: Digest of the space's scores.
-        adapters: How many adapters the space was fitted to.
-        components: Of the space.
-        ranks: The least and the greatest rank of a module.
-        relative_error: Of what the rank left out.
-        layout: Whose files.
-    """
-
-    point: str
-    space: str
-    adapters: int
+    point: str  # what the point is called
+    space: str  # digest of the space's scores
+    adapters: int  # how many adapters the space was fitted to
     components: int
-    ranks: tuple[int, int]
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
     relative_error: float
-    layout: str
+    layout: str  # whose files
 
     def write(self, folder: str | Path) -> None:
-        """Write the record into the adapter's folder, over one that is there.
-
-        Args:
-            folder: The adapter's folder.
-
-        Raises:
-            OutputFailed: The place cannot be written.
-        """
+        """Write the record into the adapter's folder, over one that is there."""
         write_record(Path(folder) / EXPORTED, asdict(self), version=_VERSION)
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read the record of an adapter's folder.
-
-        Args:
-            folder: The adapter's folder.
-
-        Raises:
-            CorruptBlob: The file holds none of this version.
-            OSError: It cannot be read.
-        """
+        """Read the record of an adapter's folder."""
 
         def made(values: dict[str, Any]) -> Self:
             low, high = values.pop("ranks")
             return cls(ranks=(low, high), **values)
 
         return read_record(Path(folder) / EXPORTED, made, version=_VERSION, of="an exported adapter")
-
-
-def recorded(space: WeightSpace, point: str, exported: Exported, layout: str) -> ExportRecord:
-    """Return the record of a point of a space that was exported.
-
-    Args:
-        space: The space.
-        point: What the point is called.
-        exported: What was written.
-        layout: Whose files.
-    """
-    return ExportRecord(
-        point,
-        scores_digest(space.scores),
-        space.fitted,
-        space.components,
-        exported.ranks,
-        exported.relative_error,
-        layout,
-    )

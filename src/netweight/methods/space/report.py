@@ -1,68 +1,68 @@
-"""The audits of a space made step by step: of its fit, of points drawn or moved, and of adapters written.
+"""Audits of a space: of its fit, of directions, edits, samples and inversions, and of adapters written.
 
-Importing this module declares the treatments `space-fit`, `space-sample`, `space-edit` and `space-export` and registers
-their audits, which look at weights. Each of the last three also names `images`, which no recipe runs: what points look
-like is read from pictures by readers that users bring, see `methods.space.audit`, so reports show it as left out.
+The treatments `space-fit`, `space-sample`, `space-edit` and `space-export` are what recipes run; their audits look at
+weights. The last three also name `images`, which no recipe runs: what points look like is read from pictures by readers
+that users bring, so reports show it as left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from netweight.core.progress import Progress
+from netweight.core.seeds import numpy_generator, torch_generator
 from netweight.errors import UsageError
-from netweight.methods.space.directions import Direction, Entanglement, entanglement_findings
+from netweight.methods.space.directions import fit_direction, middle
 from netweight.methods.space.edits import EditCurve, curve_findings
-from netweight.methods.space.fit import Accuracy
-from netweight.methods.space.points import neighbor_findings, spread_findings
+from netweight.methods.space.fitting.fit import Accuracy
+from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.points import Direction, distances, nearest_distances
+from netweight.methods.space.settings import FittedKind
 from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
 from netweight.report.audit import register_audit, register_treatment
 from netweight.report.finding import Finding
 
+# The treatments of recipes, and that of images.
 FIT, SAMPLE, EDIT, EXPORT = "space-fit", "space-sample", "space-edit", "space-export"
-"""The treatments."""
-LEAST_AUDITED = 5
-"""Points that are needed to say how they lie among models."""
-EXACT = 1e-4
-"""Largest relative error of an adapter that was written at its own rank: that of fp32."""
+TREATMENT = "space"
+DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
+
+LEAST_AUDITED = 5  # fewest points whose distances to models are reported
+EXACT = 1e-4  # largest relative error of an adapter that was written at its own rank: that of fp32
+INVERSION_TARGET = 0.9  # least R² of inversion from one image, as a share of that of an adapter trained on many
+SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
+
+_RESAMPLES = 500
+_NEIGHBORHOOD = 3  # as in the paper of precision and recall
+_TRIES = 20  # draws for one subsample that has both classes of every attribute
 
 register_treatment(FIT, audits=("fit",))
 register_treatment(SAMPLE, audits=("neighbors", "images"))
 register_treatment(EDIT, audits=("directions", "images"))
 register_treatment(EXPORT, audits=("files", "images"))
+register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class WrittenSubject:
-    """Adapters that were written, beside the points that they are of.
+    """Adapters that were written, beside the points that they are of."""
 
-    Attributes:
-        points: Name → the point as an adapter, exactly.
-        written: Name → what its file holds.
-        rank: That they were cut to; None for their own.
-    """
-
-    points: Mapping[str, Adapter]
-    written: Mapping[str, Adapter]
-    rank: int | None = None
+    points: Mapping[str, Adapter]  # name → the point as an adapter, exactly
+    written: Mapping[str, Adapter]  # name → what its file holds
+    rank: int | None = None  # that they were cut to; None for their own
 
 
 @register_audit(FIT, "fit")
 def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how much of the adapters' variance the components hold, of seen adapters and of others.
-
-    Args:
-        subject: What the fit knows of itself.
-        config: Not looked at.
-        seed: Not used: nothing is drawn.
-        progress: Not used.
-    """
+    """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
     found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
     if subject.halves is not None:
         halves = subject.halves
@@ -75,14 +75,8 @@ def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Prog
 
 @register_audit(SAMPLE, "neighbors")
 def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return whether drawn points lie where models lie without being copies of them.
-
-    Args:
-        subject: Scores of the points and of the models, each with a row per point. Shapes `(b, k)` and `(n, k)`.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-    """
+    """Return whether drawn points lie where models lie without being copies of them."""
+    # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
     points, models = subject
     if min(len(points), len(models)) < LEAST_AUDITED:
         why = f"{len(points)} points and {len(models)} models are fewer than {LEAST_AUDITED}"
@@ -92,31 +86,15 @@ def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, p
 
 @register_audit(EDIT, "directions")
 def moved_points(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`.
-
-    Args:
-        subject: The directions.
-        config: Not looked at.
-        seed: Not used.
-        progress: Where progress is shown.
-    """
+    """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`."""
     return direction_findings(subject, config, seed=seed, progress=progress)
 
 
 @register_audit(EXPORT, "files")
 def written_adapters(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Read adapters back and return how far they are from the points that they were written of.
-
-    Args:
-        subject: Points and what was read from their files.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Returns:
-        The largest relative error: norm of the difference over the norm of the whole change. Where ranks were not cut
-        it is to be at most `EXACT`.
-    """
+    """Read adapters back and return how far they are from the points that they were written of."""
+    # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
+    # not cut it is to be at most `EXACT`.
     errors = {name: _error(point, subject.written[name]) for name, point in subject.points.items()}
     worst = max(errors, key=lambda name: errors[name])
     return [
@@ -130,33 +108,15 @@ def _error(point: Adapter, written: Adapter) -> float:
     return combined([point, written], [1.0, -1.0]).norm() / (point.norm() or 1.0)
 
 
-TREATMENT = "space"
-DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT = "directions", "edits", "samples", "inversion", "entanglement"
-"""Names of the audits."""
-
-INVERSION_TARGET = 0.9
-"""Least R² of inversion from one image, as a share of that of an adapter trained on many."""
-
-register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class SampleSubject:
-    """Points that were drawn, beside the training models.
+    """Points that were drawn, beside the training models."""
 
-    Attributes:
-        samples: Scores of the samples, shape `(b, k)`.
-        training: Of the training models, shape `(n, k)`.
-        sample_attributes: Read from the samples' images, shape `(b, a)`.
-        training_attributes: Read from the training models' images, in the same way, shape `(n, a)`; n may be smaller
-            than in `training`.
-        names: Of the attributes.
-    """
-
-    samples: Tensor
-    training: Tensor
-    sample_attributes: Tensor
+    samples: Tensor  # scores of the samples, shape `(b, k)`
+    training: Tensor  # shape `(n, k)`
+    sample_attributes: Tensor  # read from the samples' images, shape `(b, a)`
+    # Read from the training models' images, in the same way, shape `(n, a)`; n may be smaller than in `training`.
     training_attributes: Tensor
     names: Sequence[str]
 
@@ -164,50 +124,27 @@ class SampleSubject:
 @final
 @dataclass(frozen=True, eq=False)
 class InversionSubject:
-    """Attributes of people, true ones and read from images that were made in several ways.
+    """Attributes of people, true ones and read from images that were made in several ways."""
 
-    Attributes:
-        truth: Shape `(b, a)`.
-        readings: Way → attributes read, mean over fresh images of each person, shape `(b, a)`.
-        names: Of the attributes.
-        ours: The way that is audited.
-        against: The way it is held against, such as an adapter trained on many images.
-    """
-
-    truth: Tensor
-    readings: Mapping[str, Tensor]
+    truth: Tensor  # shape `(b, a)`
+    readings: Mapping[str, Tensor]  # way → attributes read, mean over fresh images of each person, shape `(b, a)`
     names: Sequence[str]
-    ours: str = "inversion"
-    against: str = "adapter of many images"
+    ours: str = "inversion"  # the way that is audited
+    against: str = "adapter of many images"  # the way it is held against, such as an adapter trained on many images
 
 
 @final
 @dataclass(frozen=True)
 class EntanglementSubject:
-    """What `entanglement` returned, and of how many attributes.
+    """Result of `entanglement`, and the number of attributes."""
 
-    Attributes:
-        found: One per number of models.
-        attributes: How many attributes' directions were compared.
-    """
-
-    found: Sequence[Entanglement]
-    attributes: int
+    found: Sequence[Entanglement]  # one per number of models
+    attributes: int  # how many attributes' directions were compared
 
 
 @register_audit(TREATMENT, DIRECTIONS)
 def direction_findings(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how well each direction tells held-out models apart, and the cosines between directions.
-
-    Args:
-        subject: Directions that were fitted with folds.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Raises:
-        UsageError: There is no direction, or one was fitted without folds.
-    """
+    """Return how well each direction tells held-out models apart, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
     if bare or not subject:
         raise UsageError(f"The directions {bare} have no held-out score.", cure="Fit them with folds.")
@@ -226,27 +163,13 @@ def direction_findings(subject: Sequence[Direction], config: object, *, seed: in
 
 @register_audit(TREATMENT, EDITS)
 def edit_findings(subject: Sequence[EditCurve], config: str | None, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return effect against cost of each edit.
-
-    Args:
-        subject: Curves.
-        config: Name of the comparison that says whether the prompt was kept.
-        seed: Of the bootstrap.
-        progress: Not used.
-    """
+    """Return effect against cost of each edit."""
     return [finding for curve in subject for finding in curve_findings(curve, seed=seed, kept=config)]
 
 
 @register_audit(TREATMENT, SAMPLES)
 def sample_findings(subject: SampleSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far samples' attributes spread, and whether samples lie where training models lie without copying.
-
-    Args:
-        subject: Samples and training models.
-        config: Not looked at.
-        seed: Of the bootstrap.
-        progress: Not used.
-    """
+    """Return how far samples' attributes spread, and whether samples lie where training models lie without copying."""
     return [
         *spread_findings(subject.sample_attributes, subject.training_attributes, subject.names, seed=seed),
         *neighbor_findings(subject.samples, subject.training),
@@ -255,19 +178,8 @@ def sample_findings(subject: SampleSubject, config: object, *, seed: int, progre
 
 @register_audit(TREATMENT, INVERSION)
 def inversion_findings(subject: InversionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how much of people's attributes each way of making them gets right, and ours against another.
-
-    R² of attributes does not punish copying the one image that was inverted: look at how pictures differ, too.
-
-    Args:
-        subject: Truth and readings.
-        config: Not looked at.
-        seed: Not used.
-        progress: Not used.
-
-    Raises:
-        UsageError: A way is missing, or shapes differ.
-    """
+    """Return how much of people's attributes each way of making them gets right, and ours against another."""
+    # R² of attributes does not punish copying the one image that was inverted: compare how much images differ, too.
     missing = [name for name in (subject.ours, subject.against) if name not in subject.readings]
     if missing:
         raise UsageError(f"There are no readings of {missing[0]!r}.", cure=f"There are {sorted(subject.readings)}.")
@@ -291,14 +203,7 @@ def inversion_findings(subject: InversionSubject, config: object, *, seed: int, 
 
 @register_audit(TREATMENT, ENTANGLEMENT)
 def entangled(subject: EntanglementSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
-    """Return how far directions point the same way, by the number of models.
-
-    Args:
-        subject: What was found.
-        config: Not looked at.
-        seed: That it was found with.
-        progress: Not used.
-    """
+    """Return how far directions point the same way, by the number of models."""
     return entanglement_findings(subject.found, attributes=subject.attributes, seed=seed)
 
 
@@ -308,3 +213,168 @@ def _explained(said: Tensor, truth: Tensor) -> list[float]:
         explained_variance(ours.numpy(), theirs.numpy(), theirs.mean().expand(len(theirs)).numpy()).estimate
         for ours, theirs in pairs
     ]
+
+
+def spread_findings(
+    samples: Tensor, training: Tensor, names: Sequence[str], *, seed: int = 0, what: str = "attribute"
+) -> list[Finding]:
+    """How far attributes `(b, a)` of samples spread, as shares of how far those of the training models `(n, a)` do."""
+    ours, theirs = _checked(samples, training, names)
+    ratios = _ratios(ours, theirs)
+    generator = numpy_generator(seed, "spread")
+    drawn = torch.stack([
+        _ratios(*(part[generator.integers(0, len(part), len(part))] for part in (ours, theirs)))
+        for _ in range(_RESAMPLES)
+    ])  # fmt: skip
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    each, mean = drawn.nanquantile(limits, 0).T.tolist(), drawn.mean(1).nanquantile(limits).tolist()
+    about = {"training models": len(theirs), "least": float(ratios.min()), "least of": names[int(ratios.argmin())]}
+    return [
+        Finding(f"{what} spread of samples against training, mean", float(ratios.mean()), ci95=(mean[0], mean[1]),
+                n=len(ours), better="higher", target=SPREAD_TARGET, seeds=(seed,), detail=about),
+        *(
+            Finding(f"spread of {name}", float(ratio), ci95=(low, high), n=len(ours), seeds=(seed,))
+            for name, ratio, (low, high) in zip(names, ratios, each, strict=True)
+        ),
+    ]  # fmt: skip
+
+
+def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
+    """Whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none."""
+    # Distance to the nearest training model over that between training models (medians); copies, nearer to a training
+    # model than half of what lies between training models in the median; precision, the share of samples within the
+    # neighborhood of a training model; recall, the share of training models within that of a sample.
+    # Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
+    ours, theirs = _checked(samples, training, None)
+    own = nearest_distances(theirs)
+    middle = float(own.median())
+    near = nearest_distances(ours, theirs)
+    if not middle > 0:
+        raise UsageError("Most training models have a twin: distances tell nothing.", cure="Take the copies out.")
+    precision = _within(ours, theirs)
+    recall = _within(theirs, ours)
+    return [
+        Finding("distance to the nearest training model, relative", float(near.median()) / middle, n=len(ours),
+                baseline=1.0, detail={"between training models": middle}),
+        Finding("samples that copy a training model", float((near < middle / 2).double().mean()), n=len(ours),
+                better="lower", baseline=float((own < middle / 2).double().mean())),
+        Finding("precision of samples", precision, n=len(ours), better="higher"),
+        Finding("recall of samples", recall, n=len(theirs), better="higher"),
+    ]  # fmt: skip
+
+
+def _within(points: Tensor, others: Tensor) -> float:
+    """Share of points that lie within the neighborhood of one of the others."""
+    reach = nearest_distances(others, rank=min(_NEIGHBORHOOD, len(others) - 1))
+    inside = [(distances(part, others) <= reach).any(1) for part in torch.split(points, 1024)]
+    return float(torch.cat(inside).double().mean())
+
+
+def _ratios(samples: Tensor, training: Tensor) -> Tensor:
+    return samples.std(0) / training.std(0)
+
+
+def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> tuple[Tensor, Tensor]:
+    ours, theirs = samples.detach().double().cpu(), training.detach().double().cpu()
+    wrong = ours.ndim != 2 or theirs.ndim != 2 or ours.shape[1:] != theirs.shape[1:] or min(len(ours), len(theirs)) < 5
+    if wrong or (names is not None and len(names) != ours.shape[1]):
+        raise UsageError(
+            f"Samples of shape {tuple(ours.shape)} cannot be held against training models of {tuple(theirs.shape)}.",
+            cure="Give at least 5 of each, with the same columns, and a name for each.",
+        )
+    if not (ours.isfinite().all() and theirs.isfinite().all()):
+        raise UsageError("Samples or training models hold NaN or infinity.")
+    if names is not None and not (theirs.std(0) > 0).all():
+        still = names[int((theirs.std(0) > 0).int().argmin())]
+        raise UsageError(f"The training models do not differ in {still!r}.", cure="Leave it out.")
+    return ours, theirs
+
+
+@final
+@dataclass(frozen=True)
+class Entanglement:
+    """Directions found from subsamples of one size."""
+
+    models: int  # size of a subsample
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over subsamples."""
+        return sum(self.each) / len(self.each)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """The middle 95 % of the subsamples."""
+        return middle(self.each)
+
+
+def entanglement(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    repeats: int = 20,
+    kind: FittedKind = "difference",
+    fidelity: Literal["corrected", "reference"] = "corrected",
+    seed: int = 0,
+) -> list[Entanglement]:
+    """Cosines between directions that are found from subsamples of the models, by their sizes."""
+    # The axes stay those of all models: this shows how many models directions need, not axes.
+    # Source: weights2weights, figure 8: mean absolute cosine between pairs of directions.
+    if len(columns) < 2 or not sizes or max(sizes) > len(scores) or min(sizes) < 4 or repeats < 1:
+        raise UsageError(
+            f"{len(columns)} attributes in subsamples of {list(sizes)} of {len(scores)} models cannot be compared.",
+            cure="Give two attributes or more, and sizes from 4 to the number of models.",
+        )
+    found = []
+    for size in sizes:
+        draws = [_drawn(labels, columns, size, seed, number) for number in range(repeats if size < len(scores) else 1)]
+        found.append(Entanglement(size, tuple(_mean_cosine(scores, labels, columns, d, kind, fidelity) for d in draws)))
+    return found
+
+
+def entanglement_findings(found: Sequence[Entanglement], *, attributes: int, seed: int = 0) -> list[Finding]:
+    """One finding per number of models, the smallest number as their baseline."""
+    return [
+        Finding(f"mean |cos| between directions, {each.models} models", each.mean,
+                ci95=each.middle if len(each.each) > 1 else None, n=len(each.each), better="lower",
+                baseline=found[0].mean, seeds=(seed,),
+                detail={"attributes": attributes, "subsamples": len(each.each)})
+        for each in found
+    ]  # fmt: skip
+
+
+def _drawn(labels: Labels, columns: Sequence[str], size: int, seed: int, number: int) -> Tensor:
+    """A subsample with at least two models of each class of every attribute."""
+    generator = torch_generator(seed, "subsample", size, number)
+    for _ in range(_TRIES):
+        rows = torch.randperm(len(labels.names), generator=generator)[:size]
+        parts = [Column(name, labels[name].values[rows]) for name in columns]
+        if all(len(part.levels) > 1 and _counts(part) >= 2 for part in parts):
+            return rows
+    raise UsageError(f"Subsamples of {size} models lack a class of an attribute.", cure="Take larger ones.")
+
+
+def _counts(column: Column) -> int:
+    if column.kind == "continuous":
+        return int(column.known.sum())
+    return min(int((column.values == level).sum()) for level in column.levels)
+
+
+def _mean_cosine(
+    scores: Tensor,
+    labels: Labels,
+    columns: Sequence[str],
+    rows: Tensor,
+    kind: FittedKind,
+    fidelity: Literal["corrected", "reference"],
+) -> float:
+    part = Labels(
+        tuple(labels.names[row] for row in rows.tolist()),
+        {name: Column(name, labels[name].values[rows]) for name in columns},
+    )
+    directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
+    cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
+    return sum(cosines) / len(cosines)

@@ -1,4 +1,7 @@
-"""A sampler that is a mixture of Gaussians: clusters of training models, as many as held-out models ask for."""
+"""Samplers of new points: Gaussian, kernel, mixture of Gaussians, and conditional on attributes.
+
+A draw of a seed begins with the same points whatever the count.
+"""
 
 from __future__ import annotations
 
@@ -13,189 +16,43 @@ from torch import Tensor
 from netweight.core.names import nearest_names
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.space.directions import Labels
-
-_ROUNDS = 60
-_PRIOR = 1.0  # one model's worth of the whole variance in each cluster, against clusters that collapse
-_TRIED = (1, 2, 3, 4, 6, 8)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class MixtureSampler:
-    """Clusters, each an independent Gaussian per component.
-
-    Attributes:
-        shares: Shape `(c,)`, of sum 1.
-        means: Shape `(c, k)`.
-        deviations: Shape `(c, k)`.
-    """
-
-    shares: Tensor
-    means: Tensor
-    deviations: Tensor
-
-    @classmethod
-    def fit(cls, scores: Tensor, *, clusters: int | None = None, seed: int = 0) -> MixtureSampler:
-        """Fit by expectation and maximization.
-
-        Args:
-            scores: Shape `(n, k)`.
-            clusters: How many; None adds clusters while held-out models become likelier, over five folds.
-            seed: Of the start and the folds.
-
-        Raises:
-            UsageError: There are fewer than 10 models, or fewer than 5 per cluster.
-        """
-        scores = scores.detach().double().cpu()
-        most = len(scores) // 5
-        if len(scores) < 10 or (clusters is not None and not 1 <= clusters <= most) or not scores.isfinite().all():
-            raise UsageError(
-                f"{clusters or 'No'} clusters can be fitted to {len(scores)} models, or these hold NaN.",
-                cure="Give at least 5 finite models per cluster, and 10 in all.",
-            )
-        return _fitted(scores, clusters or _likeliest(scores, most, seed), seed)
-
-    def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32."""
-        if count < 1:
-            raise UsageError(f"{count} samples cannot be drawn.", cure="Ask for 1 or more.")
-        points = []
-        for number in range(count):
-            generator = torch_generator(seed, "sample", number)
-            cluster = int(torch.multinomial(self.shares, 1, generator=generator))
-            noise = torch.randn(self.means.shape[1], generator=generator, dtype=torch.float64)
-            points.append(self.means[cluster] + self.deviations[cluster] * noise)
-        return torch.stack(points).float()
-
-    def log_likelihood(self, points: Tensor) -> Tensor:
-        """Return the logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside.
-
-        Args:
-            points: Shape `(b, k)`.
-        """
-        return self._parts(points.detach().double().cpu()).logsumexp(1)
-
-    def _parts(self, points: Tensor) -> Tensor:
-        spread = (self.deviations > 0).all(0)
-        points, means, inverse = (
-            points[:, spread],
-            self.means[:, spread],
-            self.deviations[:, spread].square().reciprocal(),
-        )
-        apart = points.square() @ inverse.T - 2 * points @ (means * inverse).T + (means.square() * inverse).sum(1)
-        volume = inverse.log().sum(1) - int(spread.sum()) * math.log(2 * math.pi)
-        parts: Tensor = self.shares.log() + 0.5 * (volume - apart)
-        return parts
-
-
-def _likeliest(scores: Tensor, most: int, seed: int) -> int:
-    """The number of clusters before which more made held-out models likelier."""
-    best, likelihood = 1, -math.inf
-    for clusters in (each for each in _TRIED if each <= most):
-        now = _held_out(scores, clusters, seed)
-        if now <= likelihood:
-            break
-        best, likelihood = clusters, now
-    return best
-
-
-def _held_out(scores: Tensor, clusters: int, seed: int) -> float:
-    order = torch.randperm(len(scores), generator=torch_generator(seed, "folds"))
-    total = 0.0
-    for fold in range(5):
-        inside = order[fold::5]
-        outside = torch.ones(len(scores), dtype=torch.bool)
-        outside[inside] = False
-        total += float(_fitted(scores[outside], clusters, seed).log_likelihood(scores[inside]).sum())
-    return total
-
-
-def _fitted(scores: Tensor, clusters: int, seed: int) -> MixtureSampler:
-    belonging = _start(scores, clusters, seed)
-    last = -math.inf
-    for _ in range(_ROUNDS):
-        model = _maximized(scores, belonging)
-        parts = model._parts(scores)
-        whole = parts.logsumexp(1)
-        belonging, now = (parts - whole[:, None]).exp(), float(whole.mean())
-        if now - last < 1e-5 * (1 + abs(now)):
-            break
-        last = now
-    return model
-
-
-def _start(scores: Tensor, clusters: int, seed: int) -> Tensor:
-    """Each model belongs to the nearest of some models that lie far apart (k-means++)."""
-    generator = torch_generator(seed, "start", clusters)
-    centers = scores[torch.randint(len(scores), (1,), generator=generator)]
-    while len(centers) < clusters:
-        apart = torch.cdist(scores, centers).min(1).values.square()
-        chosen = torch.multinomial(apart + 1e-300, 1, generator=generator)
-        centers = torch.cat([centers, scores[chosen]])
-    return torch.nn.functional.one_hot(torch.cdist(scores, centers).argmin(1), clusters).double()
-
-
-def _maximized(scores: Tensor, belonging: Tensor) -> MixtureSampler:
-    counts = belonging.sum(0)
-    means = belonging.T @ scores / counts[:, None].clamp_min(1e-12)
-    squares = belonging.T @ scores.square() / counts[:, None].clamp_min(1e-12) - means.square()
-    whole = scores.var(0, correction=0)
-    variances = (counts[:, None] * squares.clamp_min(0) + _PRIOR * whole) / (counts[:, None] + _PRIOR)
-    return MixtureSampler((counts + 1e-9) / (counts + 1e-9).sum(), means, variances.sqrt())
-
+from netweight.methods.space.labels import Labels
 
 _BANDWIDTHS = tuple(0.05 * number for number in range(1, 20))
-_MOST_COMPARED = 2048  # models whose likelihood is looked at, so that the choice takes seconds
+_MOST_COMPARED = 2048  # models whose likelihood is computed, so that the choice takes seconds
+_CLUSTERS = (1, 2, 3, 4, 6, 8)  # numbers that are tried
+_ROUNDS = 60  # of expectation and maximization
+_PRIOR = 1.0  # one model's worth of the whole variance in each cluster, against clusters that collapse
 
 
 class Sampler(Protocol):
     """Draws points."""
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32; the first ones are the same whatever the count.
-
-        Args:
-            count: At least 1.
-            seed: Where draws come from.
-        """
+        """At least 1 point, shape `(count, k)`, fp32."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class GaussianSampler:
-    """Independent Gaussians per component.
+    """Independent Gaussians per component."""
 
-    Attributes:
-        mean: Shape `(k,)`.
-        deviations: Shape `(k,)`.
-        factor: The deviations are multiplied with it.
+    # Source: weights2weights, section 4.1.
 
-    Source: weights2weights, section 4.1.
-    """
-
-    mean: Tensor
-    deviations: Tensor
-    factor: float = 1.0
+    mean: Tensor  # shape `(k,)`
+    deviations: Tensor  # shape `(k,)`
+    factor: float = 1.0  # the deviations are multiplied with it
 
     @classmethod
     def fit(cls, scores: Tensor, *, factor: float = 1.0) -> GaussianSampler:
-        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`.
-
-        Args:
-            scores: Shape `(n, k)`, n at least 3.
-            factor: What deviations are multiplied with, above 0.
-
-        Raises:
-            UsageError: The factor is not above 0, or the scores are no finite matrix of enough rows.
-        """
+        """Take mean and (unbiased) standard deviation of each component of scores `(n, k)`, n at least 3."""
         scores = _checked(scores)
         if not factor > 0:
             raise UsageError(f"A spread cannot be multiplied with {factor}.", cure="Give a factor above 0.")
         return cls(scores.mean(0), scores.std(0), factor)
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32."""
+        """See `Sampler`."""
         noise = torch.stack([_noise(seed, number, len(self.mean)) for number in range(_positive(count))])
         return (self.mean + self.factor * self.deviations * noise).float()
 
@@ -203,39 +60,25 @@ class GaussianSampler:
 @final
 @dataclass(frozen=True, eq=False)
 class KernelSampler:
-    """A training model, drawn closer to the mean, plus Gaussian noise: every component keeps mean and variance.
+    """A training model, drawn closer to the mean, plus Gaussian noise: every component keeps mean and variance."""
 
-    A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
+    # A bandwidth of 0 returns training models, 1 the Gaussian of the paper.
+    # Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
 
-    Attributes:
-        scores: Of the training models, shape `(n, k)`, fp64.
-        bandwidth: Deviation of the noise, as a share of each component's.
-
-    Source: the smoothed bootstrap with corrected variance, Silverman 1986, section 6.4.
-    """
-
-    scores: Tensor
-    bandwidth: float
+    scores: Tensor  # shape `(n, k)`, fp64
+    bandwidth: float  # deviation of the noise, as a share of each component's
 
     @classmethod
     def fit(cls, scores: Tensor, *, bandwidth: float | None = None) -> KernelSampler:
-        """Keep the scores.
-
-        Args:
-            scores: Shape `(n, k)`, n at least 3.
-            bandwidth: Between 0 and 1; None takes the one under which each model is likeliest given all others. In many
-                dimensions that comes close to 1.
-
-        Raises:
-            UsageError: The bandwidth is not between 0 and 1, or the scores are no finite matrix of enough rows.
-        """
+        """Keep the scores of at least 3 models."""
+        # None takes the bandwidth under which each model is likeliest given all others; in many dimensions nearly 1.
         scores = _checked(scores)
         if bandwidth is not None and not 0 <= bandwidth <= 1:
             raise UsageError(f"The bandwidth {bandwidth} is not within 0 and 1.", cure="Try 0.5.")
         return cls(scores, _likeliest_bandwidth(scores) if bandwidth is None else bandwidth)
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """Return points, shape `(count, k)`, fp32."""
+        """See `Sampler`."""
         mean, deviations = self.scores.mean(0), self.scores.std(0, correction=0)
         chosen = _rows(seed, _positive(count), len(self.scores))
         noise = torch.stack([_noise(seed, number, self.scores.shape[1]) for number in range(count)])
@@ -246,28 +89,63 @@ class KernelSampler:
 
 @final
 @dataclass(frozen=True, eq=False)
+class MixtureSampler:
+    """Clusters, each an independent Gaussian per component."""
+
+    shares: Tensor  # shape `(c,)`, of sum 1
+    means: Tensor  # shape `(c, k)`
+    deviations: Tensor  # shape `(c, k)`
+
+    @classmethod
+    def fit(cls, scores: Tensor, *, clusters: int | None = None, seed: int = 0) -> MixtureSampler:
+        """Fit by expectation and maximization."""
+        scores = scores.detach().double().cpu()
+        most = len(scores) // 5
+        if len(scores) < 10 or (clusters is not None and not 1 <= clusters <= most) or not scores.isfinite().all():
+            raise UsageError(
+                f"{clusters or 'No'} clusters can be fitted to {len(scores)} models, or these hold NaN.",
+                cure="Give at least 5 finite models per cluster, and 10 in all.",
+            )
+        return _fitted(scores, clusters or _likeliest_clusters(scores, most, seed), seed)
+
+    def draw(self, count: int, *, seed: int) -> Tensor:
+        """See `Sampler`."""
+        points = []
+        for number in range(_positive(count)):
+            generator = torch_generator(seed, "sample", number)
+            cluster = int(torch.multinomial(self.shares, 1, generator=generator))
+            noise = torch.randn(self.means.shape[1], generator=generator, dtype=torch.float64)
+            points.append(self.means[cluster] + self.deviations[cluster] * noise)
+        return torch.stack(points).float()
+
+    def log_likelihood(self, points: Tensor) -> Tensor:
+        """Logarithm of the density at points `(b, k)`, shape `(b,)`, fp64; components of no spread aside."""
+        return self._parts(points.detach().double().cpu()).logsumexp(1)
+
+    def _parts(self, points: Tensor) -> Tensor:
+        spread = (self.deviations > 0).all(0)
+        points, means = points[:, spread], self.means[:, spread]
+        inverse = self.deviations[:, spread].square().reciprocal()
+        apart = points.square() @ inverse.T - 2 * points @ (means * inverse).T + (means.square() * inverse).sum(1)
+        volume = inverse.log().sum(1) - int(spread.sum()) * math.log(2 * math.pi)
+        parts: Tensor = self.shares.log() + 0.5 * (volume - apart)
+        return parts
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class ConditionalSampler:
-    """What the attributes of a training model say, plus what is left of another once its attributes are taken out.
+    """Scores predicted from a training model's attributes, plus the residual of another model."""
 
-    Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
-    them by a `KernelSampler`.
+    # Attributes come in the combinations that occur; the rest, all that labels do not tell, is drawn independently of
+    # them by a `KernelSampler`.
 
-    Attributes:
-        columns: Names of the attributes.
-        values: Their values, shape `(m, a)`, of the models that are labeled.
-        center: Scores of a model whose attributes are 0, shape `(k,)`.
-        effects: What each attribute adds, shape `(a, k)`.
-        rest: Draws what is left.
-        emphasis: What differs from the mean attributes is multiplied with it. Images of new combinations show less of
-            an attribute than those of trained models; read some, and raise this until their spread is as wanted.
-    """
-
-    columns: tuple[str, ...]
-    values: Tensor
-    center: Tensor
-    effects: Tensor
-    rest: KernelSampler
-    emphasis: float = 1.0
+    columns: tuple[str, ...]  # names of the attributes
+    values: Tensor  # their values, shape `(m, a)`, of the models that are labeled
+    center: Tensor  # scores of a model whose attributes are 0, shape `(k,)`
+    effects: Tensor  # what each attribute adds, shape `(a, k)`
+    rest: KernelSampler  # draws what is left
+    emphasis: float = 1.0  # what differs from the mean attributes is multiplied with it
 
     @classmethod
     def fit(
@@ -279,19 +157,7 @@ class ConditionalSampler:
         bandwidth: float | None = None,
         emphasis: float = 1.0,
     ) -> ConditionalSampler:
-        """Regress scores on labels.
-
-        Args:
-            scores: Shape `(n, k)`.
-            labels: Of the same models; those that lack one of the columns are left out.
-            columns: Which attributes; all by default.
-            bandwidth: As for `KernelSampler`, of the rest.
-            emphasis: Above 0.
-
-        Raises:
-            NameNotFound: There is no such column.
-            UsageError: A column has one value, or there are too few labeled models.
-        """
+        """Regress scores on labels."""
         names = list(labels.columns) if columns is None else list(columns)
         chosen = [labels[name] for name in names]
         for column in chosen:
@@ -311,17 +177,9 @@ class ConditionalSampler:
         return cls(tuple(names), values, solved[-1], solved[:-1], rest, emphasis)
 
     def draw(self, count: int, *, seed: int, given: Mapping[str, float] | None = None) -> Tensor:
-        """Return points, shape `(count, k)`, fp32.
-
-        Args:
-            count: How many.
-            seed: Decides on the draw.
-            given: Attributes that all points are to have; the others come from training models that are nearest in
-                these, among the nearest tenth (at least 10), so that combinations stay those that occur.
-
-        Raises:
-            NameNotFound: An attribute in `given` is none of the columns.
-        """
+        """See `Sampler`."""
+        # `given`: attributes that all points are to have; the others come from training models that are nearest in
+        # these, among the nearest tenth (at least 10), so that combinations stay those that occur
         given = dict(given or {})
         for name in given:
             if name not in self.columns:
@@ -386,3 +244,59 @@ def _likeliest_bandwidth(scores: Tensor) -> float:
         return float(log.logsumexp(1).mean()) - some.shape[1] * math.log(bandwidth)
 
     return max((*_BANDWIDTHS, 1.0), key=likelihood)
+
+
+def _likeliest_clusters(scores: Tensor, most: int, seed: int) -> int:
+    """The number of clusters before which more made held-out models likelier."""
+    best, likelihood = 1, -math.inf
+    for clusters in (each for each in _CLUSTERS if each <= most):
+        now = _held_out(scores, clusters, seed)
+        if now <= likelihood:
+            break
+        best, likelihood = clusters, now
+    return best
+
+
+def _held_out(scores: Tensor, clusters: int, seed: int) -> float:
+    order = torch.randperm(len(scores), generator=torch_generator(seed, "folds"))
+    total = 0.0
+    for fold in range(5):
+        inside = order[fold::5]
+        outside = torch.ones(len(scores), dtype=torch.bool)
+        outside[inside] = False
+        total += float(_fitted(scores[outside], clusters, seed).log_likelihood(scores[inside]).sum())
+    return total
+
+
+def _fitted(scores: Tensor, clusters: int, seed: int) -> MixtureSampler:
+    belonging = _start(scores, clusters, seed)
+    last = -math.inf
+    for _ in range(_ROUNDS):
+        model = _maximized(scores, belonging)
+        parts = model._parts(scores)
+        whole = parts.logsumexp(1)
+        belonging, now = (parts - whole[:, None]).exp(), float(whole.mean())
+        if now - last < 1e-5 * (1 + abs(now)):
+            break
+        last = now
+    return model
+
+
+def _start(scores: Tensor, clusters: int, seed: int) -> Tensor:
+    """Each model belongs to the nearest of some models that lie far apart (k-means++)."""
+    generator = torch_generator(seed, "start", clusters)
+    centers = scores[torch.randint(len(scores), (1,), generator=generator)]
+    while len(centers) < clusters:
+        apart = torch.cdist(scores, centers).min(1).values.square()
+        chosen = torch.multinomial(apart + 1e-300, 1, generator=generator)
+        centers = torch.cat([centers, scores[chosen]])
+    return torch.nn.functional.one_hot(torch.cdist(scores, centers).argmin(1), clusters).double()
+
+
+def _maximized(scores: Tensor, belonging: Tensor) -> MixtureSampler:
+    counts = belonging.sum(0)
+    means = belonging.T @ scores / counts[:, None].clamp_min(1e-12)
+    squares = belonging.T @ scores.square() / counts[:, None].clamp_min(1e-12) - means.square()
+    whole = scores.var(0, correction=0)
+    variances = (counts[:, None] * squares.clamp_min(0) + _PRIOR * whole) / (counts[:, None] + _PRIOR)
+    return MixtureSampler((counts + 1e-9) / (counts + 1e-9).sum(), means, variances.sqrt())

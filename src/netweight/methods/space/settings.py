@@ -1,63 +1,279 @@
-"""Settings of a fit."""
+"""Settings of fits, directions, samples, edits, inversions, exports and pages: for Python, commands and recipes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, final, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
-from netweight.nn.basis import Solver
+from netweight.settings import Cli, Settings
 
-Representation = Literal["delta", "shared-down", "factors"]
-"""What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both."""
+# What an adapter is a point of: its change ΔW; the up factors over one common down; or the raw numbers of both.
+Representation: TypeAlias = Literal["delta", "shared-down", "factors"]
+FittedKind: TypeAlias = Literal["encoder", "decoder", "difference"]
+Unit: TypeAlias = Literal["deviations", "reach", "raw"]
+
+_NAME_COLUMN = "The column that names the model."
 
 
-@final
-@dataclass(frozen=True)
-class FitConfig:
-    """How a space is fitted.
+class FitSettings(Settings):
+    """How a space is fitted."""
 
-    Attributes:
-        components: How many; None for as many as there are, at most 1,000.
-        representation: See `Representation`. "delta" does not depend on how a change is written as up @ down, nor on
-            ranks. "shared-down" gives the same components where all adapters share their down factors, and points of
-            the adapters' own rank. "factors" is the reference's; it means something only for adapters that began from
-            the same seed.
-        standardize: Whether every number is divided by its standard deviation first; "factors" only, as the reference.
-        solver: "dual" is exact, from all inner products; "streaming" passes over the bank instead, in "delta" through
-            a sketch of the changes; "auto" takes the first up to 10,000 adapters.
-        halves: "dual" only: whether to fit two halves of the adapters as well, to see what of components comes back.
-        sketch: Side of the sketch of a module's change.
-        passes: "streaming" only: passes of iteration at most.
-        tolerance: "streaming" only: a pass that adds less than this share to the captured variance is the last.
-        seed: Of halves, of sketches, and of the rows that streaming starts from.
+    components: int | None = Field(
+        default=None, ge=1, description="How many; else as many as there are, at most 1,000."
+    )
+    representation: Representation = Field(
+        default="delta", description="Changes, up factors over a shared down factor, or raw numbers."
+    )
+    standardize: bool = Field(
+        default=True, description="Divide the numbers of factors by their standard deviations first."
+    )
+    solver: Literal["auto", "dual", "streaming"] = Field(
+        default="auto",
+        description="Exactly from inner products, or by passes over the bank; auto by the number of adapters.",
+    )
+    halves: bool = Field(default=True, description="Fit two halves, too, to see what comes back.")
+    sketch: int = Field(default=32, ge=1, description="Side of the sketch of a module's change, for streaming.")
+    passes: int = Field(default=6, ge=1, description="Passes of streaming iteration at most.")
+    tolerance: float = Field(
+        default=2e-3, ge=0, description="A pass that adds less than this share to the variance is last."
+    )
+    seed: int = Field(default=0, description="Random seed.")
 
-    Raises:
-        UsageError: A value cannot be meant.
-    """
 
-    components: int | None = None
-    representation: Representation = "delta"
-    standardize: bool = True
-    solver: Solver = "auto"
-    halves: bool = True
-    sketch: int = 32
-    passes: int = 6
-    tolerance: float = 2e-3
-    seed: int = 0
+class FolderFit(FitSettings):
+    """How a space is fitted to a bank of adapters and written."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.components is not None and self.components < 1:
-            raise UsageError(f"{self.components} components cannot be.", cure="Ask for 1 or more.")
-        if self.representation not in get_args(Representation):
-            known = ", ".join(map(repr, get_args(Representation)))
-            raise UsageError(f"The representation {self.representation!r} is unknown.", cure=f"Use one of {known}.")
-        if self.solver not in get_args(Solver):
-            known = ", ".join(map(repr, get_args(Solver)))
-            raise UsageError(f"The solver {self.solver!r} is unknown.", cure=f"Use one of {known}.")
-        if self.sketch < 1 or self.passes < 1 or not self.tolerance >= 0:
+    standalone: bool = Field(
+        default=False, description="Copy the adapters into the space, so that it opens without its bank."
+    )
+
+
+class DirectionSettings(Settings):
+    """How the direction of an attribute is found from labels."""
+
+    labels: FilePath = Field(description="Attributes of models: .csv, .tsv, .json or .jsonl with one row per model.")
+    column: str = Field(description="The attribute.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
+        default=(), description="An attribute that should stay as it is."
+    )
+    kind: FittedKind = Field(
+        default="encoder",
+        description="How models change with it, how it is predicted from them, or a difference of means.",
+    )
+    fidelity: Literal["corrected", "reference"] = Field(
+        default="corrected", description="The authors' code's numbers, or without its quirks; see docs/differences.md."
+    )
+    folds: int = Field(default=5, ge=2, description="Folds of the cross-validation.")
+    resamples: int = Field(
+        default=0, ge=0, description="Also refit to so many resamples of the models, to see how stable it is."
+    )
+    seed: int = Field(default=0, description="Seed of folds and resamples.")
+
+
+class SampleSettings(Settings):
+    """How points are drawn."""
+
+    count: int = Field(default=1, ge=1, description="How many points.")
+    sampler: Literal["gaussian", "kernel", "mixture", "conditional"] = Field(
+        default="gaussian",
+        description="Independent per component, around models, of clusters, or conditional on labels, which it needs.",
+    )
+    factor: float = Field(default=1.0, gt=0, description="Factor of the gaussian's standard deviations.")
+    bandwidth: float | None = Field(
+        default=None, ge=0, le=1, description="Bandwidth of the kernel, and of conditional's rest; else the likeliest."
+    )
+    clusters: int | None = Field(
+        default=None, ge=1, description="Clusters of the mixture; else as many as held-out models ask for."
+    )
+    labels: FilePath | None = Field(default=None, description="Attributes of models, for conditional.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    emphasis: float = Field(
+        default=1.0,
+        gt=0,
+        description="Factor of attributes, for conditional; images of new combinations show less of them.",
+    )
+    # Not `given`, which `Settings` has; recipes and the command call it so.
+    attributes: Annotated[Mapping[str, float], Cli(name="--given", metavar="COLUMN=VALUE")] = Field(
+        default={}, validation_alias=AliasChoices("given", "attributes"),
+        description="An attribute that all points have, for conditional.",
+    )  # fmt: skip
+    seed: int = Field(default=0, description="Seed of the draw.")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values, under the names of recipes."""
+        return {"given" if name == "attributes" else name: value for name, value in super().to_json().items()}
+
+    def check(self) -> None:
+        """Labels and the conditional sampler go together."""
+        cure = "Name the sampler conditional and labels together."
+        if self.sampler != "conditional" and (self.labels is not None or self.attributes):
+            reason = f"Labels and given attributes belong to the conditional sampler, not to {self.sampler}."
+            raise UsageError(reason, cure=cure)
+        if self.sampler == "conditional" and self.labels is None:
+            raise UsageError("The conditional sampler needs labels.", cure=cure)
+
+
+class EditSettings(Settings):
+    """How points are moved along directions found from labels."""
+
+    labels: FilePath = Field(description="Attributes of the space's models, a file with one row per model.")
+    moves: Mapping[str, float] = Field(description="Step along each attribute's direction; negative goes back.")
+    unit: Unit = Field(
+        default="deviations", description="What that counts: models' deviations, their farthest, or the vector."
+    )
+    point: str = Field(
+        default="mean",
+        description="Where to start in a space: a model or mean; points of an earlier step are all moved.",
+    )
+    kind: FittedKind = Field(default="encoder", description="How directions are found.")
+    confounders: tuple[str, ...] = Field(default=(), description="Attributes that are to stay as they are.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    folds: int = Field(default=5, ge=2, description="Folds of the cross-validation of directions.")
+    seed: int = Field(default=0, description="Seed of the folds.")
+
+    def check(self) -> None:
+        """There is a move."""
+        if not self.moves:
+            raise UsageError("There is no move.", cure="Write moves: {ATTRIBUTE: STRENGTH}.")
+
+
+class ExportSettings(Settings):
+    """How points are written as adapters."""
+
+    layout: Literal["diffusers", "peft", "kohya"] = Field(default="diffusers", description="Whose files to write.")
+    rank: int | None = Field(default=None, ge=1, description="Rank of each module; else as high as is needed.")
+    base: str | None = Field(default=None, description="Name of the base model, to be said in the files.")
+
+
+class FolderExport(ExportSettings):
+    """Which points are written as adapters, and how."""
+
+    point: str = Field(
+        default="mean",
+        description="What to write of a space: a model or mean; of points of an earlier step, each is written.",
+    )
+
+
+class InversionSettings(Settings):
+    """How points are sought."""
+
+    steps: int = Field(default=400, ge=1, description="Steps of the descent.")
+    learning_rate: float = Field(default=0.05, gt=0, description="In standard deviations of the models, where scaled.")
+    components: int | None = Field(default=None, ge=1, description="Leading components that move; else all.")
+    # A denoising loss is a mean over pixels, so a prior that a Bayesian would call 1 is tiny here: 1e-4 is too strong
+    # in the miniature.
+    prior: float = Field(
+        default=0.0, ge=0, description="Weight of the Gaussian prior, ½ Σ (score / deviation)², per image loss."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of the optimizer.")
+    scaled: bool = Field(default=True, description="Move components in units of their deviations.")
+    averaged: float = Field(
+        default=0.25, ge=0, le=1, description="The point is the mean over this last share of the steps; 0 for the last."
+    )
+
+
+# Ours, those of the authors' code, and those that it takes for images that are no photographs of faces.
+INVERSIONS: Mapping[str, InversionSettings] = {
+    "default": InversionSettings(),
+    "reference": InversionSettings(
+        learning_rate=0.1, components=10_000, weight_decay=1e-10, scaled=False, averaged=0.0
+    ),
+    "reference out of distribution": InversionSettings(
+        steps=800, learning_rate=1.0, components=1_000, scaled=False, averaged=0.0
+    ),
+}
+
+
+class FolderInversion(InversionSettings):
+    """How images are inverted; what is not given is taken from the named settings."""
+
+    pipeline: DirectoryPath = Field(description="The base model: a folder of a diffusers pipeline.")
+    prompt: str = Field(description="What the adapters' own prompt was, such as 'sks person'.")
+    masks: DirectoryPath | None = Field(
+        default=None, description="Folder with masks of the images' names; white is what counts."
+    )
+    settings: Literal["default", "reference", "reference out of distribution"] = Field(
+        default="default",
+        description="Our settings, or those of the authors' code, where an option does not replace them.",
+    )
+    draws: int = Field(default=1, ge=1, description="Timesteps per image and step.")
+    schedule: int = Field(default=50, ge=1, description="Steps of the schedule that timesteps are drawn from.")
+    together: int = Field(default=8, ge=1, description="Most targets in a batch.")
+    device: str = Field(default="cpu", description="Where the pipeline goes, such as cuda.")
+    seed: int = Field(default=0, description="Seed of all draws.")
+
+    @property
+    def descent(self) -> InversionSettings:
+        """The settings of the descent."""
+        changed = {name: value for name, value in self.given.items() if name in InversionSettings.model_fields}
+        return INVERSIONS[self.settings].replace(**changed)
+
+
+class RenderSettings(Settings):
+    """What a page shows, and how its images are generated."""
+
+    prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
+        default=("",), description="One for all noises, or one for each."
+    )
+    seeds: Annotated[tuple[int, ...], Cli(own=False)] = Field(
+        default=(0, 1, 2, 3), min_length=1, description="Seeds of the noises; thumbnails and the map take the first."
+    )
+    guidance: float = Field(default=3.0, description="Scale of classifier-free guidance; the miniature's is 1.")
+    steps: int = Field(default=50, ge=1, description="Steps of the scheduler; the miniature's are 20.")
+    strengths: Annotated[tuple[float, ...], Cli(own=False)] = Field(
+        default=tuple(half / 2 for half in range(-6, 7)), description="Standard deviations along a slider."
+    )
+    grid: Annotated[tuple[float, ...], Cli(own=False)] = Field(
+        default=(-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0), description="Standard deviations along each of two sliders."
+    )
+    components: int = Field(default=4, ge=0, description="Principal components that get a slider.")
+    adapters: int = Field(default=400, ge=1, description="Most adapters on the map; more are thinned out evenly.")
+    samples: int = Field(default=12, ge=0, description="Models that are drawn.")
+    neighbors: Annotated[int, Cli(own=False)] = Field(default=4, ge=0, description="Nearest models that are named.")
+    rows: Annotated[int, Cli(own=False)] = Field(default=64, ge=1, description="Most images at a time.")
+    seed: int = Field(default=0, description="Seed of samples and folds.")
+
+    def check(self) -> None:
+        """There is one prompt, or one for each noise."""
+        if len(self.prompts) not in (1, len(self.seeds)):
             raise UsageError(
-                f"A sketch of {self.sketch}, {self.passes} passes and tolerance {self.tolerance} cannot be.",
-                cure="Give at least 1, 1 and 0.",
+                f"There are {len(self.prompts)} prompts and {len(self.seeds)} seeds.",
+                cure="Give one prompt, or one per seed, and at least one seed.",
             )
+
+
+class FolderView(RenderSettings):
+    """What a page about a space shows, and the pipeline that generates its images."""
+
+    pipeline: DirectoryPath | None = Field(
+        default=None, description="A diffusers pipeline, of whose adapters the space is made."
+    )
+    directions: Annotated[tuple[FilePath, ...], Cli(name="--direction")] = Field(
+        default=(), description="A file of `netweight space direction`; gets a slider."
+    )
+    labels: FilePath | None = Field(default=None, description="Attributes of models: the map is colored by them.")
+    name_column: str = Field(default="name", description=_NAME_COLUMN)
+    attributes: Annotated[tuple[str, ...], Cli(name="--attribute", metavar="COLUMN")] = Field(
+        default=(), description="A column of the labels that gets a slider, with the other such columns held."
+    )
+    pairs: Annotated[tuple[tuple[str, str], ...], Cli(name="--pair", metavar="NAME NAME")] = Field(
+        default=(), description="Two sliders that can be moved together, such as 'component 1' 'component 2'."
+    )
+    start: Annotated[str, Cli(metavar="POINT")] = Field(default="mean", description="Where sliders begin.")
+    noises: int | None = Field(default=None, ge=1, description="Pictures of every point, of seeds 0, 1, …; else 4.")
+    device: str = Field(default="cpu", description="Where the pipeline generates.")
+
+    def check(self) -> None:
+        """Several prompts alternate over the noises, see `rendering`."""
+
+    def rendering(self, usual: RenderSettings) -> RenderSettings:
+        """Usual settings with those that were given; several prompts alternate over the noises."""
+        given = {name: value for name, value in self.given.items() if name in RenderSettings.model_fields}
+        prompts = given.get("prompts", usual.prompts)
+        noises = self.noises or len(given.get("seeds", ())) or max(len(prompts), len(usual.seeds))
+        several = tuple(prompts[number % len(prompts)] for number in range(noises if len(prompts) > 1 else 1))
+        return usual.replace(**{"seeds": tuple(range(noises)), **given, "prompts": several})

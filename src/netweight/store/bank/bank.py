@@ -19,8 +19,7 @@ from netweight.store.bank.record import RECORD, BankRecord, read_bank_record
 from netweight.store.bank.shard import ShardReader
 
 if TYPE_CHECKING:
-    from netweight.nn.lora import Adapter
-    from netweight.nn.stacked_lora import AdapterStack
+    from netweight.nn.lora import Adapter, AdapterStack
 
 
 @final
@@ -101,8 +100,8 @@ class AdapterBank:
             CorruptBlob: A file is damaged.
             OutputFailed: The disk is full or the place cannot be written.
         """
-        from netweight.store.bank.write import ingest
-        from netweight.store.published_w2w import find_published, import_published
+        from netweight.store.bank.ingest import ingest
+        from netweight.store.bank.published import find_published, import_published
 
         if find_published(Path(source)) is not None:
             import_published(source, destination, compress=compress, skip_bad=skip_bad, progress=progress)

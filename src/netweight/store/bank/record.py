@@ -17,43 +17,28 @@ _VERSION = 1
 @final
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard.
+    """One shard."""
 
-    Attributes:
-        file: Its name.
-        nbytes: Its size.
-        digest: Of the file.
-        names: Of its adapters, in order.
-        contents: Digest of each adapter's factors and scales.
-        stamps: Size and time of the file that each came from, to know it again; empty if it came from none.
-    """
-
-    file: str
-    nbytes: int
+    file: str  # its name
+    nbytes: int  # its size
     digest: str
     names: tuple[str, ...]
-    contents: tuple[str, ...]
+    contents: tuple[str, ...]  # digest of each adapter's factors and scales
+    # Size and time of the file that each came from, to know it again; empty if it came from none.
     stamps: tuple[str, ...]
 
 
 @final
 @dataclass(frozen=True)
 class BankRecord:
-    """What a bank holds.
+    """What a bank holds."""
 
-    Attributes:
-        modules: Module name → rows and columns, sorted by name.
-        kernels: Names of convolutions → sides of their kernels.
-        base: The model's name, if it is known.
-        shards: In the order of their adapters.
-        skipped: Adapters left out → the reason.
-    """
-
-    modules: Mapping[str, tuple[int, int]]
+    modules: Mapping[str, tuple[int, int]]  # module name → rows and columns, sorted by name
+    # Names of convolutions → sides of their kernels.
     kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    base: str | None = None
-    shards: tuple[ShardRecord, ...] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    base: str | None = None  # the model's name, if it is known
+    shards: tuple[ShardRecord, ...] = ()  # in the order of their adapters
+    skipped: Mapping[str, str] = field(default_factory=dict)  # adapters left out → the reason
 
     @property
     def names(self) -> list[str]:
@@ -61,28 +46,13 @@ class BankRecord:
         return [name for shard in self.shards for name in shard.names]
 
     def write(self, folder: Path) -> None:
-        """Write the record over the one before it.
-
-        Args:
-            folder: The bank's folder.
-        """
+        """Write the record over the one before it."""
         values = {**vars(self), "shards": [vars(shard) for shard in self.shards]}
         write_record(folder / RECORD, values, version=_VERSION)
 
 
 def read_bank_record(folder: Path) -> BankRecord:
-    """Read a bank's record.
-
-    Args:
-        folder: The bank's folder.
-
-    Returns:
-        The record.
-
-    Raises:
-        UsageError: The folder holds no bank.
-        CorruptBlob: The record is damaged, or of a newer release.
-    """
+    """Read a bank's record."""
     if not (folder / RECORD).is_file():
         raise UsageError(f"{folder} is no bank of adapters: it holds no {RECORD}.", cure="Make one: space ingest.")
     return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")

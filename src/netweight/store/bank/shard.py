@@ -23,7 +23,7 @@ from torch import Tensor
 from netweight.core.digest import ALGORITHM
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob
-from netweight.nn.stacked_lora import AdapterStack
+from netweight.nn.lora import AdapterStack
 from netweight.store.reader import FLOATS, Store, open_store, read_rows
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
@@ -34,19 +34,12 @@ _NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int64: "I64"}
 @final
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Adapters in a row, as a shard holds them.
+    """Adapters in a row, as a shard holds them."""
 
-    Attributes:
-        down: Module name → shape `(sum of ranks, columns)`.
-        up: Module name → shape `(sum of ranks, rows)`.
-        scale: Shape `(n, modules)`, fp64; modules in sorted order.
-        rank: Shape `(n, modules)`, int64.
-    """
-
-    down: Mapping[str, Tensor]
-    up: Mapping[str, Tensor]
-    scale: Tensor
-    rank: Tensor
+    down: Mapping[str, Tensor]  # module name → shape `(sum of ranks, columns)`
+    up: Mapping[str, Tensor]  # module name → shape `(sum of ranks, rows)`
+    scale: Tensor  # shape `(n, modules)`, fp64; modules in sorted order
+    rank: Tensor  # shape `(n, modules)`, int64
 
     def __len__(self) -> int:
         """Number of adapters."""
@@ -58,11 +51,8 @@ class Rows:
         return sum(tensor.nbytes for part in (self.down, self.up) for tensor in part.values())
 
     def not_finite(self) -> tuple[int, str] | None:
-        """Find the first adapter with NaN or infinity: its number and the module; None if there is none.
-
-        Returns:
-            The adapter's number from 0, and the module's name.
-        """
+        """Find the first adapter with NaN or infinity: its number and the module; None if there is none."""
+        # Returns: The adapter's number from 0, and the module's name.
         for column, name in enumerate(sorted(self.down)):
             good = self.scale[:, column].isfinite()
             for part in (self.down[name], self.up[name]):
@@ -74,11 +64,7 @@ class Rows:
         return None
 
     def digests(self) -> list[str]:
-        """Digest each adapter: its factors with their dtypes, and its scales, module by module.
-
-        Returns:
-            One hexadecimal digest per adapter, in their order.
-        """
+        """Digest each adapter: its factors with their dtypes, and its scales, module by module."""
         states = [xxhash.xxh3_128() for _ in range(len(self))]
         for column, name in enumerate(sorted(self.down)):
             ranks = self.rank[:, column].tolist()
@@ -95,14 +81,7 @@ class Rows:
 
 
 def rows_of(stack: AdapterStack) -> Rows:
-    """Lay a stack out as a shard holds it; always copies.
-
-    Args:
-        stack: The adapters.
-
-    Returns:
-        Their rows.
-    """
+    """Lay a stack out as a shard holds it; always copies."""
     modules = stack.modules
     down, up = {}, {}
     for name in modules:
@@ -117,15 +96,7 @@ def rows_of(stack: AdapterStack) -> Rows:
 
 
 def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
-    """Stack rows of one or several shards, lower ranks filled up with zeros.
-
-    Args:
-        modules: Module names, in the bank's order.
-        pieces: Rows of these modules.
-
-    Returns:
-        The adapters of all pieces, in their order.
-    """
+    """Stack rows of one or several shards, lower ranks filled up with zeros."""
     scale, rank = torch.cat([piece.scale for piece in pieces]), torch.cat([piece.rank for piece in pieces])
     down, up = {}, {}
     for column, name in enumerate(modules):
@@ -139,16 +110,7 @@ def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
 
 
 def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
-    """Write a shard, whole or not at all, over one that a killed run may have left.
-
-    Args:
-        path: The file.
-        pieces: Its adapters.
-        compress: Whether each tensor is compressed, bit for bit.
-
-    Raises:
-        OutputFailed: The place cannot be written.
-    """
+    """Write a shard, whole or not at all, over one that a killed run may have left."""
     if compress:
         with StoreWriter(path, overwrite=True) as writer:
             for name, tensor in _tensors(pieces):
@@ -166,18 +128,7 @@ def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
 
 @final
 class ShardReader:
-    """An open shard.
-
-    Args:
-        path: The file.
-        modules: The bank's, sorted.
-
-    Attributes:
-        rank: Shape `(n, modules)`, int64.
-
-    Raises:
-        CorruptBlob: The file is damaged, or its tensors are not those of a shard.
-    """
+    """An open shard."""
 
     def __init__(self, path: Path, modules: Sequence[str]) -> None:
         self._path = path
@@ -186,6 +137,7 @@ class ShardReader:
         held = set(self._store.names())
         if held != {f"{name}.{part}" for name in modules for part in ("down", "up")} | {"scale", "rank"}:
             raise CorruptBlob(f"{path} holds other tensors than its bank's modules.", cure="Copy it again.")
+        # rank: shape `(n, modules)`, int64
         self._scale, self.rank = read_rows(self._store, "scale"), read_rows(self._store, "rank")
         ends = self.rank.cumsum(0)
         self._starts = torch.cat([torch.zeros_like(ends[:1]), ends])

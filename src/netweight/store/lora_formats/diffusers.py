@@ -17,7 +17,7 @@ from typing import Any
 
 from netweight.errors import CorruptBlob, Unsupported
 from netweight.store.lora_formats.names import in_component, split_component
-from netweight.store.lora_formats.parts import Role
+from netweight.store.lora_formats.parts import Role, by_module
 from netweight.store.lora_formats.peft import LoraSettings
 
 METADATA = "lora_adapter_metadata"
@@ -37,19 +37,7 @@ _TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "
 
 
 def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
-    """Find the factors and alphas of each module.
-
-    Args:
-        names: Of all tensors.
-        where: The file, for messages.
-
-    Returns:
-        Module name, beginning with its component → tensor names by role.
-
-    Raises:
-        Unsupported: A tensor is no part of a LoRA; it is named.
-        CorruptBlob: A module has two factors of one role.
-    """
+    """Find the factors and alphas of each module."""
     found: dict[str, tuple[str, Role]] = {}
     for name in names:
         plain = name.replace(".processor.", ".")
@@ -67,29 +55,11 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
         if role == "alpha" and module not in owners:
             found[name] = (_current(module), role)
     full = in_component({module for module, _ in found.values()})
-    located: dict[str, dict[Role, str]] = {}
-    for name, (module, role) in found.items():
-        roles = located.setdefault(full[module], {})
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of one module.")
-        roles[role] = name
-    return located
+    return by_module(((name, full[module], role) for name, (module, role) in found.items()), where)
 
 
 def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings]:
-    """Read the settings of each component from a file's metadata; empty if it has none.
-
-    Args:
-        metadata: Of the safetensors file.
-        where: The file, for messages.
-
-    Returns:
-        Settings by component.
-
-    Raises:
-        CorruptBlob: They cannot be read.
-        Unsupported: They ask for more than a low-rank change.
-    """
+    """Read the settings of each component from a file's metadata; empty if it has none."""
     if METADATA not in metadata:
         return {}
     try:
@@ -101,11 +71,7 @@ def settings(metadata: Mapping[str, str], where: Path) -> dict[str, LoraSettings
 
 
 def tensor_names(modules: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of the down and up factors by module name, as diffusers writes them today.
-
-    Args:
-        modules: Module names.
-    """
+    """Return the names of the down and up factors by module name, as diffusers writes them today."""
     names = {}
     for module, (component, _) in split_component(modules).items():
         text = component.startswith("text_encoder")

@@ -1,12 +1,13 @@
-"""What an adapter's files hold, told from headers and settings alone: which layout, which factors, which scales."""
+"""Adapters in files: which layout, factors and scales, from headers and settings alone; reading; writing."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.files import refuse_existing, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
@@ -31,20 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# In the metadata of peft's files that we write: the component of the pipeline, which peft does not know.
 COMPONENT = "netweight.component"
-"""In the metadata of peft's files that we write: the component of the pipeline, which peft does not know."""
 
 
 def plan_adapter(path: str | Path, model: ModelNames | None = None) -> Plan:
-    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`.
-
-    Args:
-        path: As for `read_adapter`.
-        model: The model's names, for names that do not tell enough; all must be among them.
-
-    Returns:
-        What is to be read, and from where.
-    """
+    """Find out what an adapter's files hold from their headers; errors as for `read_adapter`."""
+    # `model`: the model's names, for names that do not tell enough; all must be among them
     plan = _plan(Path(path), KohyaNames() if model is None else model.kohya)
     return plan if model is None else replace(plan, parts=model.own(plan.parts, plan.path))
 
@@ -188,18 +182,7 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None) -> A
 
 
 def load_plan(plan: Plan) -> Adapter:
-    """Read the adapter that was planned.
-
-    Args:
-        plan: What `plan_adapter` found.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        UsageError: It holds NaN or infinity; file and module are named.
-        CorruptBlob: A file is damaged.
-    """
+    """Read the adapter that was planned."""
     factors: dict[str, LowRank] = {}
     for file in dict.fromkeys(part.file for part in plan.parts.values()):
         with open_store(file) as store:
@@ -256,6 +239,36 @@ def write_adapter(
     return file
 
 
+@final
+@dataclass(frozen=True)
+class Exported:
+    """An adapter that was written."""
+
+    path: Path  # the file or folder
+    ranks: tuple[int, int]  # the least and the greatest rank of a module
+    relative_error: float  # norm of what the rank left out, divided by the norm of the whole change
+
+
+def export_adapter(
+    adapter: Adapter,
+    path: str | Path,
+    *,
+    rank: int | None = None,
+    layout: Layout = "diffusers",
+    base: str | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write an adapter at most at a rank, its own by default; arguments otherwise as for `write_adapter`."""
+    for name, change in adapter.factors.items():
+        if not (change.down.isfinite().all() and change.up.isfinite().all()):
+            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Look at the point's scores.")
+    most = rank if rank is not None else max(change.rank for change in adapter.factors.values())
+    kept = adapter.truncated(most)
+    written = write_adapter(kept.adapter, path, layout=layout, base=base, overwrite=overwrite)
+    ranks = [change.rank for change in kept.adapter.factors.values()]
+    return Exported(written, (min(ranks), max(ranks)), kept.relative_error)
+
+
 def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
     if not (change.down.isfinite().all() and change.up.isfinite().all()):
         raise UsageError(f"{file}: {name} holds NaN or infinity.", cure="Train it again, or leave it out.")
@@ -263,9 +276,7 @@ def _refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
 
 def _check_kernels(adapter: Adapter, kernels: Mapping[str, tuple[int, ...]]) -> None:
     for name, kernel in kernels.items():
-        points = 1
-        for side in kernel:
-            points *= side
+        points = math.prod(kernel)
         if name in adapter.factors and (points < 1 or adapter.factors[name].shape[1] % points):
             raise UsageError(
                 f"A kernel of {kernel} does not fit {name}, whose change has {adapter.factors[name].shape[1]} columns.",

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.errors import NetweightError, Unsupported, UsageError
 from netweight.store.lora_formats.names import PREFIXES, KohyaNames, kohya_name, split_component
-from netweight.store.lora_formats.parts import Role, alpha_of, scaled_up
+from netweight.store.lora_formats.parts import Role, alpha_of, by_module, scaled_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,31 +27,13 @@ _ROLES: dict[str, Role] = {"lora_down.weight": "down", "lora_up.weight": "up", "
 
 
 def is_kohya(names: list[str]) -> bool:
-    """Whether tensors have kohya's names.
-
-    Args:
-        names: Names of the file's tensors.
-    """
+    """Whether tensors have kohya's names."""
     return bool(names) and all(name.startswith(tuple(PREFIXES)) for name in names)
 
 
 def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[Role, str]]:
-    """Find the factors and alphas of each module.
-
-    Args:
-        names: Of all tensors.
-        where: The file, for messages.
-        known: The way back to the model's own names.
-
-    Returns:
-        Module name, beginning with its component → tensor names by role.
-
-    Raises:
-        Unsupported: A tensor is no part of a LoRA, or a name cannot be told; it is named.
-        UsageError: A name may mean several modules.
-        CorruptBlob: Two names mean the same module.
-    """
-    located: dict[str, dict[Role, str]] = {}
+    """Find the factors and alphas of each module."""
+    found: list[tuple[str, str, Role]] = []
     for name in names:
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -60,27 +42,12 @@ def locate(names: list[str], where: Path, known: KohyaNames) -> dict[str, dict[R
             module = known.module(match["name"])
         except NetweightError as error:
             raise type(error)(f"{where}: {error.reason}", cure=error.cure) from error
-        roles = located.setdefault(module, {})
-        role = _ROLES[match["part"]]
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of {module}.")
-        roles[role] = name
-    return located
+        found.append((name, module, _ROLES[match["part"]]))
+    return by_module(found, where)
 
 
 def kohya_tensors(factors: Mapping[str, LowRank], kernels: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return an adapter's tensors in kohya's layout, all with one alpha.
-
-    diffusers reads files of several alphas wrongly (it takes the commonest for all), so there is one alpha: modules
-    with another scale have it multiplied into the up factor (`scaled_up`).
-
-    Args:
-        factors: Module name, beginning with its component → its change.
-        kernels: Of convolutions.
-
-    Raises:
-        UsageError: Two modules have the same name there, or a module belongs to no component.
-    """
+    """Return an adapter's tensors in kohya's layout, all with one alpha."""
     import torch
 
     components = split_component(factors)

@@ -19,6 +19,7 @@ from typing import TypeVar, final
 from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, Unsupported, UsageError
 
+# What a name begins with → the component of the pipeline.
 PREFIXES = {
     "lora_unet_": "unet",
     "lora_transformer_": "transformer",
@@ -27,9 +28,8 @@ PREFIXES = {
     "lora_te2_": "text_encoder_2",
     "lora_te3_": "text_encoder_3",
 }
-"""What a name begins with → the component of the pipeline."""
 
-_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: so many resnets between two changes of resolution
+_LAYERS_PER_BLOCK = 2  # of Stable Diffusion 1 and 2 and SDXL: resnets between two changes of resolution
 _ATTENTION = [f"{attn}.{last}" for attn in ("attn1", "attn2") for last in ("to_q", "to_k", "to_v", "to_out.0")]
 _FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
 _BLOCK = [
@@ -81,12 +81,7 @@ _OUTSIDE_BLOCKS = {
 
 @final
 class KohyaNames:
-    """The way back from kohya's names.
-
-    Args:
-        modules: Names of the modules of the pipeline or model, with components; without them the structures that
-            diffusers' models have.
-    """
+    """The way back from kohya's names."""
 
     def __init__(self, modules: Iterable[str] | None = None) -> None:
         self._known: dict[str, list[str]] | None = None
@@ -96,16 +91,7 @@ class KohyaNames:
                 self._known.setdefault(f"{component} {_flat(rest)}", []).append(rest)
 
     def module(self, name: str) -> str:
-        """Return the model's own name of a module.
-
-        Args:
-            name: kohya's, such as "lora_unet_mid_block_attentions_0_proj_in".
-
-        Raises:
-            NameNotFound: No module has this name.
-            UsageError: Several have.
-            Unsupported: The name is not of a known structure, and no modules were given.
-        """
+        """Return the model's own name of a module."""
         prefix = next((start for start in PREFIXES if name.startswith(start)), None)
         if prefix is None:
             raise Unsupported(
@@ -147,16 +133,7 @@ class KohyaNames:
 
 
 def kohya_name(component: str, rest: str, *, several_encoders: bool) -> str:
-    """Return kohya's name of a module.
-
-    Args:
-        component: Of the pipeline; "" if there is none.
-        rest: The module's name within it.
-        several_encoders: Whether the adapter is of a pipeline with more than one text encoder.
-
-    Raises:
-        UsageError: The component is not one that kohya knows.
-    """
+    """Return kohya's name of a module."""
     prefixes = [start for start, known in PREFIXES.items() if known == component]
     if not prefixes:
         raise UsageError(
@@ -201,33 +178,15 @@ T = TypeVar("T")
 
 @final
 class ModelNames:
-    """The names of a model's modules.
-
-    Args:
-        modules: With components.
-
-    Attributes:
-        kohya: The way back from kohya's names.
-    """
+    """The names of a model's modules."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._names = set(modules)
         self._older = {name.replace(_TEXT_MODEL, ".", 1): name for name in self._names}
-        self.kohya = KohyaNames(self._names)
+        self.kohya = KohyaNames(self._names)  # the way back from kohya's names
 
     def own(self, parts: Mapping[str, T], where: Path) -> dict[str, T]:
-        """Rename modules as the model calls them.
-
-        Args:
-            parts: By the names that files say.
-            where: The file, for messages.
-
-        Returns:
-            The same parts, by the model's names.
-
-        Raises:
-            NameNotFound: The model has no such module.
-        """
+        """Rename modules as the model calls them."""
         return {self._own(name, where): part for name, part in parts.items()}
 
     def _own(self, name: str, where: Path) -> str:
@@ -253,15 +212,7 @@ _OWN_PREFIX = "transformer."  # which language models have, too: GPT-2 calls its
 
 
 def split_component(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Tell components from names of modules, for all names of one adapter.
-
-    Args:
-        names: Of modules, such as "unet.mid_block.attentions.0.proj_in".
-
-    Returns:
-        Each name with its component, "" if it has none, and the rest of it. "transformer." is a component only if some
-        name goes on as transformers of diffusers do.
-    """
+    """Tell components from names of modules, for all names of one adapter."""
     names = list(names)
     diffuses = any(_TRANSFORMER.fullmatch(name.removeprefix(_OWN_PREFIX)) for name in names)
     parts = {}
@@ -273,16 +224,7 @@ def split_component(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def in_component(names: Iterable[str], component: str | None = None) -> dict[str, str]:
-    """Give names of modules the component that they lack.
-
-    Args:
-        names: All names of one file.
-        component: Where the file says it; otherwise names that only a U-Net or a transformer of diffusers has are taken
-            for these, and others stay as they are.
-
-    Returns:
-        The full name by the name given.
-    """
+    """Give names of modules the component that they lack."""
     return {name: name if found else _joined(component, rest) for name, (found, rest) in split_component(names).items()}
 
 

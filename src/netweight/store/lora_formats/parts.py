@@ -1,4 +1,4 @@
-"""Kinds of adapters that are no ΔW = scale · up @ down of matrices, told by the names of their tensors."""
+"""The parts of an adapter in a file, and the refusal of adapters that are not ΔW = scale · up @ down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from netweight.store.reader import Store
 
 
+# Endings of files that are pickles.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that are pickles."""
 
 _LYCORIS = "Train LoRA instead, or extract a LoRA from the merged model (kohya's extract_lora_from_models.py)."
 _KINDS = (
@@ -45,15 +45,7 @@ _ANY = re.compile("|".join(f"(?:{pattern})" for pattern, _, _ in _KINDS))
 
 
 def refuse_kinds(path: Path, names: Iterable[str]) -> None:
-    """Refuse a file of another kind of adapter.
-
-    Args:
-        path: The file, for messages.
-        names: Of its tensors.
-
-    Raises:
-        Unsupported: A tensor belongs to another kind; it is named.
-    """
+    """Refuse a file of another kind of adapter."""
     names = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in _KINDS:
         found = [name for name in names if re.search(pattern, name)]
@@ -63,14 +55,7 @@ def refuse_kinds(path: Path, names: Iterable[str]) -> None:
 
 
 def refuse_pickle(path: Path) -> None:
-    """Refuse a file by its ending.
-
-    Args:
-        path: The file; it is not opened.
-
-    Raises:
-        UnsafeInput: The ending is that of a pickle.
-    """
+    """Refuse a file by its ending."""
     if path.suffix.lower() in PICKLES:
         raise UnsafeInput(
             f"{path} is a pickle, which can run code when opened.",
@@ -88,43 +73,26 @@ _DTYPES = ("F16", "BF16", "F32", "F64")
 @final
 @dataclass(frozen=True)
 class Part:
-    """One module's change in a file.
-
-    Attributes:
-        file: The file.
-        down: Name of the tensor that is the down factor.
-        up: Of the up factor.
-        scale: alpha / rank, or alpha / √rank.
-        rank: Of both.
-        shape: Rows and columns of the change; a convolution's columns are channels × kernel.
-        kernel: Sides of a convolution's kernel; empty for a linear layer.
-    """
+    """One module's change in a file."""
 
     file: Path
-    down: str
+    down: str  # name of the tensor that is the down factor
     up: str
-    scale: float
+    scale: float  # alpha / rank, or alpha / √rank
     rank: int
-    shape: tuple[int, int]
-    kernel: tuple[int, ...]
+    shape: tuple[int, int]  # rows and columns of the change; a convolution's columns are channels × kernel
+    kernel: tuple[int, ...]  # sides of a convolution's kernel; empty for a linear layer
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What an adapter's files hold, from their headers.
+    """What an adapter's files hold, from their headers."""
 
-    Attributes:
-        path: The file or folder.
-        layout: How it is written.
-        parts: Module name → where its change lies.
-        base: The model it was trained on, if the files say that.
-    """
-
-    path: Path
-    layout: Layout
-    parts: Mapping[str, Part]
-    base: str | None
+    path: Path  # the file or folder
+    layout: Layout  # how it is written
+    parts: Mapping[str, Part]  # module name → where its change lies
+    base: str | None  # the model it was trained on, if the files say that
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -137,25 +105,21 @@ class Plan:
         return {name: self.parts[name].kernel for name in sorted(self.parts) if self.parts[name].kernel}
 
 
+def by_module(found: Iterable[tuple[str, str, Role]], where: Path) -> dict[str, dict[Role, str]]:
+    """Gather tensors by the module that they are a part of, from name, module and role; none may come twice."""
+    located: dict[str, dict[Role, str]] = {}
+    for name, module, role in found:
+        roles = located.setdefault(module, {})
+        if role in roles:
+            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same part of {module}.")
+        roles[role] = name
+    return located
+
+
 def assemble(
     file: Path, store: Store, located: Mapping[str, Mapping[Role, str]], scale_of: Callable[[str, int], float]
 ) -> dict[str, Part]:
-    """Pair the factors of a file.
-
-    Args:
-        file: The file, for messages.
-        store: The open file.
-        located: Module name → its tensors' names by role.
-        scale_of: The scale of a module at a rank.
-
-    Returns:
-        Module name → where its change lies.
-
-    Raises:
-        CorruptBlob: A factor is missing, or the two do not fit each other.
-        UsageError: A rank is 0, or a scale is no number.
-        Unsupported: A factor has a dtype or shape that no LoRA of a linear layer or convolution has.
-    """
+    """Pair the factors of a file."""
     return {name: _paired(file, store, name, roles, scale_of) for name, roles in located.items()}
 
 
@@ -187,15 +151,7 @@ def _paired(
 
 
 def load_part(store: Store, part: Part) -> LowRank:
-    """Read one module's change; both factors in the wider of their dtypes.
-
-    Args:
-        store: The open file.
-        part: Where its tensors are, and its scale.
-
-    Returns:
-        The change.
-    """
+    """Read one module's change; both factors in the wider of their dtypes."""
     import torch
 
     from netweight.nn.lora import LowRank
@@ -207,27 +163,17 @@ def load_part(store: Store, part: Part) -> LowRank:
 
 
 def alpha_of(scale: float, rank: int) -> float:
-    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it.
-
-    Args:
-        scale: The factor of B A.
-        rank: At least 1.
-    """
+    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it."""
+    # `rank`: at least 1
     near = scale * rank
     candidates = (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf))
     return min(candidates, key=lambda alpha: abs(alpha / rank - scale))
 
 
 def scaled_up(up: Tensor, factor: float) -> Tensor:
-    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64.
-
-    Args:
-        up: Shape `(rows, rank)`, floating point.
-        factor: What it is multiplied by.
-
-    Returns:
-        A new tensor, shape `(rows, rank)`.
-    """
+    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64."""
+    # `up`: shape `(rows, rank)`, floating point
+    # Returns: A new tensor, shape `(rows, rank)`.
     import torch
 
     whole = up.double() * factor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
-from netweight.store.lora_formats.parts import Role, alpha_of
+from netweight.store.lora_formats.parts import Role, alpha_of, by_module
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -45,39 +45,18 @@ _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the
 @final
 @dataclass(frozen=True)
 class LoraSettings:
-    """What a LoRA is scaled by.
-
-    Attributes:
-        rank: Of modules that no pattern matches.
-        alpha: Of modules that no pattern matches.
-        ranks: Pattern of module names → rank.
-        alphas: Pattern of module names → alpha.
-        root: Whether the scale is alpha / √rank instead of alpha / rank.
-        base: The model's name, if it is known.
-    """
+    """The settings that scale a LoRA."""
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    root: bool = False
-    base: str | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)  # pattern of module names → rank
+    alphas: Mapping[str, float] = field(default_factory=dict)  # pattern of module names → alpha
+    root: bool = False  # whether the scale is alpha / √rank instead of alpha / rank
+    base: str | None = None  # the model's name, if it is known
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: Path) -> Self:
-        """Take peft's settings.
-
-        Args:
-            values: The fields of peft's `LoraConfig`.
-            where: The file, for messages.
-
-        Returns:
-            The settings.
-
-        Raises:
-            Unsupported: They ask for more than a low-rank change.
-            CorruptBlob: A field is no number or table.
-        """
+        """Take peft's settings."""
         if (kind := values.get("peft_type", "LORA")) != "LORA":
             raise Unsupported(f"{where} describes an adapter of kind {kind}.", cure="Only LoRA has low-rank factors.")
         for name, cure in _OTHERS.items():
@@ -101,18 +80,7 @@ class LoraSettings:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read `adapter_config.json`.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The settings.
-
-        Raises:
-            CorruptBlob: It is no JSON object.
-            Unsupported: As for `of`.
-        """
+        """Read `adapter_config.json`."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -122,16 +90,7 @@ class LoraSettings:
         return cls.of(values, path)
 
     def scale(self, module: str, rank: int, where: Path) -> float:
-        """Return a module's scale.
-
-        Args:
-            module: The name within its model.
-            rank: That its factors have.
-            where: The file, for messages.
-
-        Raises:
-            CorruptBlob: The settings give it another rank.
-        """
+        """Return a module's scale."""
         stated = _matching(self.ranks, module, self.rank)
         if stated != rank:
             raise CorruptBlob(
@@ -142,11 +101,7 @@ class LoraSettings:
         return alpha / math.sqrt(rank) if self.root else alpha / rank
 
     def to_json(self, modules: list[str]) -> dict[str, Any]:
-        """Return the fields of peft's `LoraConfig` for these modules.
-
-        Args:
-            modules: Names of the modules that the adapter changes.
-        """
+        """Return the fields of peft's `LoraConfig` for these modules."""
         return {
             "peft_type": "LORA",
             "base_model_name_or_path": self.base,
@@ -163,20 +118,8 @@ class LoraSettings:
 
 
 def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
-    """Find the factors of each module.
-
-    Args:
-        names: Of all tensors.
-        where: The file, for messages.
-
-    Returns:
-        Module name, without peft's prefix → tensor names by role.
-
-    Raises:
-        Unsupported: A tensor is no factor; it is named.
-        CorruptBlob: A module has two factors of one role.
-    """
-    located: dict[str, dict[Role, str]] = {}
+    """Find the factors of each module."""
+    found: list[tuple[str, str, Role]] = []
     for name in names:
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -184,27 +127,12 @@ def locate(names: list[str], where: Path) -> dict[str, dict[Role, str]]:
                 f"{where}: tensor {name!r} is no factor of a LoRA.",
                 cure="Train without modules_to_save; only low-rank changes can be put into a bank.",
             )
-        roles = located.setdefault(match["module"].removeprefix(PREFIX), {})
-        role: Role = "down" if match["side"] == "A" else "up"
-        if role in roles:
-            raise CorruptBlob(f"{where}: both {roles[role]!r} and {name!r} are the same factor of one module.")
-        roles[role] = name
-    return located
+        found.append((name, match["module"].removeprefix(PREFIX), "down" if match["side"] == "A" else "up"))
+    return by_module(found, where)
 
 
 def settings_for(scales: Mapping[str, tuple[float, int]], base: str | None = None) -> LoraSettings:
-    """Find the settings that give modules their scales.
-
-    Args:
-        scales: Name within the model → its scale and rank.
-        base: The model's name, if it is to be said.
-
-    Returns:
-        Settings under which peft computes these scales.
-
-    Raises:
-        UsageError: There is no module.
-    """
+    """Find the settings that give modules their scales."""
     if not scales:
         raise UsageError("An adapter needs at least one module.")
     alphas = {name: alpha_of(scale, rank) for name, (scale, rank) in scales.items()}

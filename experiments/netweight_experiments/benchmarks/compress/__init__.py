@@ -1,0 +1,1 @@
+"""Benchmarks of compression: the codec, weights at work, formats, pages of results."""

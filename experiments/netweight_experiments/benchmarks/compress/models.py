@@ -1,0 +1,278 @@
+"""What it costs and saves to train and run a model compressed: measured, written to results/ as JSON.
+
+    python -m netweight_experiments.benchmarks.compress.models
+
+The model is a Llama of about 100 million parameters (width 1024, vocabulary 4096, 7 layers), bf16, drawn from
+N(0, 0.02), made by transformers; training uses non-reentrant activation checkpointing and SGD.
+
+plain       torch.optim.SGD on a dense model
+layerwise   LayerwiseOptimizer with SGD on a dense model, in the manner of LOMO
+compressed  LayerwiseOptimizer with SGD on a compressed model
+activations the same, with activations compressed, too (compress_activations, compress_recomputed)
+
+All of them take the loss in eight parts, each in a checkpoint, so that its fp32 logits are not the peak.
+
+peak, counted   Most bytes of tensors alive at once during one training step, counted by a dispatch mode that sees every
+                tensor as it is made, the compressed parameters' payloads included. Bytes objects of the encoder are not
+                tensors and are not counted.
+peak, sampled   RssAnon of a fresh process, sampled twice a millisecond during two steps after one step to warm up,
+                less what it was before the model was made: everything private to the process.
+speed           Both contenders in one process, one after another in every round; ratios of times within rounds, their
+                median and range. Tokens per second are those of `generate` with its cache, prompt included.
+
+All with one torch thread, unless two are named. "decode ahead" lets a second thread, the codec's own, decode the next
+layers: the dense model has no use for that thread, a model with two torch threads has.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import netweight
+from netweight.codec import active_path
+from netweight.core.environment import describe
+from netweight.metrics.memory import PrivateMemory, TensorLedger, private_bytes
+from netweight_experiments.benchmarks.script import load, script, today, write
+
+PARTS = ("memory", "training", "inference")
+VARIANTS = ("plain", "layerwise", "compressed", "activations")
+COMPRESSED = ("compressed", "activations")
+
+
+def make_model(arguments, compressed=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=16,
+        vocab_size=4096,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    report = netweight.compress_(model) if compressed else None
+    return model, report
+
+
+def part_of_loss(logits, labels):
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+
+def loss_in_parts(logits, labels, vocab_size, **_):
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    pairs = zip(logits.view(-1, vocab_size).chunk(8), labels.chunk(8), strict=True)
+    return sum(checkpoint(part_of_loss, *pair, use_reentrant=False) for pair in pairs) / (labels != -100).sum()
+
+
+def make_training(variant, arguments):
+    model, _ = make_model(arguments, variant in COMPRESSED)
+    model.loss_function = loss_in_parts
+    context = {"context_fn": netweight.compress_recomputed} if variant == "activations" else {}
+    model.activation_checkpointing_enable({"use_reentrant": False, **context})
+    model.train()
+    kind = torch.optim.SGD
+    if variant == "plain":
+        optimizer = kind(model.parameters(), lr=1e-3)
+    else:
+        optimizer = netweight.LayerwiseOptimizer(model, kind, lr=1e-3)
+    ids = torch.randint(0, 4096, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(1))
+
+    def step():
+        with netweight.compress_activations() if variant == "activations" else nullcontext():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return model, step
+
+
+def one_peak(variant, arguments):
+    """In a process of its own: print the two peaks."""
+    from transformers import LlamaForCausalLM  # noqa: F401  imports count as what was there before
+
+    torch.zeros(8, 8).bfloat16() @ torch.zeros(8, 8).bfloat16()
+    gc.collect()
+    before = private_bytes()
+    model, step = make_training(variant, arguments)
+    gc.collect()
+    with TensorLedger(model) as ledger:
+        loss = step()
+    with PrivateMemory() as memory:
+        step()
+        step()
+    print(json.dumps({"counted": ledger.peak.nbytes, "sampled": memory.highest - before, "loss": loss}))
+
+
+def peaks(arguments):
+    found = {}
+    for variant in VARIANTS:
+        command = [sys.executable, "-m", __spec__.name, "--one-peak", variant]
+        for name in ("layers", "batch", "length"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if answer.returncode:
+            raise SystemExit(answer.stderr)
+        found[variant] = json.loads(answer.stdout.splitlines()[-1])
+        print(variant, found[variant], file=sys.stderr, flush=True)
+    if len({found[variant]["loss"] for variant in VARIANTS}) > 1:
+        raise SystemExit("The compressed model computed another loss than the dense one.")
+    return found
+
+
+def in_memory(found):
+    by = {how: {variant: found[variant][how] for variant in VARIANTS} for how in ("counted", "sampled")}
+    return {
+        f"training peak, {how}": {"bytes": values}
+        | {
+            variant: {
+                "against plain": at_most(values[variant] / values["plain"], 0.5),
+                "against layerwise": at_most(values[variant] / values["layerwise"], 0.75),
+            }
+            for variant in COMPRESSED
+        }
+        for how, values in by.items()
+    }
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(cases, rounds):
+    """Seconds of each case per round, the order turning with the rounds, after one round to warm up."""
+    times = {name: [] for name in cases}
+    names = list(cases)
+    for round_ in range(rounds + 1):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            spent = seconds(cases[name])
+            if round_:
+                times[name].append(round(spent, 4))
+        print({name: values[-1:] for name, values in times.items()}, file=sys.stderr, flush=True)
+    return times
+
+
+def ratio(times, contender, base, target=None):
+    """How much faster the contender is than the base, round by round."""
+    ratios = [b / c for b, c in zip(times[base], times[contender], strict=True)]
+    median = statistics.median(ratios)
+    return {
+        "median": round(median, 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "target": target,
+        "met": None if target is None else median >= target,
+    }
+
+
+def at_most(value, target):
+    return {"value": round(value, 4), "target": target, "met": value <= target}
+
+
+def training_speed(arguments):
+    runs = {variant: make_training(variant, arguments)[1] for variant in ("layerwise", *COMPRESSED)}
+    times = compare(runs, arguments.rounds)
+    against = {variant: ratio(times, variant, "layerwise", 0.9) for variant in COMPRESSED}
+    return {"seconds_per_step": times, "against layerwise": against}
+
+
+def inference_speed(arguments):
+    (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
+    found = {"bytes held, against bf16": at_most(report.ratio, 0.665)}
+    for prompt, new in arguments.tokens:
+        for batch, target in ((1, 0.7), (32, 0.95)):
+            name = f"batch {batch}, {new} tokens after {prompt}"
+            found[name] = generation_speed(dense, compressed, (batch, prompt), new, target, arguments.rounds)
+    return found
+
+
+def generation_speed(dense, compressed, shape, new, target, rounds):
+    ids = torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(2))
+    options = {
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+    def ahead():
+        with netweight.decode_ahead():
+            compressed.generate(ids, **options)
+
+    if not torch.equal(dense.generate(ids, **options), compressed.generate(ids, **options)):
+        raise SystemExit("The compressed model generated other tokens than the dense one.")
+    cases = {
+        "dense": lambda: dense.generate(ids, **options),
+        "compressed": lambda: compressed.generate(ids, **options),
+        "compressed, decode ahead": ahead,
+    }
+    times = compare(cases, rounds)
+    torch.set_num_threads(2)
+    on_two = compare({name: cases[name] for name in ("dense", "compressed")}, rounds)
+    torch.set_num_threads(1)
+    return {
+        "seconds": times,
+        "dense, tokens per second": round(shape[0] * new / statistics.median(times["dense"]), 2),
+        "compressed": ratio(times, "compressed", "dense", target),
+        "compressed, decode ahead": ratio(times, "compressed, decode ahead", "dense", target),
+        "seconds, two torch threads": on_two,
+        "compressed, two torch threads for both": ratio(on_two, "compressed", "dense", target),
+    }
+
+
+def prompt_and_new(text):
+    prompt, new = text.split("+")
+    return int(prompt), int(new)
+
+
+def main():
+    parser = script(__doc__, "compressed-models")
+    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", nargs="+", type=prompt_and_new, default=[(8, 8), (192, 64)], metavar="PROMPT+NEW")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--one-peak", choices=VARIANTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.one_peak:
+        one_peak(arguments.one_peak, arguments)
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    result = {
+        "benchmark": "compressed-models",
+        "date": today(),
+        "model": {"layers": arguments.layers, "batch": [arguments.batch, arguments.length]},
+        "environment": describe({"codec_path": active_path()}),
+    }
+    if arguments.output.exists():  # parts that were measured before stay
+        result = json.loads(arguments.output.read_text()) | result
+    measures = {"memory": lambda: in_memory(peaks(arguments)), "training": lambda: training_speed(arguments)}
+    measures["inference"] = lambda: inference_speed(arguments)
+    for part in arguments.parts:
+        result[part] = measures[part]() | {"load_average": load()}
+    write(arguments.output, result, show=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of federated training and of what updates give away."""

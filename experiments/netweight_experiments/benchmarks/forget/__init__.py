@@ -1,0 +1,1 @@
+"""Benchmarks of finding and switching off memorizing neurons."""

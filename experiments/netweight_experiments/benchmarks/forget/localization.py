@@ -1,0 +1,259 @@
+"""How fast memorized prompts are localized beside the one-by-one loop, to the same neurons: measured, written as JSON.
+
+    python -m netweight_experiments.benchmarks.forget.localization
+
+On a miniature of captioned shapes, with its own threshold and statistics. Two loops, written from what the paper and
+a description of the released code say; each is compared with netweight at the settings that must find the very same
+neurons, which is asserted for every prompt and round.
+
+released  What the released code computes for a prompt: every prediction is made twice, the first one at the step before
+          and thrown away; the prompt's activations are collected by a run of the U-Net; statistics are read from the
+          disk in every stage; neurons that both rules chose are tried twice; every score is of all seeds that count.
+          Against `fidelity="reference", timing="code"`.
+clean     The same loop without any of that: one prediction per question, activations from the text, statistics in
+          memory, every neuron once. Against the defaults.
+
+Netweight is given all prompts in one call of `localize`, and searches several side by side; beside that stand one
+prompt at a time, to the same neurons, and `every_seed=False` ("likeliest seeds"), which need not find the same: for how
+many prompts it does is counted.
+
+Both block neurons by a hook on the layer, run the seeds of a question as one batch, and compare by netweight's own
+structural similarity, not by torchmetrics' slower one. Sides take turns in every round, so that
+they meet the same machine; ratios are of all prompts together, theirs over ours.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from netweight.core.environment import describe
+from netweight.core.units import Units
+from netweight.hf.load_pipeline import load_text_to_image
+from netweight.methods.forget.detect import (
+    calibrate,
+    detect,
+    first_step,
+    greatest,
+    noise_difference,
+    pairwise,
+    similarity,
+)
+from netweight.methods.forget.edit import deactivated
+from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, value_layers
+from netweight.methods.forget.localize import localize, stage_neurons
+from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.nn.hooks import capture
+from netweight.toys.diffusion import SHAPES_FOLDER, training_record
+from netweight.toys.shapes import ShapesWorld
+from netweight_experiments.benchmarks.script import now, options_of, script, write
+
+TOLERANCE = 1e-5  # of similarities, as in netweight: nearer ones are rounding
+SIDES = ("loop", "netweight", "one prompt at a time", "likeliest seeds")
+
+
+class Loop:
+    """The search one question at a time. `released` computes in vain what the released code does."""
+
+    def __init__(self, model, file, threshold, config, *, released):
+        self.model, self.file, self.config, self.released = model, file, config, released
+        self.threshold = threshold.value
+        self.aim = threshold.value if config.fidelity == "reference" else threshold.broken
+        self.layers = value_layers(model.denoiser)
+        self.usual = None if released else Statistics.read_published(file, self.layers)
+
+    def predictions(self, text, noise, blocked):
+        """Noise differences with neurons blocked, one row per seed."""
+        place = 0 if self.config.detection.timing == "paper" else 1
+        timesteps = self.model.timesteps(self.config.detection.steps)
+        units = Units({name: sorted(set(indices)) for name, indices in blocked.items() if indices})
+        rows = text.rows([0] * len(noise))
+        with deactivated(self.model.denoiser, units):
+            for timestep in timesteps[: place + 1] if self.released else timesteps[place : place + 1]:
+                said = self.model.predict(noise, timestep, rows).noise
+        return noise_difference(said, noise)
+
+    def activations(self, text, noise):
+        """The prompt's mean absolute values, layer by layer."""
+        if not self.released:
+            return {name: value[0] for name, value in text_activations(self.model, self.layers, text).items()}
+        with capture(self.model.denoiser, list(self.layers)) as seen:
+            self.predictions(text, noise[:1], {})
+            return {name: seen[name][-1].double().abs().mean(0) for name in self.layers}
+
+    def stage(self, active, theta, top):
+        usual = Statistics.read_published(self.file, self.layers) if self.released else self.usual
+        return stage_neurons(active, usual.z(active), theta, top, repeated=self.config.fidelity == "reference")
+
+    @torch.no_grad()
+    def run(self, prompt):
+        """Return the neurons of every layer before and after refinement, or None for a prompt that is not memorized."""
+        text = self.model.embed([prompt])
+        noise, _ = first_step(self.model, self.config.detection)
+        plain = self.predictions(text, noise, {})
+        seeds = greatest(pairwise(plain))
+        score = seeds.max() if self.config.fidelity == "reference" else seeds.mean()
+        kept = seeds > self.threshold
+        if not kept.any() or score <= self.threshold:
+            return None
+        noise, plain = noise[kept], plain[kept]
+
+        def highest(blocked):
+            return float(similarity(self.predictions(text, noise, blocked), plain).max())
+
+        active = self.activations(text, noise)
+        for top, theta in enumerate(self.config.thetas):
+            blocked = self.stage(active, theta, top)
+            reached = highest(blocked)
+            if reached <= self.aim:
+                break
+        limit = max(reached, self.aim)
+        strict = self.config.fidelity == "reference"
+
+        def holds(trial):
+            found = highest(trial)
+            return found < limit - TOLERANCE if strict else found <= limit + TOLERANCE
+
+        initial = {name: list(indices) for name, indices in blocked.items()}
+        for name in reversed(self.layers):
+            trial = {**blocked, name: []}
+            if blocked[name] and holds(trial):
+                blocked = trial
+        for name in reversed(self.layers):
+            place = 0
+            while place < len(blocked[name]):
+                trial = {**blocked, name: blocked[name][:place] + blocked[name][place + 1 :]}
+                if holds(trial):
+                    blocked = trial
+                else:
+                    place += 1
+        return initial, blocked
+
+
+class Counter:
+    """Counts runs of a network and their rows."""
+
+    def __init__(self, network):
+        self.calls = self.rows = 0
+        network.register_forward_pre_hook(self._count)
+
+    def _count(self, module, inputs):
+        self.calls, self.rows = self.calls + 1, self.rows + len(inputs[0])
+
+
+def timed(counter, work):
+    """What `work` returns, and what it took."""
+    calls, rows = counter.calls, counter.rows
+    cpu, wall = time.process_time(), time.perf_counter()
+    found = work()
+    took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    return found, {**took, "runs": counter.calls - calls, "rows": counter.rows - rows}
+
+
+def compared(model, prompts, ordinary, config, options, *, released):
+    """Rounds of both sides on all prompts; fails where they differ."""
+    counter = Counter(model.denoiser)
+    threshold = calibrate(detect(model, ordinary, config.detection))
+    usual = measure_statistics(model, ordinary)
+    ways = {"netweight": config, "one prompt at a time": config.replace(prompts=1),
+            "likeliest seeds": config.replace(every_seed=False)}  # fmt: skip
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "statistics.pt"
+        usual.write_published(file)
+        usual = Statistics.read_published(file, value_layers(model.denoiser))
+        loop = Loop(model, file, threshold, config, released=released)
+        for number in range(options.rounds + 1):  # the first warms both up, by one prompt, and is not counted
+            asked = prompts if number else prompts[:1]
+            theirs = {prompt: timed(counter, lambda prompt=prompt: loop.run(prompt)) for prompt in asked}
+            row = {"loop": added([cost for _, cost in theirs.values()])}
+            found = {}
+            for name, how in ways.items():
+                work = partial(localize, model, asked, usual, threshold, how, ledger=Path(folder) / f"{number} {name}")
+                found[name], row[name] = timed(counter, work)
+            for name in ("netweight", "one prompt at a time"):
+                for ours in found[name]:
+                    same(ours.prompt, theirs[ours.prompt][0], ours)
+            if number:
+                row["each prompt"] = {
+                    ours.prompt: {
+                        "loop": theirs[ours.prompt][1], "netweight, its share": added(ours.steps.values()),
+                        "neurons": len(ours.neurons), "status": ours.status,
+                        "likeliest seeds find the same": few.refined == ours.refined,
+                    }
+                    for ours, few in zip(found["netweight"], found["likeliest seeds"], strict=True)
+                }  # fmt: skip
+                rounds.append(row)
+                print("released" if released else "clean", number, {side: rounded(row[side]) for side in SIDES})
+    return {"threshold": threshold.to_json(), "rounds": rounds, **ratios(rounds)}
+
+
+def same(prompt, theirs, ours):
+    if theirs is None:
+        if ours.status != "not memorized":
+            raise AssertionError(f"{prompt}: the loop finds nothing memorized, netweight does.")
+    elif (ours.initial, ours.refined) != theirs:
+        raise AssertionError(f"{prompt}: {theirs} by the loop, {(ours.initial, ours.refined)} by netweight.")
+
+
+def added(costs):
+    costs = list(costs)
+    return {what: sum(cost[what] for cost in costs) for what in costs[0]}
+
+
+def rounded(cost):
+    return {what: round(value, 3) for what, value in cost.items()}
+
+
+def ratios(rounds):
+    """Theirs over ours, of whole rounds: the median with its range."""
+    found = {}
+    for side in SIDES[1:]:
+        found[side] = {}
+        for what in ("cpu", "wall", "runs", "rows"):
+            whole = [row["loop"][what] / row[side][what] for row in rounds]
+            found[side][what] = {"median": statistics.median(whole), "least": min(whole), "greatest": max(whole)}
+    found["prompts of which likeliest seeds find the same"] = sum(
+        each["likeliest seeds find the same"] for each in rounds[0]["each prompt"].values()
+    )
+    return {"ratios": found}
+
+
+def main():
+    parser = script(__doc__, whole=True)
+    parser.add_argument("--model", type=Path, default=SHAPES_FOLDER)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=8, help="planted ones: six verbatim, then two templates")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--together", type=int, default=LocalizationConfig().prompts, help="prompts side by side")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    world = ShapesWorld(training_record(options.model)["about"]["world"]["seed"])
+    prompts = [each.caption for each in world.planted[: options.prompts]]
+    detection = DetectionConfig(seeds=tuple(range(options.seeds)))
+    config = LocalizationConfig(detection=detection, prompts=options.together)
+    as_released = config.replace(fidelity="reference", detection=detection.replace(timing="code"))
+    results = {}
+    for name, how in (("released", as_released), ("clean", config)):
+        model = load_text_to_image(options.model, dtype=torch.float32)
+        ordinary = world.ordinary_captions[:48]
+        results[name] = compared(model, prompts, ordinary, how, options, released=name == "released")
+        print(name, json.dumps(results[name]["ratios"], indent=1), flush=True)
+    values = {
+        "what": "localization beside the one-by-one loop, on captioned shapes: a miniature",
+        "date": now(),
+        "options": options_of(options),
+        "model": load_text_to_image(options.model).digest(),
+        **results,
+        "environment": describe(),
+    }
+    write(options.output, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What benchmark scripts share: a parser with a file of results, and how results are written."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# Where results are kept, from the root of the source tree.
+RESULTS = Path("benchmarks") / "results"
+
+
+def script(doc: str | None, name: str = "", *, whole: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with `--output`: today's file of this name in `RESULTS`; by default none without a name."""
+    text = str(doc) if whole else str(doc).splitlines()[0]
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}-{today()}.json" if name else None)
+    return parser
+
+
+def today() -> str:
+    """Return the date."""
+    return datetime.date.today().isoformat()
+
+
+def now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def load() -> list[float]:
+    """Return the machine's load averages."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that are no paths."""
+    return {name: value for name, value in vars(given).items() if not isinstance(value, Path)}
+
+
+def write(output: Path | None, result: Any, *, show: bool = False) -> None:
+    """Write a result as JSON if there is a file to write, and to standard output if it is to be shown."""
+    text = json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n"
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    if show:
+        print(text, end="")

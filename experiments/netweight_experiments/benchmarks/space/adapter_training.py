@@ -1,0 +1,130 @@
+"""Training adapters of the small faces pipeline: many in one forward pass against one at a time, and against peft.
+
+    python -m netweight_experiments.benchmarks.space.adapter_training
+
+All ways train the same people from the same noise with Adam, rank 1 on queries and values of all attention, on one
+thread. Processor seconds per adapter and step, medians over rounds that take all ways in turn, so that what else the
+machine does meets all alike; ratios are against one adapter at a time. peft's loop is its users': an adapter added to
+the U-Net, one backward pass and one optimizer step for each batch of one person. `--each` is the pictures of a person
+at a step; 1 is the reference's. A miniature on a CPU: larger models leave less to gain there, and accelerators more.
+"""
+
+import statistics
+import time
+
+import torch
+
+from netweight.core.environment import describe
+from netweight.core.progress import Progress
+from netweight.hf.load_pipeline import text_to_image
+from netweight.hf.train_adapters import ATTENTION, Subject, train_pictures
+from netweight.nn import AdapterStack
+from netweight.nn.train_lora import AdapterRecipe
+from netweight.toys.faces_pipeline import FaceBank, faces_pipeline
+from netweight_experiments.benchmarks.script import now, script, write
+from netweight_experiments.toys.drawn_worlds import person_name
+
+
+def subjects(count):
+    bank = FaceBank()
+    found = []
+    for number in range(count):
+        prompts, pictures = bank.photographs(number)
+        found.append(Subject(person_name(number), pictures, tuple(prompts)))
+    return found
+
+
+def together(people, recipe, each):
+    """Seconds per adapter and step of all people in one forward pass."""
+    model = text_to_image(faces_pipeline())
+    begun = time.process_time()
+    train_pictures(model, people, recipe, layers=ATTENTION, each=each)
+    return (time.process_time() - begun) / recipe.steps / len(people)
+
+
+def by_peft(person, recipe, each):
+    """Seconds per step of one adapter of peft, trained as its examples do."""
+    import peft
+
+    model = text_to_image(faces_pipeline())
+    unet = model.denoiser.requires_grad_(False)
+    clean, text = model.to_latents(person.images), model.embed(person.prompts)
+    begun = time.process_time()
+    unet.add_adapter(peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.rank, target_modules=["to_q", "to_v"]))
+    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=recipe.learning_rate, fused=True)
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(recipe.steps):
+        rows = torch.randint(len(clean), (each,), generator=noise)
+        timesteps = torch.randint(model.levels, (each,), generator=noise)
+        drawn = torch.randn(each, *model.latent_shape, generator=noise)
+        model.training_errors(clean[rows], drawn, timesteps, text.rows(rows)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return (time.process_time() - begun) / recipe.steps
+
+
+def measured(options, each):
+    """Seconds of every way, by name."""
+    counts = [int(count) for count in options.adapters.split(",")]
+    people, recipe = subjects(max(counts)), AdapterRecipe(steps=options.steps)
+    ways = {"peft, one at a time": lambda: by_peft(people[0], recipe, each)}
+    for count in counts:
+        ways[f"{count} in one forward pass"] = lambda count=count: together(people[:count], recipe, each)
+    seconds = {name: [] for name in ways}
+    for _ in Progress().track(range(options.rounds), f"{each} pictures a step", unit="rounds"):
+        for name, way in ways.items():
+            seconds[name].append(way())
+    return seconds
+
+
+def same_adapters():
+    """How far adapters trained together are from those trained alone, relative to their size."""
+    model, people, recipe = text_to_image(faces_pipeline()), subjects(3), AdapterRecipe(steps=20)
+    whole = train_pictures(model, people, recipe).stack
+    away = []
+    for number, person in enumerate(people):
+        one = train_pictures(model, [person], recipe).stack
+        apart = AdapterStack.of([whole.adapter(number), one.adapter(0)])
+        difference = sum(float((apart.up[m][0] @ apart.down[m][0] - apart.up[m][1] @ apart.down[m][1]).square().sum())
+                         for m in apart.modules)  # fmt: skip
+        away.append(difference**0.5 / one.adapter(0).norm())
+    return max(away)
+
+
+def main():
+    parser = script(__doc__, whole=True)
+    parser.add_argument("--adapters", default="1,8,32")
+    parser.add_argument("--each", default="1,4")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for each in map(int, options.each.split(",")):
+        seconds = measured(options, each)
+        alone = seconds["1 in one forward pass"]
+        for name, values in seconds.items():
+            ratios = [one / value for one, value in zip(alone, values, strict=True)]
+            rows.append(
+                {"pictures a step": each, "way": name, "ms": 1e3 * statistics.median(values),
+                 "times as fast": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+            )  # fmt: skip
+            print(f"{each} pictures  {name:28} {rows[-1]['ms']:7.2f} ms per adapter and step,", end=" ")
+            print(f"{rows[-1]['times as fast']:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+    apart = same_adapters()
+    print(f"adapters trained together and alone differ by {apart:.1e} of their size")
+    values = {
+        "what": "training of adapters of the small faces pipeline: a miniature, processor seconds on one thread",
+        "date": now(),
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "rows": rows,
+        "together against alone": apart,
+        "environment": describe(),
+    }
+    write(options.output, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What adapters say of whom they were trained on, by how they are compared: changes, factors, canonical factors.
+
+    python -m netweight_experiments.benchmarks.space.gauge BANK [BANK ...]
+
+BANKs are folders of `python -m netweight_experiments.toys.face_bank`. The subjects' attributes are read off adapters by
+ridge regression on linear kernels, penalty chosen by leaving one out within the training part, R² on adapters left out
+in five folds. A miniature: drawn faces or vehicles, 16 × 16 pixels.
+
+changes    Inner products of ΔW; they do not depend on how ΔW is written as up @ down.
+factors    The reference's: all entries of both factors, standardized.
+canonical  The same of factors brought to singular vectors, √σ on each side, signs by the first adapter.
+regauged   "factors" after the factors of each adapter and module were multiplied by a random number and its inverse.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from netweight.core.environment import describe
+from netweight.methods.space.fitting.gram import inner_products
+from netweight.methods.space.labels import read_labels
+from netweight.nn import Adapter, AdapterStack, LowRank
+from netweight.store.bank.bank import AdapterBank
+from netweight.toys.faces import WORLDS
+from netweight_experiments.benchmarks.script import now, script, write
+from netweight_experiments.toys.drawn_worlds import r_squared
+
+FOLDS, PENALTIES = 5, [10.0**power for power in range(-6, 2)]
+
+
+def entries(stack):
+    """All entries of both factors, shape (n, entries), fp64."""
+    return torch.cat([part[name].double().flatten(1) for name in stack.modules for part in (stack.down, stack.up)], 1)
+
+
+def standardized(rows):
+    deviation = rows.std(0)
+    return (rows - rows.mean(0)) / torch.where(deviation > 0, deviation, 1.0)
+
+
+def canonical(stack):
+    """Factors as singular vectors times the root of their values; each down points as the first adapter's."""
+    adapters = []
+    for number in range(len(stack)):
+        found = {}
+        for name, change in stack.adapter(number).factors.items():
+            kept, _ = LowRank(change.down.double(), change.up.double(), change.scale).truncated(change.rank)
+            first = adapters[0].factors[name].down if adapters else kept.down
+            signs = torch.where((kept.down * first).sum(1) < 0, -1.0, 1.0).double()
+            found[name] = LowRank(kept.down * signs[:, None], kept.up * signs)
+        adapters.append(Adapter(found))
+    return AdapterStack.of(adapters)
+
+
+def regauged(stack):
+    """The same changes, written with other factors."""
+    noise, down, up = torch.Generator().manual_seed(0), {}, {}
+    for name in stack.modules:
+        factor = torch.randn(len(stack), 1, 1, generator=noise).mul(0.7).exp()
+        factor = factor * torch.randn(factor.shape, generator=noise).sign()
+        down[name], up[name] = stack.down[name] * factor, stack.up[name] / factor
+    return AdapterStack(down, up, stack.scale, stack.ranks)
+
+
+def kernels(stack):
+    linear = {"factors": entries(stack), "canonical": entries(canonical(stack)), "regauged": entries(regauged(stack))}
+    products = {name: (rows := standardized(values)) @ rows.T for name, values in linear.items()}
+    return {"changes": inner_products(stack, stack)} | products
+
+
+def centered(kernel, train, test):
+    """Products among training adapters, and of others with them, about the training adapters' mean."""
+    inner, cross = kernel[train][:, train], kernel[test][:, train]
+    mean = inner.mean(0)
+    return inner - mean - mean[:, None] + mean.mean(), cross - cross.mean(1, keepdim=True) - mean + mean.mean()
+
+
+def predicted(kernel, truth, train, test):
+    """What is read off adapters left out; each column's penalty is the best at leaving one out of training."""
+    inner, cross = centered(kernel, train, test)
+    values, vectors = torch.linalg.eigh(inner)
+    mean = truth[train].mean(0)
+    target = vectors.T @ (truth[train] - mean)
+    best = None
+    for penalty in PENALTIES:
+        shrunk = 1 / (values.clamp_min(0) + penalty * values.mean())
+        solved = vectors @ (shrunk[:, None] * target)
+        leverage = (vectors.square() * shrunk).sum(1)  # diagonal of the inverse
+        missed = (solved / leverage[:, None]).square().mean(0)
+        said = cross @ solved + mean
+        best = (missed, said) if best is None else (
+            torch.minimum(missed, best[0]), torch.where(missed < best[0], said, best[1]))  # fmt: skip
+    return best[1]
+
+
+def probed(kernel, truth, attributes):
+    """R² of each attribute on adapters left out."""
+    said, fold = torch.empty_like(truth), torch.arange(len(truth)) % FOLDS
+    for part in range(FOLDS):
+        said[fold == part] = predicted(kernel, truth, (fold != part).nonzero()[:, 0], (fold == part).nonzero()[:, 0])
+    return dict(zip(attributes, r_squared(truth, said).tolist(), strict=True))
+
+
+def main():
+    parser = script(__doc__, whole=True)
+    parser.add_argument("banks", nargs="+", type=Path)
+    parser.add_argument("--world", default="face", choices=list(WORLDS))
+    parser.add_argument("--numbers", default="64,128,256,512,1000")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, world = [], WORLDS[options.world]
+    for folder in options.banks:
+        bank = AdapterBank.open(folder / "bank")
+        labels = read_labels(folder / "labels.csv", bank.names)
+        truth = torch.stack([labels[name].values for name in world.attributes], 1)
+        about = json.loads((folder / "training.json").read_text())
+        every = kernels(bank.stack(0, len(bank)))
+        for count in sorted({min(int(number), len(bank)) for number in options.numbers.split(",")}):
+            for name, kernel in every.items():
+                found = probed(kernel[:count, :count], truth[:count], world.attributes)
+                rows.append(
+                    {"bank": folder.name, "start": about["about"]["bank"]["recipe"]["start"], "n": count,
+                     "kernel": name, "r_squared": found, "mean": sum(found.values()) / len(found),
+                     "strong": sum(found[one] for one in world.strong) / len(world.strong)}
+                )  # fmt: skip
+                each = " ".join(f"{one} {value:.2f}" for one, value in found.items())
+                print(f"{folder.name} {count:5} {name:9} strong {rows[-1]['strong']:.3f}", end=" ")
+                print(f"mean {rows[-1]['mean']:.3f}  {each}", flush=True)
+    values = {
+        "what": f"probes of attributes of drawn {world.name}s from their adapters: a miniature",
+        "date": now(),
+        "folds": FOLDS,
+        "rows": rows,
+        "environment": describe(),
+    }
+    write(options.output, values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""The tables and figures of the five papers, measured again: `netweight reproduce`.
+
+`registry.py` holds what can be measured, `published.py` the papers' numbers, `catalog.py` the list of everything the
+papers show, `compare.py` lays measured beside published, `grid.py` makes tables of runs. Every paper has a folder.
+"""
+
+from __future__ import annotations
+
+from netweight_experiments.tables.compare import Reproduction, run_table
+from netweight_experiments.tables.registry import Column, Measured, Row, table
+
+__all__ = ["Column", "Measured", "Reproduction", "Row", "run_table", "table"]

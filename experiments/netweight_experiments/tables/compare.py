@@ -1,0 +1,266 @@
+"""Measure one table, lay it beside the published one, keep the result: what `netweight reproduce TABLE` does.
+
+Every run has a folder of its own, `OUT/ID-SCALE/`, with result.json (the measurement), report.json and report.html. A
+finished run is reused; an unfinished one starts again in the same folder, where the table function may have kept
+what lets it resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
+from netweight.report.finding import Figure, Finding, Number, Table, decode_json, encode_json
+from netweight.report.report import Report, make_folder, write_text
+from netweight_experiments.tables.catalog import title_of
+from netweight_experiments.tables.published import Published, published
+from netweight_experiments.tables.registry import Column, Measured, Row, Scale, TableEntry, find, unmet
+
+# Version of result.json.
+FORMAT = 1
+_THIRD_PARTY = "third-party re-run"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number of a table, published and measured."""
+
+    row: str  # name of the row, as published where both exist
+    column: str  # name of the column
+    unit: str  # unit of the three numbers
+    better: str | None  # which direction is better, or None
+    published: Number | None  # the paper's number, or None
+    measured: Number | None  # ours, or None
+    difference: float | None  # measured minus published, or None when one of them is missing
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A measured table beside the published one."""
+
+    id: str  # the table
+    scale: Scale  # "small" or "paper"
+    folder: Path  # where its files are
+    reused: bool  # whether a finished run was found and taken
+    published: Published | None  # the paper's table, or None
+    measured: Measured
+    comparisons: tuple[Comparison, ...]  # both, number by number
+
+    @property
+    def published_name(self) -> str:
+        """What the published numbers are called: a third party's are never called the paper's."""
+        third = self.published is not None and self.published.source == _THIRD_PARTY
+        return _THIRD_PARTY if third else "published"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `netweight reproduce --json` prints."""
+        return {
+            "id": self.id,
+            "scale": self.scale,
+            "folder": str(self.folder),
+            "reused": self.reused,
+            "published": self.published is not None,
+            "source": None if self.published is None else self.published.source,
+            "rows": [encode_json(asdict(comparison)) for comparison in self.comparisons],
+            "differs": list(self.measured.differs),
+            "notes": list(self.measured.notes),
+            "findings": [finding.to_json() for finding in self.measured.findings],
+            "report": str(self.folder / "report.html"),
+        }
+
+
+def run_table(
+    table_id: str,
+    *,
+    scale: Scale = "small",
+    out: str | os.PathLike[str],
+    overwrite: bool = False,
+    options: Mapping[str, Any] | None = None,
+    command: str | None = None,
+) -> Reproduction:
+    """Measure a table, or take the finished measurement of an earlier run, and write its report."""
+    if scale not in ("small", "paper"):
+        raise UsageError(f"There is no scale {scale!r}.", cure="Use small or paper.")
+    entry = find(table_id)
+    given = _checked_options(entry, options or {})
+    numbers = published(table_id)
+    folder = Path(out) / f"{table_id}-{scale}"
+    file = folder / "result.json"
+    measured = None if overwrite or not file.exists() else _load(file, given)
+    reused = measured is not None
+    if measured is None:
+        measured = _measure(entry, scale, folder, given)
+        write_text(file, _dump(measured, entry, scale, given))
+    result = Reproduction(table_id, scale, folder, reused, numbers, measured, compare(numbers, measured))
+    if not reused or not (folder / "report.html").exists():
+        write_report(result, command=command)
+    return result
+
+
+def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, ...]:
+    """Lay a measured table beside the published one."""
+    known = {column.name: column for column in (numbers.columns if numbers else ())}
+    ours: dict[tuple[str, str], tuple[Column, Number | None]] = {}
+    for row in measured.rows:
+        for own, value in zip(measured.columns, row.values, strict=True):
+            column = _same_unit(known.get(measured.labels.get(own.name, own.name), own), own)
+            ours[measured.labels.get(row.name, row.name), column.name] = (column, value)
+    theirs = {
+        (row.name, column.name): (column, value)
+        for row in (numbers.rows if numbers else ())
+        for column, value in zip(known.values(), row.values, strict=True)
+    }
+    pairs = []
+    for place in {**theirs, **ours}:
+        column = (theirs.get(place) or ours[place])[0]
+        paper, here = theirs.get(place, (column, None))[1], ours.get(place, (column, None))[1]
+        if paper is not None or here is not None:
+            difference = None if paper is None or here is None else float(here) - float(paper)
+            pairs.append(Comparison(*place, column.unit, column.better, paper, here, difference))
+    return tuple(pairs)
+
+
+def _same_unit(paper: Column, own: Column) -> Column:
+    """The published column, after checking that the measured one may be laid beside it."""
+    if own.unit and own.unit != paper.unit:
+        raise UsageError(
+            f"Column {paper.name!r} is published in {paper.unit!r} and was measured in {own.unit!r}.",
+            cure="Measure it in the published unit.",
+        )
+    return paper
+
+
+def write_report(result: Reproduction, *, command: str | None = None) -> Path:
+    """Write report.json and report.html of a reproduction into its folder."""
+    numbers, measured = result.published, result.measured
+    report = Report(
+        f"{result.id}, measured again",
+        summary=_summary(result),
+        command=command or f"netweight reproduce {result.id} --scale {result.scale}",
+        inputs=measured.inputs,
+    )
+    report.section(
+        title_of(result.id),
+        measured.findings,
+        tables=[*measured.tables, _comparison_table(result)],
+        figures=measured.figures,
+        intro="\n\n".join(numbers.notes) if numbers else "",
+        question=f"Does what {numbers.table if numbers else 'the figure'} shows hold here?",
+    )
+    return report.write(result.folder)
+
+
+def _summary(result: Reproduction) -> str:
+    numbers = result.published
+    if numbers is None:
+        return "No published numbers are at hand, so there is nothing to lay beside what was measured."
+    if numbers.source == _THIRD_PARTY:
+        return (
+            f"Statistics of a third-party re-run of “{numbers.paper}” (arXiv {numbers.arxiv}), beside measured ones "
+            f"at scale {result.scale}. The published numbers are a third party's, not the paper's."
+        )
+    return f"{numbers.table} of “{numbers.paper}” (arXiv {numbers.arxiv}) at scale {result.scale}."
+
+
+def _comparison_table(result: Reproduction) -> Table:
+    """The comparison for a page: columns that would be empty are left out, a repeated row name is printed once."""
+    cells: dict[str, list[Any]] = {
+        "unit": [c.unit for c in result.comparisons],
+        "better": [c.better for c in result.comparisons],
+        result.published_name: [c.published for c in result.comparisons],
+        "measured": [c.measured for c in result.comparisons],
+        "difference": [c.difference for c in result.comparisons],
+    }
+    shown = {name: column for name, column in cells.items() if any(value not in (None, "") for value in column)}
+    names = [c.row for c in result.comparisons]
+    first = [name if number == 0 or name != names[number - 1] else "" for number, name in enumerate(names)]
+    columns: list[list[Any]] = [first, [c.column for c in result.comparisons], *shown.values()]
+    rows = list(zip(*columns, strict=True))
+    notes = [*result.measured.notes, *(f"Differs from the paper: {sentence}" for sentence in result.measured.differs)]
+    title = f"{result.published_name.capitalize()} beside measured" if result.published else "Measured"
+    return Table(title, [Column(name) for name in ("row", "column", *shown)], rows, notes)
+
+
+def _checked_options(entry: TableEntry, options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in entry.options:
+            takes = ", ".join(entry.options) or "none"
+            raise UsageError(f"Table {entry.id} takes no option {name!r}.", cure=f"It takes: {takes}.")
+    return given
+
+
+def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str, Any]) -> Measured:
+    missing = unmet(entry.needs)
+    if missing:
+        raise MissingExtra(f"Table {entry.id} {'; '.join(missing)}.")
+    make_folder(folder)
+    started = time.monotonic()
+    measured = entry.run(scale, folder, **options)
+    seconds = time.monotonic() - started
+    took = f"Measured in {seconds:.0f} s." if seconds >= 1 else "Measured in less than a second."
+    return Measured(**{**_shallow(measured), "notes": (*measured.notes, took)})
+
+
+def _shallow(measured: Measured) -> dict[str, Any]:
+    return {name: getattr(measured, name) for name in Measured.__dataclass_fields__}
+
+
+def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[str, Any]) -> str:
+    content = {
+        "netweight_result": FORMAT,
+        "id": entry.id,
+        "scale": scale,
+        "options": {name: str(value) for name, value in sorted(options.items())},
+        "columns": [asdict(column) for column in measured.columns],
+        "rows": [asdict(row) for row in measured.rows],
+        "differs": measured.differs,
+        "labels": dict(measured.labels),
+        "findings": [finding.to_json() for finding in measured.findings],
+        "figures": [asdict(figure) for figure in measured.figures],
+        "tables": [asdict(own) for own in measured.tables],
+        "notes": measured.notes,
+        "inputs": dict(measured.inputs),
+    }
+    return json.dumps(encode_json(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _load(file: Path, options: Mapping[str, Any]) -> Measured:
+    cure = "Measure again with --overwrite, or choose another --out."
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["netweight_result"] != FORMAT:
+            raise ValueError(f"format {data['netweight_result']}")
+        if data["options"] != {name: str(value) for name, value in options.items()}:
+            had = ", ".join(f"{name}={value}" for name, value in data["options"].items()) or "no options"
+            raise OutputExists(f"{file} holds a run with {had}.", cure=cure)
+        findings = tuple(Finding.from_json(finding) for finding in data["findings"])
+        return Measured(
+            columns=tuple(Column(**column) for column in data["columns"]),
+            rows=tuple(Row(row["name"], _numbers(row["values"])) for row in data["rows"]),
+            differs=tuple(data["differs"]),
+            labels=data["labels"],
+            findings=findings,
+            figures=tuple(Figure(**figure) for figure in data["figures"]),
+            tables=tuple(_table(own) for own in data.get("tables", ())),
+            notes=tuple(data["notes"]),
+            inputs=data["inputs"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unsupported(f"{file} is not the result of a run of this version: {error!r}.", cure=cure) from error
+
+
+def _table(data: dict[str, Any]) -> Table:
+    columns = [Column(**column) if isinstance(column, dict) else column for column in data["columns"]]
+    rows = cast("list[list[Any]]", decode_json(data["rows"]))
+    return Table(data["title"], tuple(columns), tuple(tuple(row) for row in rows), tuple(data["notes"]))
+
+
+def _numbers(values: list[Any]) -> tuple[Number | None, ...]:
+    return tuple(cast("list[Number | None]", decode_json(values)))

@@ -1,0 +1,102 @@
+"""Tables as grids: columns are functions of a row, rows are made of runs, and each run is remembered in a ledger."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from netweight.core.engines import in_process
+from netweight.core.runs import Ledger, map_runs
+from netweight.errors import NetweightError, UsageError
+from netweight.metrics.intervals import Interval
+from netweight.report.finding import Finding
+from netweight_experiments.tables.registry import Column, Measured, Row
+
+# Name of the ledger in a folder of runs.
+LEDGER = "runs.jsonl"
+
+
+class Named(Protocol):
+    """A run's settings, with a name that tells it from others."""
+
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
+T = TypeVar("T")
+# A column and what it shows of a row: a number, or None.
+Cell = tuple[Column, Callable[[T], Any]]
+
+
+def grid(rows: Mapping[str, T], cells: Sequence[Cell[T]], **more: Any) -> Measured:
+    """Lay rows out by columns; `more` are the other fields of `Measured`."""
+    return Measured(tuple(column for column, _ in cells), rows_of(rows, cells), **more)
+
+
+def rows_of(rows: Mapping[str, T], cells: Sequence[Cell[T]]) -> tuple[Row, ...]:
+    """Return the rows of a grid alone."""
+    return tuple(Row(name, tuple(value(row) for _, value in cells)) for name, row in rows.items())
+
+
+def interval_finding(name: str, interval: Interval, **more: Any) -> Finding:
+    """Return an estimate with its interval as a finding."""
+    return Finding(name, interval.estimate, **{"ci95": interval.ci95, "n": interval.n, **more})
+
+
+def run_each(run: Callable[[R], Any], settings: Sequence[R], *, ledger: Path) -> list[Any]:
+    """Run one after another in this process what the ledger does not remember; return JSON values, in order."""
+    values = []
+    for result in map_runs(run, settings, ledger=ledger, engine=in_process, ordered=True):
+        if not result.ok:
+            last = (result.error or "").strip().splitlines()[-1]
+            raise NetweightError(f"{result.config.name} failed: {last}", cure="Run it again to continue.")
+        values.append(result.value)
+    return values
+
+
+def chosen(runs: Sequence[R], only: str | None) -> list[R]:
+    """Return the runs whose name fits a pattern; None fits all, "none" none."""
+    if only == "none":
+        return []
+    found = [run for run in runs if only is None or fnmatch(run.name, only)]
+    if not found:
+        cure = f"Names are like {runs[0].name!r}; * fits any part."
+        raise UsageError(f"The pattern {only!r} fits no run.", cure=cure)
+    return found
+
+
+def finished(folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
+    """Return every run in a folder's ledger that ended well, with what it returned."""
+    # `kind` makes a run's settings of their fields: a frozen dataclass, or a function for one that holds another.
+    if not (folder / LEDGER).exists():
+        return {}
+    with Ledger(folder / LEDGER) as ledger:
+        records = ledger.records.values()
+        return {kind(**record["config"]): record["value"] for record in records if record["error"] is None}
+
+
+def finished_of(runs: Sequence[R], folder: Path, kind: Callable[..., R]) -> dict[R, dict[str, Any]]:
+    """Return those of the runs that a folder's ledger remembers, of which there must be one."""
+    known = finished(folder, kind)
+    found = {run: known[run] for run in runs if run in known}
+    if not found:
+        raise UsageError("No run of the table is finished.", cure="Leave --only out, or give another pattern.")
+    return found
+
+
+def as_text(image: Tensor) -> str:
+    """Return an image within 0 and 1, of any shape, in 256 shades as text, so that a ledger can hold it."""
+    return base64.b64encode((image * 255).round().byte().numpy().tobytes()).decode()
+
+
+def picture(text: str, like: Sequence[int]) -> Tensor:
+    """Return a picture that `as_text` wrote of shape `like`, `(c, h, w)`; within 0 and 1, shape `(h, w, c)`."""
+    pixels = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return pixels.view(tuple(like)).permute(1, 2, 0) / 255

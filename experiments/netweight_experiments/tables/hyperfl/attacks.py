@@ -1,0 +1,232 @@
+"""HyperFL's tables 3 and 5, figures 5 to 7: IG, ROG and the tailored attack; the analytic one is not in the paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, final
+
+from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap, t_interval
+from netweight.report.finding import Figure, Finding
+from netweight.report.plots import image_grid
+from netweight_experiments.tables.grid import Cell, chosen, finished_of, grid, picture
+from netweight_experiments.tables.hyperfl.inversion import AttackRun, attack_all
+from netweight_experiments.tables.registry import Column, Measured, Scale, table
+
+DATA = {"emnist-letters": "EMNIST", "cifar10": "CIFAR-10", "digits": "digits"}
+_SMALL_STEPS = {"ig": 150, "rog": 100, "tailored": 20, "analytic": 3}
+_IMAGES = {"small": 2, "paper": 16}
+
+
+@final
+@dataclass(frozen=True)
+class Line:
+    """A row of a table, or of a figure."""
+
+    title: str  # its name
+    method: str  # the attacked method
+    attack: str
+
+
+_ANALYTIC = Line("HyperFL, analytic attack", "hyperfl", "analytic")
+# Rows of table 3 and figure 5.
+IG = (
+    Line("FedAvg", "fedavg", "ig"),
+    Line("pFedHN", "pfedhn", "ig"),
+    Line("pFedHN-PC", "pfedhn-pc", "ig"),
+    Line("DP-FedAvg", "dp-fedavg", "ig"),
+    Line("CENTAUR", "centaur", "ig"),
+    Line("PPSGD", "ppsgd", "ig"),
+    Line("HyperFL", "hyperfl", "ig"),
+    _ANALYTIC,
+)
+# Rows of table 5 and figure 6.
+ROG = (Line("FedAvg", "fedavg", "rog"), Line("HyperFL", "hyperfl", "rog"))
+# Rows of figure 7.
+TAILORED = (Line("HyperFL, tailored attack", "hyperfl", "tailored"), _ANALYTIC)
+_TARGETS = {
+    ("FedAvg", "psnr"): 30.0,
+    ("FedAvg", "ssim"): 0.88,
+    (_ANALYTIC.title, "psnr"): 20.0,
+    (_ANALYTIC.title, "ssim"): 0.8,
+}
+_COSINE = 0.999
+# What findings tell of, the attacker's view.
+_FOUND = (("cosine", "cosine of the recovered gradient", ""), ("psnr", "PSNR", "dB"), ("ssim", "SSIM", ""))
+
+
+def runs_of(lines: Sequence[Line], scale: Scale) -> list[AttackRun]:
+    """Return the attacks of a table or figure, image by image."""
+    data = ["emnist-letters", "cifar10"] if scale == "paper" else [_at_hand()]
+    return [
+        AttackRun(name, line.method, line.attack, image, _SMALL_STEPS[line.attack] if scale == "small" else None)
+        for name in data
+        for image in range(_IMAGES[scale])
+        for line in lines
+    ]
+
+
+def _at_hand() -> str:
+    root = os.environ.get("NETWEIGHT_DATA")
+    return "emnist-letters" if root and (Path(root) / "emnist_letters").is_dir() else "digits"
+
+
+def attacked(
+    lines: Sequence[Line], scale: Scale, out: Path, only: str | None = None
+) -> dict[AttackRun, dict[str, Any]]:
+    """Run what is not yet run and return all that is finished, image by image."""
+    runs, folder = runs_of(lines, scale), out.parent / f"hyperfl-attacks-{scale}"
+    attack_all(chosen(runs, only), folder)
+    return finished_of(runs, folder, AttackRun)
+
+
+@table("hyperfl-table3", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
+def table3(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+    """Attack one client's first update under seven methods by IG, and HyperFL's analytically."""
+    return measured(attacked(IG, scale, out, only), IG, scale)
+
+
+@table("hyperfl-table5", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
+def table5(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+    """Attack one client's first update under FedAvg and HyperFL by ROG's first stage."""
+    return measured(attacked(ROG, scale, out, only), ROG, scale)
+
+
+def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], scale: Scale) -> Measured:
+    """Return means over images as rows, intervals and targets as findings."""
+    names = [name for name in DATA if any(run.data == name for run in found)]
+
+    def of(line: Line, data: str, metric: str) -> list[float]:
+        runs = (v for r, v in found.items() if (r.data, r.method, r.attack) == (data, line.method, line.attack))
+        return [value[metric] for value in runs if value.get(metric) is not None]
+
+    def cell(data: str, metric: str, unit: str, better: Any) -> Cell[Line]:
+        column = Column(f"{DATA[data]} {metric.upper()}", unit, better)
+        return column, lambda line: mean(values) if (values := of(line, data, metric)) else None
+
+    metrics = (("psnr", "dB", "lower"), ("ssim", "score", "lower"), ("lpips", "score", "higher"))
+    findings = []
+    for line in lines:
+        for name in names:
+            wanted = line.attack in ("ig", "analytic") and name == "emnist-letters" and scale == "paper"
+            for metric, label, unit in _FOUND:
+                target = _COSINE if metric == "cosine" else _TARGETS.get((line.title, metric)) if wanted else None
+                if each := of(line, name, metric):
+                    detail = {"each": each, "attack": of(line, name, "attack")[0]}
+                    findings.append(
+                        Finding(
+                            f"{label}, {line.title}, {DATA[name]}", mean(each), ci95=_interval(each), n=len(each),
+                            unit=unit, better="higher", target=target, seeds=tuple(range(len(each))), detail=detail,
+                        )
+                    )  # fmt: skip
+    return grid(
+        {line.title: line for line in lines},
+        [cell(name, *metric) for name in names for metric in metrics],
+        differs=_differs(lines, names, scale),
+        findings=tuple(findings),
+        notes=_notes(lines, found),
+    )
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 2:
+        return None
+    return (bootstrap(values, seed=0) if len(values) >= MINIMUM_FOR_BOOTSTRAP else t_interval(values)).ci95
+
+
+def _differs(lines: Sequence[Line], names: Sequence[str], scale: Scale) -> tuple[str, ...]:
+    sentences = [
+        "One image, one step from the initial state, label known to the server: the paper states none of these."
+    ]
+    if scale == "small":
+        sentences.append("A miniature: 2 images, and few steps of each attack.")
+    if "emnist-letters" in names:
+        sentences.append("EMNIST letters stand in for EMNIST byclass.")
+    if "cifar10" in names:
+        sentences.append("CIFAR-10 comes as JPEG pictures, a stand-in for the lossless ones.")
+    if "digits" in names:
+        sentences.append("scikit-learn's digits stand in for EMNIST, as NETWEIGHT_DATA holds no EMNIST letters.")
+    if any(line.attack == "rog" for line in lines):
+        sentences.append("ROG without post-processing: its second stage is a trained network that is not at hand.")
+    if any(line.attack == "tailored" for line in lines):
+        sentences.append("The tailored attack is a reconstruction of the idea; the paper does not say how it works.")
+    return tuple(sentences)
+
+
+def _notes(lines: Sequence[Line], found: Mapping[AttackRun, Mapping[str, Any]]) -> tuple[str, ...]:
+    notes = [
+        f"Means over {len({run.image for run in found})} images of each data set, each with an untrained network of its"
+        " own. LPIPS is not measured: its backbone is not part of this library."
+    ]
+    attacks = {line.attack for line in lines}
+    if attacks & {"ig", "rog"}:
+        notes.append(
+            "HyperFL: embedding and classifier are guessed, and the update of the hypernetwork's heads is matched,"
+            " which is what the paper must have done."
+        )
+    if "analytic" in attacks:
+        notes.append(
+            "HyperFL, analytic attack: the same update, whose biases give the gradient away; no label, embedding or"
+            " classifier is used. Not in the paper, and it refutes its claim for one step."
+        )
+    if any(line.method in ("dp-fedavg", "centaur", "ppsgd") for line in lines):
+        notes.append(
+            "Private methods have the noise of ε = 4, δ = 1e-5 over 200 rounds of 5 epochs with batches of 50."
+        )
+    if any(line.method in ("pfedhn-pc", "centaur", "ppsgd") for line in lines):
+        notes.append(
+            "A head that stays with the client is taken to be the initial one, as every client begins with it;"
+            " CENTAUR's own phase of the head is left out, which favors the attacker."
+        )
+    return tuple(notes)
+
+
+_SHOWN = 8
+_SHAPES = {"emnist-letters": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 28, 28)}
+
+
+@table("hyperfl-fig5", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
+def figure5(scale: Scale, out: Path) -> Measured:
+    """Draw what IG makes of one client's update under seven methods, and the analytic attack of HyperFL's."""
+    return _drawn(IG, scale, out, "IG")
+
+
+@table("hyperfl-fig6", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
+def figure6(scale: Scale, out: Path) -> Measured:
+    """Draw what ROG's first stage makes of one client's update under FedAvg and HyperFL."""
+    return _drawn(ROG, scale, out, "ROG without post-processing")
+
+
+@table("hyperfl-fig7", needs=("evidence",), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
+def figure7(scale: Scale, out: Path) -> Measured:
+    """Draw what the tailored attack makes of one client's update under HyperFL, and what the analytic one does."""
+    return _drawn(TAILORED, scale, out, "the tailored attack")
+
+
+def _drawn(lines: Sequence[Line], scale: Scale, out: Path, attack: str) -> Measured:
+    found = attacked(lines, scale, out)
+    names = [name for name in DATA if any(run.data == name for run in found)]
+    return dataclasses.replace(
+        measured(found, lines, scale), figures=tuple(_drawn_images(found, lines, name, attack) for name in names)
+    )
+
+
+def _drawn_images(
+    found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], data: str, attack: str
+) -> Figure:
+    here = {(run.image, run.method, run.attack): value for run, value in found.items() if run.data == data}
+    shown = sorted({image for image, _, _ in here})[:_SHOWN]
+    shape = _SHAPES[data]
+    truth = [picture(here[image, lines[0].method, lines[0].attack]["truth"], shape) for image in shown]
+    made = [[picture(here[image, line.method, line.attack]["made"], shape) for image in shown] for line in lines]
+    return image_grid(
+        [truth, *made],
+        rows=["original", *(line.title.replace(", ", ",\n") for line in lines)],
+        columns=[str(image + 1) for image in shown],
+        alt=f"Test images of {DATA[data]} above what {attack} reconstructs from one client's update, method by method.",
+        caption=f"{DATA[data]}: images and their reconstructions by {attack}.",
+    )

@@ -1,0 +1,166 @@
+"""Everything that is measured at the paper's size, in one go and within a limit of time: `netweight benchmark gpu`.
+
+Each run is kept as soon as it has ended. What no longer fits into the limit is left out, said so, and done by the next
+call with the same folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+
+from netweight.core.digest import of_config
+from netweight.core.engines import in_process
+from netweight.core.environment import describe
+from netweight.core.progress import QUIET, Progress
+from netweight.core.runs import Ledger, map_runs
+from netweight.errors import NetweightError
+from netweight.report.finding import Table, encode_json
+from netweight.report.report import Report
+from netweight_experiments.tables.compare import Comparison, compare
+from netweight_experiments.tables.neuzip.paper_scale_inference import WAYS, infer, measured_inference
+from netweight_experiments.tables.neuzip.paper_scale_models import (
+    PAPER,
+    TRIAL,
+    Extent,
+    chosen_device,
+    runs_of,
+)
+from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
+from netweight_experiments.tables.neuzip.throughput import measured_throughput, throughput
+from netweight_experiments.tables.neuzip.training import COMPRESSED, LOMO, VANILLA
+from netweight_experiments.tables.published import published
+from netweight_experiments.tables.registry import Measured
+
+R = TypeVar("R")
+
+
+@final
+@dataclass(frozen=True)
+class AtSize:
+    """What was measured."""
+
+    device: str  # name of the device
+    tables: Mapping[str, Measured]  # table or figure → what was measured of it
+    left_out: tuple[str, ...]  # runs for which there was no time, in words
+    report: Path  # the page
+
+    def comparisons(self, table_id: str) -> tuple[Comparison, ...]:
+        """Lay a table beside the published one; rows and columns that only one of them has stay alone."""
+        return compare(published(table_id), self.tables[table_id])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything, for the result file."""
+        return {
+            "benchmark": "gpu",
+            "device": self.device,
+            "environment": describe(),
+            "left_out": list(self.left_out),
+            "tables": {
+                table_id: {
+                    "numbers": [encode_json(asdict(one)) for one in self.comparisons(table_id)],
+                    "findings": [finding.to_json() for finding in measured.findings],
+                    "tables": [encode_json(asdict(own)) for own in measured.tables],
+                    "differs": list(measured.differs),
+                    "notes": list(measured.notes),
+                }
+                for table_id, measured in self.tables.items()
+            },
+        }
+
+
+def measure_at_size(
+    out: Path,
+    *,
+    device: str | None = None,
+    trial: bool = False,
+    minutes: float = 10.0,
+    command: str,
+    progress: Progress = QUIET,
+) -> AtSize:
+    """Measure figure 4 and tables 1 and 3(a) of NeuZip on models of the paper's shapes with random weights."""
+    place = chosen_device(device or ("cpu" if trial else None))
+    until = time.monotonic() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    left_out: list[str] = []
+
+    def all_of(what: str, function: Callable[[R], Any], runs: Sequence[R]) -> dict[R, Any]:
+        found, late = _in_time(function, runs, out / f"{what}.jsonl", until, progress, what)
+        left_out.extend(late)
+        return found
+
+    rates = all_of("throughput", _throughput, [_Throughput(place.type, trial)])
+    inference = all_of("inference", infer, runs_of(WAYS, place.type, trial=trial))
+    training = all_of("training", train, runs_of((COMPRESSED, LOMO, VANILLA), place.type, trial=trial))
+    tables: dict[str, Measured] = {}
+    if rates:
+        tables["neuzip-fig4"] = measured_throughput(next(iter(rates.values())), place)
+    if training:
+        tables["neuzip-table1"] = measured_training(training)
+    if inference:
+        tables["neuzip-table3-decoder"] = measured_inference(inference)
+    done = AtSize(_name(place), tables, tuple(left_out), out / "report.html")
+    _write(done, out, command, trial)
+    return done
+
+
+@final
+@dataclass(frozen=True)
+class _Throughput:
+    device: str
+    trial: bool
+
+
+def _throughput(run: _Throughput) -> dict[str, Any]:
+    extent: Extent = TRIAL if run.trial else PAPER
+    return throughput(chosen_device(run.device), extent.sides, rounds=extent.rounds)
+
+
+def _name(device: Any) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _in_time(
+    function: Callable[[R], Any], runs: Sequence[R], ledger: Path, until: float, progress: Progress, what: str
+) -> tuple[dict[R, Any], list[str]]:
+    """Run what there is time for; what an earlier call has finished takes none."""
+    found: dict[R, Any] = {}
+    late: list[str] = []
+    for run in progress.track(runs, what, len(runs), unit="runs"):
+        if time.monotonic() > until and not _is_kept(function, run, ledger):
+            late.append(" ".join(str(value) for value in asdict(run).values()))  # type: ignore[call-overload]
+            continue
+        (result,) = map_runs(function, [run], ledger=ledger, engine=in_process)
+        if not result.ok:
+            last = (result.error or "").strip().splitlines()[-1]
+            raise NetweightError(f"{what} of {run} failed: {last}", cure="Run it again to continue.")
+        found[run] = result.value
+    return found, late
+
+
+def _is_kept(function: Callable[[R], Any], run: R, ledger: Path) -> bool:
+    with Ledger(ledger) as kept:
+        record = kept.records.get(of_config(run))
+    return record is not None and record["error"] is None
+
+
+def _write(done: AtSize, out: Path, command: str, trial: bool) -> None:
+    means = " A trial with tiny models: the numbers mean nothing." if trial else ""
+    report = Report(
+        f"NeuZip at the paper's size, on {done.device}",
+        summary="Memory and speed on models of the paper's shapes with random weights, which compress like trained "
+        f"ones (figure 5 of the paper).{means}",
+        command=command,
+    )
+    for table_id, measured in done.tables.items():
+        numbers = [one for one in done.comparisons(table_id) if one.measured is not None]
+        rows = [(one.row, one.column, one.unit, one.published, one.measured) for one in numbers]
+        headers = ("row", "column", "unit", "published", "measured")
+        beside = Table("Published beside measured", headers, rows, measured.notes)
+        report.section(table_id, measured.findings, figures=measured.figures, tables=(beside, *measured.tables))
+    report.write(out)

@@ -1,0 +1,179 @@
+"""What measurements at the paper's size share: the device, its clock, and how large the measurement is.
+
+They run on a GPU, or as a trial on a CPU with tiny models, where the times mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from netweight.core.seeds import derive
+from netweight.errors import UsageError
+from netweight.metrics.timing import Case, interleave
+from netweight.report.finding import Finding
+from netweight_experiments.tables.grid import Cell, grid
+from netweight_experiments.tables.neuzip.training import GIB, SEED, default_dtype
+from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.toys.decoder import MINIATURE, made
+
+
+@final
+@dataclass(frozen=True)
+class Extent:
+    """How large a measurement is."""
+
+    shapes: tuple[str, ...]  # keys of `toys.decoder.SHAPES`
+    changes: tuple[tuple[str, int], ...]  # fields of a shape's configuration to be otherwise
+    sides: tuple[int, ...]  # matrix sides, for throughput
+    window: int  # tokens of a forward pass, and of a training example
+    batch: int  # training examples per update
+    updates: int  # updates of a training; the first is not timed
+    batches: tuple[int, ...]  # batch sizes of generation
+    prompt: int  # tokens before those generated
+    tokens: int  # tokens generated
+    rounds: int  # timed rounds
+
+
+# The paper's shapes; Llama-3 8B first, for which targets are set.
+PAPER = Extent(
+    shapes=("Llama-3 8B", "GPT-Neo-XL 2.7B", "Llama-2 13B"),
+    changes=(),
+    sides=(1024, 2048, 4096, 8192, 16384),
+    window=1024,
+    batch=8,
+    updates=4,
+    batches=(1, 32),
+    prompt=128,
+    tokens=16,
+    rounds=7,
+)
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+}
+# Shows that everything runs, in seconds on a CPU.
+TRIAL = Extent(
+    shapes=(MINIATURE,),
+    changes=tuple(_TINY.items()),
+    sides=(64, 128),
+    window=32,
+    batch=2,
+    updates=2,
+    batches=(1, 2),
+    prompt=4,
+    tokens=2,
+    rounds=5,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One way of training one model, or of holding its weights."""
+
+    shape: str  # a key of `toys.decoder.SHAPES`
+    way: str  # the way, by its row's name
+    device: str  # "cuda" or "cpu"
+    trial: bool  # whether it is the tiny one
+
+    @property
+    def extent(self) -> Extent:
+        """How large the measurement is."""
+        return TRIAL if self.trial else PAPER
+
+
+def runs_of(ways: Sequence[str], device: str, *, trial: bool) -> list[Run]:
+    """Return the runs of every way on every shape, shape by shape."""
+    return [Run(shape, way, device, trial) for shape in (TRIAL if trial else PAPER).shapes for way in ways]
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """Return the device to measure on."""
+    device = torch.device(name or "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "torch sees no GPU on this machine.", cure="Run it where there is one, or try it out with --trial."
+        )
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, inner: int = 1
+) -> dict[str, tuple[float, ...]]:
+    """Time several things round by round, the device idle before and after each."""
+
+    def repeated(run: Callable[[], object]) -> Callable[[Any], object]:
+        def go(_: Any) -> None:
+            for _ in range(inner):
+                run()
+            synchronize(device)
+
+        return go
+
+    cases = [Case(name, repeated(run), partial(synchronize, device)) for name, run in runs.items()]
+    samples = interleave(cases, repeats=rounds, seed=SEED, again_below=0, steady=0)
+    return {name: tuple(wall / inner for wall in samples[name].wall) for name in runs}
+
+
+def random_model(shape: str, extent: Extent, device: torch.device) -> nn.Module:
+    """Make a model of a shape with random bf16 weights on a device, as transformers initializes it."""
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), torch.device(device), default_dtype(torch.bfloat16):
+        torch.manual_seed(derive(SEED, "initialization"))
+        return made(shape, **dict(extent.changes))
+
+
+Found = Mapping[Run, Mapping[str, Any]]
+
+
+def by_shape(
+    found: Found,
+    ways: Sequence[str],
+    memory: Callable[[Any], int],
+    seconds: Callable[[Any], Sequence[float]],
+    findings: Callable[[str, Mapping[str, Any]], Sequence[Finding]],
+    *,
+    notes: Sequence[str],
+    **more: Any,
+) -> Measured:
+    """Lay runs out: a row for each way; memory and speed of each shape; what was not measured in the notes."""
+    done: dict[str, dict[str, Any]] = {run.shape: {} for run in found}
+    missing = []
+    for run, value in found.items():
+        if "missing" in value:
+            missing.append(f"{run.shape}, {run.way} was not measured: {value['missing']}.")
+        else:
+            done[run.shape][run.way] = value
+
+    def cells(shape: str) -> list[Cell[str]]:
+        def of(number: Callable[[Any], float]) -> Callable[[str], float | None]:
+            return lambda way: number(done[shape][way]) if way in done[shape] else None
+
+        return [
+            (Column(f"{shape} memory", "GiB", "lower"), of(lambda value: memory(value) / GIB)),
+            (Column(f"{shape} speed", "iterations/s", "higher"), of(lambda value: 1 / median(seconds(value)))),
+        ]
+
+    return grid(
+        {way: way for way in ways},
+        [cell for shape in done for cell in cells(shape)],
+        findings=tuple(finding for shape, of in done.items() for finding in findings(shape, of)),
+        notes=(*notes, *missing),
+        **more,
+    )

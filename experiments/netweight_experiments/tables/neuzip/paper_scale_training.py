@@ -1,0 +1,130 @@
+"""NeuZip's table 1 at the paper's size: peak memory and speed of three ways to train, on random weights and tokens.
+
+Losses are compared between the ways, never with the paper's: the text is random.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from netweight.core.seeds import torch_generator
+from netweight.metrics.memory import TensorLedger
+from netweight.report.finding import Finding
+from netweight_experiments.tables.neuzip.paper_scale_models import (
+    PAPER,
+    Found,
+    Run,
+    by_shape,
+    chosen_device,
+    random_model,
+    synchronize,
+)
+from netweight_experiments.tables.neuzip.training import COMPRESSED, GIB, LOMO, SEED, WAYS, arrange, differing_steps
+from netweight_experiments.tables.registry import Measured
+
+_TARGET_PEAK, _TARGET_SPEED = 15.2, 0.85  # of Llama-3 8B on an H200
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train a few updates by plain SGD with non-reentrant activation checkpointing, as the reference code does."""
+    extent, device = run.extent, chosen_device(run.device)
+    try:
+        model: Any = random_model(run.shape, extent, device)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        optimizer = arrange(run.way, model, torch.optim.SGD, lr=0.1)
+        with _Peak(device, model, optimizer) as peak:
+            steps = [_step(model, optimizer, extent.batch, extent.window, number) for number in range(extent.updates)]
+    except torch.OutOfMemoryError as error:
+        return {"missing": f"out of memory: {str(error).splitlines()[0]}"}
+    return {
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "losses": [loss.hex() for loss, _ in steps],
+        "seconds": [seconds for _, seconds in steps[1:]],
+        "peak": peak.nbytes,
+    }
+
+
+class _Peak:
+    """The most bytes of tensors that a device held within the block."""
+
+    def __init__(self, device: torch.device, model: Any, optimizer: Any) -> None:
+        self.device = device
+        self.nbytes = 0
+        self._ledger: Any = None
+        if device.type != "cuda":
+            self._ledger = TensorLedger(model, optimizer)
+
+    def __enter__(self) -> _Peak:
+        if self._ledger is not None:
+            self._ledger.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._ledger is not None:
+            self._ledger.__exit__(*raised)
+            self.nbytes = self._ledger.peak.nbytes
+        else:
+            self.nbytes = torch.cuda.max_memory_allocated(self.device)
+
+
+def _step(model: Any, optimizer: Any, batch: int, window: int, number: int) -> tuple[float, float]:
+    """One update; its loss, and its seconds between two looks at an idle device."""
+    device = next(model.parameters()).device
+    generator = torch_generator(SEED, "tokens", number)
+    ids = torch.randint(model.config.vocab_size, (batch, window), generator=generator).to(device)
+    synchronize(device)
+    started = time.perf_counter()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    synchronize(device)
+    return float(loss.detach()), time.perf_counter() - started
+
+
+def measured_training(found: Found) -> Measured:
+    """Lay runs out as table 1 without its losses."""
+    return by_shape(
+        found,
+        WAYS,
+        lambda value: int(value["peak"]),
+        lambda value: value["seconds"],
+        _findings,
+        differs=(
+            "Weights and tokens are random, so that losses say nothing; a few updates of 8 windows of 1,024 tokens.",
+            "Speed is by a clock that waits for the device; the paper's does not.",
+        ),
+        notes=("Memory is the peak of allocated bytes, as in the paper's code.",),
+    )
+
+
+def _findings(shape: str, of: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    if COMPRESSED not in of:
+        return []
+    compressed, targets, peak = of[COMPRESSED], shape == PAPER.shapes[0], of[COMPRESSED]["peak"] / GIB
+    findings = [
+        Finding(
+            f"{shape}, compressed: peak memory", peak, unit="GiB", better="lower",
+            target=_TARGET_PEAK if targets else None, n=1, seeds=(SEED,),
+        )
+    ]  # fmt: skip
+    if LOMO in of:
+        dense, what = of[LOMO], f"{shape}, compressed against {LOMO}"
+        ratio = median(dense["seconds"]) / median(compressed["seconds"])
+        steps = differing_steps(compressed["losses"], dense["losses"])
+        findings += [
+            Finding(
+                f"{what}: iterations per second", ratio, better="higher", target=_TARGET_SPEED if targets else None,
+                n=len(compressed["seconds"]), seeds=(SEED,),
+            ),
+            Finding(f"{what}: updates whose loss differs", steps, target=0, n=len(dense["losses"]), seeds=(SEED,)),
+        ]  # fmt: skip
+    return findings

@@ -1,0 +1,212 @@
+"""NeuZip's figure 4: how fast matrices are packed and unpacked, by size and by codec, on a GPU or a CPU.
+
+A codec packs a dense bf16 matrix that lies on the device, and unpacks it there again. Exact ones are checked bit for
+bit before anything is timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+import torch
+
+from netweight import codec
+from netweight.codec.cuda import fixed_products
+from netweight.codec.fixed import encode_fixed
+from netweight.errors import MissingExtra, NetweightError, Unsupported
+from netweight.hf.quantizers import nf4
+from netweight.methods.compress.runtime.ops import decode_now
+from netweight.methods.compress.runtime.storage import Box
+from netweight.report.plots import lines
+from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns
+from netweight_experiments.tables.neuzip.training import GIB, SEED
+from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+
+_SMALL = (256, 512, 1024, 2048)
+_WORK = 1 << 28  # bytes that a round goes through, so that small matrices are timed over many runs
+
+
+@final
+@dataclass(frozen=True)
+class _Way:
+    """How a matrix is packed and unpacked."""
+
+    name: str  # its name in tables
+    pack: Callable[[torch.Tensor], Any]  # dense matrix → what is kept
+    unpack: Callable[[Any], torch.Tensor]  # what is kept → dense matrix
+    stored: Callable[[Any], int]  # what is kept → its bytes on the device
+    exact: bool = True  # whether every bit comes back
+
+
+@table("neuzip-fig4", needs=("evidence",), paper_needs=("a GPU",), stand_in=True)
+def figure4(scale: Scale, out: Path) -> Measured:
+    """Bytes of weights packed and unpacked per second, by matrix size: offloading, quantizing, compressing."""
+    device = chosen_device(None if scale == "paper" or torch.cuda.is_available() else "cpu")
+    found = throughput(device, PAPER.sides if scale == "paper" else _SMALL, rounds=PAPER.rounds)
+    return measured_throughput(found, device)
+
+
+def throughput(device: torch.device, sides: tuple[int, ...], *, rounds: int) -> dict[str, Any]:
+    """Time every way on every matrix."""
+    ways, missing = _ways(device)
+    found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
+    for side in sides:
+        weight = _matrix(side, device)
+        kept = {way.name: _checked(way, weight) for way in ways}
+        inner = max(1, min(64, _WORK // weight.nbytes // (1 if device.type == "cuda" else 64)))
+        packs = {way.name: _bound(way.pack, weight) for way in ways}
+        unpacks = {way.name: _bound(way.unpack, kept[way.name]) for way in ways}
+        packing = in_turns(packs, device, rounds=rounds, inner=inner)
+        unpacking = in_turns(unpacks, device, rounds=rounds, inner=inner)
+        for way in ways:
+            share = way.stored(kept[way.name]) / weight.nbytes
+            found[way.name].append(
+                {"side": side, "share": share, "pack": packing[way.name], "unpack": unpacking[way.name]}
+            )
+    return {"ways": found, "missing": missing}
+
+
+def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured:
+    """Lay timings out as figure 4: one row per way and matrix size."""
+    columns = (
+        Column("packing", "GiB/s", "higher"),
+        Column("unpacking", "GiB/s", "higher"),
+        Column("share of bytes kept on the device", "", "lower"),
+    )
+    rows, series = [], {}  # type: list[Row], dict[str, dict[str, Any]]
+    for name, points in found["ways"].items():
+        for point in points:
+            rates = [2 * point["side"] ** 2 / GIB / median(point[what]) for what in ("pack", "unpack")]
+            rows.append(Row(f"{name}, {point['side']} × {point['side']}", (*rates, point["share"])))
+            for what, rate in zip(("packing", "unpacking"), rates, strict=True):
+                xs, ys = series.setdefault(what, {}).setdefault(name, ([], []))
+                xs.append(point["side"])
+                ys.append(rate)
+    figures = tuple(
+        lines(
+            of,
+            alt=f"Rates of {what} by matrix size, one line for each way; the table has the numbers.",
+            caption=f"{what.capitalize()}, by rows of a square bf16 matrix.",
+            xlabel="rows",
+            ylabel="GiB of weights a second",
+            log="xy",
+        )
+        for what, of in series.items()
+    )
+    where = "a GPU" if device.type == "cuda" else "a CPU: nothing is offloaded there"
+    return Measured(
+        columns=columns,
+        rows=tuple(rows),
+        differs=(
+            f"Measured on {where}; the paper's device and sizes are not recorded.",
+            "Weights are drawn from N(0, 0.02²), rounded to bf16.",
+        ),
+        figures=figures,
+        notes=(
+            "Medians of rounds in which the ways take turns; bytes are those of the dense matrix.",
+            *(f"{name} was not measured: {reason}." for name, reason in found["missing"].items()),
+        ),
+    )
+
+
+def _matrix(side: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(SEED)
+    return (torch.randn(side, side, generator=generator, device=device) * 0.02).bfloat16()
+
+
+def _bound(function: Callable[[Any], Any], argument: Any) -> Callable[[], object]:
+    return lambda: function(argument)
+
+
+def _checked(way: _Way, weight: torch.Tensor) -> Any:
+    """What a way keeps, after a look at whether it gives back what it should."""
+    kept = way.pack(weight)
+    again = way.unpack(kept)
+    as_is = not way.exact or torch.equal(again.view(torch.int16), weight.view(torch.int16))
+    if again.shape != weight.shape or not as_is:
+        raise NetweightError(
+            f"{way.name} did not restore a matrix of shape {tuple(weight.shape)}, so its times mean nothing.",
+            cure="Report it.",
+        )
+    return kept
+
+
+def _ways(device: torch.device) -> tuple[list[_Way], dict[str, str]]:
+    """The ways that run here, and why the others do not."""
+
+    def boxed(precision: codec.Precision | None) -> Callable[[torch.Tensor], Any]:
+        return lambda weight: Box.of(weight, precision=precision).payload
+
+    ways = [
+        _Way("netweight, lossless", boxed(None), decode_now, _bytes),
+        _Way("netweight, 3 bits", boxed(codec.Precision(3, 512)), decode_now, _bytes, exact=False),
+        _Way(
+            "netweight, fixed length",
+            lambda weight: (encode_fixed(weight), weight.shape),
+            lambda kept: fixed_products.decode(kept[0], *kept[1]),
+            lambda kept: int(kept[0].nbytes),
+        ),
+    ]
+    missing = {}
+    for name, maker in (
+        ("offload and reload", _offloading),
+        ("bitsandbytes NF4", _nf4),
+        ("nvCOMP ANS on exponents", _nvcomp),
+    ):
+        try:
+            ways.append(maker(name, device))
+        except (Unsupported, MissingExtra) as error:
+            missing[name] = error.reason.removesuffix(".")
+    return ways, missing
+
+
+def _bytes(kept: torch.Tensor) -> int:
+    return kept.nbytes
+
+
+def _offloading(name: str, device: torch.device) -> _Way:
+    """The matrix waits in pinned memory of the host and comes back over the bus."""
+    if device.type != "cuda":
+        raise Unsupported("there is no host to offload to from a CPU")
+
+    def offload(weight: torch.Tensor) -> torch.Tensor:
+        there = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+        return there.copy_(weight)
+
+    return _Way(name, offload, lambda there: there.to(device, non_blocking=True), lambda there: 0)
+
+
+def _nf4(name: str, device: torch.device) -> _Way:
+    pack, unpack = nf4()
+    return _Way(name, pack, unpack, lambda kept: int(kept[0].nbytes + kept[1].absmax.nbytes), exact=False)
+
+
+def _nvcomp(name: str, device: torch.device) -> _Way:
+    """The paper's arrangement: NVIDIA's coder on the exponents, sign and mantissa beside them as they are."""
+    if device.type != "cuda":
+        raise Unsupported("it needs a GPU")
+    if importlib.util.find_spec("nvidia.nvcomp") is None:
+        raise Unsupported("nvidia-nvcomp-cu13 is not installed")
+    nvcomp: Any = importlib.import_module("nvidia.nvcomp")
+    stream = torch.cuda.current_stream(device).cuda_stream
+    coder = nvcomp.Codec(algorithm="ANS", device_id=torch.cuda.current_device(), cuda_stream=stream)
+
+    def pack(weight: torch.Tensor) -> Any:
+        bits = weight.view(torch.int16)
+        exponents = (bits >> 7).to(torch.uint8)
+        rest = (bits & 0x7F | (bits >> 8) & 0x80).to(torch.uint8)
+        return coder.encode(nvcomp.as_array(exponents.flatten())), rest
+
+    def unpack(kept: Any) -> torch.Tensor:
+        coded, rest = kept
+        exponents = torch.as_tensor(coder.decode(coded), device=device).view(torch.uint8).view(rest.shape).short()
+        bits = (rest.short() & 0x80) << 8 | exponents << 7 | rest.short() & 0x7F
+        weight: torch.Tensor = bits.view(torch.bfloat16)
+        return weight
+
+    return _Way(name, pack, unpack, lambda kept: int(kept[0].buffer_size) + kept[1].nbytes)

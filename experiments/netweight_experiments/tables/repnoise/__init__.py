@@ -1,0 +1,1 @@
+"""RepNoise (arXiv 2405.14577): models that resist harmful fine-tuning."""

@@ -1,0 +1,1 @@
+"""weights2weights (arXiv 2406.09413): spaces of customized models."""

@@ -1,0 +1,330 @@
+"""The two setups of weights2weights' tables: the bank of drawn faces, and the paper's size as a recipe names it.
+
+Of a recipe everything that can be known is checked before a model is opened, and all that is wrong is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.seeds import torch_generator
+from netweight.data.images.sources import decode_splits
+from netweight.data.memorized_pairs import image_size
+from netweight.data.rows import Row, Troubles, read_rows
+from netweight.errors import UsageError
+from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
+from netweight.hf.train_adapters import ATTENTION, SliderPairs, train_sliders
+from netweight.methods.space.edits import perceptual_distance
+from netweight.methods.space.labels import read_labels
+from netweight.methods.space.settings import InversionSettings
+from netweight.methods.space.space import WeightSpace
+from netweight.metrics.copies import TorchScriptDescriptor
+from netweight.nn.lora import Adapter
+from netweight.nn.train_lora import AdapterRecipe
+from netweight.recipes.entries import configured
+from netweight.recipes.recipe import read_mapping, refusal
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.files import read_adapter
+from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people, photographs
+from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read
+from netweight_experiments.benchmarks.compress.rounded_weights import SETTINGS
+from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
+
+if TYPE_CHECKING:
+    from netweight.hf.clip import Clip
+
+
+# The paper's edits and what stands for them: one of everything, one of the face's shape, a fine one.
+_EDITS = {"Gender": "beard", "Chubby": "width", "Eyes": "eye_spacing"}
+_HELD, _PEOPLE, _STRANGERS, _OTHERS = 64, 16, 16, 8
+_INVERSION, _DRAWS = InversionSettings(steps=150), 2
+_SEED = 977
+_STEPS = 15
+_SLIDER, _PAIRS = AdapterRecipe(steps=200, learning_rate=0.01), 64
+
+
+@cache
+def miniature(bank: Path = FACES_BANK, labels: Path = FACES_LABELS) -> Setup:
+    """Open a bank of drawn faces and fit its space; once, as no table changes it."""
+    adapters = AdapterBank.open(bank)
+    space = WeightSpace.fit(adapters, halves=False)
+    model = text_to_image(faces_pipeline(), name="the miniature")
+    count, held = len(space.names), min(_HELD, len(space.names) // 3)
+    how = FaceBank()
+    return Setup(
+        model=model,
+        space=space,
+        labels=read_labels(labels, space.names),
+        wanted=tuple(_wanted(title, column) for title, column in _EDITS.items()),
+        held=tuple(range(count - held, count)),
+        people=_PEOPLE,
+        strangers=tuple(_stranger(number, how.images) for number in range(_STRANGERS)),
+        prompts=tuple(caption(ground) for ground in GROUNDS),
+        seeds=tuple(range(len(GROUNDS))),
+        guidance=1.0,
+        steps=_STEPS,
+        identity=_Looks,
+        identity_name="cosine of read attributes (stand-in for FaceNet)",
+        distance=perceptual_distance(),
+        match=_shown,
+        match_name="attribute read (stand-in for CLIP)",
+        effect=0.4,
+        read=_attributes,
+        attributes=ATTRIBUTES,
+        sliders=lambda: _sliders(model, how.layers),
+        fitting=Fitting(how.recipe, how.layers, how.each, _DRAWS, _INVERSION, trained_prediction(model)),
+        small=True,
+        differs=(
+            f"A miniature: drawn faces of 16 × 16 pixels with eight known attributes, {count} adapters, and a denoiser "
+            "of half a million weights; the paper has photographs, 64,974 adapters and Stable Diffusion. What holds "
+            "here need not hold there.",
+            "Identity is the cosine of the attributes that a small network reads (the edited one left out), not of "
+            "FaceNet's embeddings; LPIPS is 1 − SSIM; for CLIP stands how far the attribute that is read has moved, as "
+            "a share of its range.",
+            "Gender, Chubby and Eyes are beard, width of the face and spacing of the eyes.",
+        ),
+    )
+
+
+@final
+@dataclass(frozen=True)
+class _Looks:
+    """Attributes as a vector of identity: of different people their cosine is 0 in the mean."""
+
+    without: str | None  # the one that is edited, and does not count
+
+    @property
+    def name(self) -> str:
+        return "read attributes"
+
+    def __call__(self, images: Tensor) -> Tensor:
+        kept = [place for place, name in enumerate(ATTRIBUTES) if name != self.without]
+        return _attributes(images)[:, kept]
+
+
+def _attributes(images: Tensor) -> Tensor:
+    return read(images).attributes
+
+
+def _shown(wanted: Wanted, images: Tensor) -> Tensor:
+    """How much of an attribute images show, as a share of its range from -1 to 1."""
+    return _attributes(images)[:, ATTRIBUTES.index(wanted.column)] / 2
+
+
+def _wanted(title: str, column: str) -> Wanted:
+    return Wanted(title, column, confounders=tuple(name for name in ATTRIBUTES if name != column))
+
+
+def _stranger(number: int, images: int) -> Stranger:
+    bank = FaceBank(seed=_SEED, images=images)
+    (person,) = bank.faces([number])
+    prompts, learned = bank.photographs(number)
+    _, others = photographs(person, _OTHERS, torch_generator(_SEED, "others", number))
+    return Stranger(f"stranger {number}", learned, tuple(prompts), others, person)
+
+
+@cache
+def _sliders(model: PipelineModel, layers: str) -> Mapping[str, Adapter]:
+    """Sliders of pairs that are alike but for the attribute; as other adapters of the miniature, of rank 1."""
+    pairs = [_pairs(title, column) for title, column in _EDITS.items()]
+    found = train_sliders(model, pairs, _SLIDER, layers=layers, each=FaceBank.each)
+    return {name: found.stack.adapter(place) for place, name in enumerate(found.names)}
+
+
+def _pairs(title: str, column: str) -> SliderPairs:
+    generator = torch_generator(_SEED, "pairs", column)
+    faces, changes = people(_PAIRS, generator), nuisances(_PAIRS, generator)
+    grounds = torch.arange(_PAIRS) % len(GROUNDS)
+    names: Sequence[str] = list(GROUNDS)
+    sides = []
+    for value in (-1.0, 1.0):
+        side = faces.clone()
+        side[:, ATTRIBUTES.index(column)] = value
+        sides.append(drawn(side, grounds, changes))
+    return SliderPairs(title, sides[0], sides[1], tuple(caption(names[ground]) for ground in grounds.tolist()))
+
+
+@final
+@dataclass(frozen=True)
+class RecipeEdit:
+    """An edit of table 1."""
+
+    title: str  # gender, Chubby or Eyes, to stand beside the paper's; or another
+    column: str  # the label
+    text: str  # what images should show after it, for CLIP
+    prompt: str | None = None  # what asks for it in words; without it prompting has no row
+    slider: Path | None = None  # the file of a Concept Slider; without it sliders have no row
+    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
+
+
+@final
+@dataclass(frozen=True)
+class SpaceRecipe:
+    """What the paper's scale is measured on. Paths start at the current folder."""
+
+    model: Path  # folder of the pipeline that the adapters are of
+    space: Path  # folder of `netweight space fit`
+    labels: Path  # table of the adapters' attributes
+    edits: tuple[RecipeEdit, ...]  # edits of table 1
+    # Table of people who are in no bank, columns person and image; a column use says "learn" (the first of these is the
+    # one image) or "test".
+    photographs: Path
+    face: Path  # a face recognition network in TorchScript
+    face_sha256: str  # its SHA-256: the file is a program
+    clip: Path  # a folder of transformers with a CLIP
+    bank: Path | None = None  # the bank that the space was fitted to, where the space does not stand alone
+    name_column: str = "name"  # column of the labels with names of adapters
+    lpips: Path | None = None  # a backbone for LPIPS; without it 1 − SSIM stands for it and is called so
+    face_side: int = 160  # pixels of the network's images
+    prompt: str = "sks person"
+    device: str = "cuda"  # where the model goes
+    images: int = 4  # images per person
+    guidance: float = 3.0
+    steps: int = 50
+    people: int = 100  # so many are edited
+    held: int = 1000  # so many adapters, the last ones, are left out where directions are found
+    rows: int = 8  # most images at a time
+    together: int = 1  # people who are trained or inverted at a time
+    rank: int = 1
+    scale: float = 27.0
+    adapter_steps: int = 800
+    learning_rate: float = 1e-4
+    inversion: Literal["default", "reference"] = "default"  # settings of the inversion, by name
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files that it names, by key."""
+        names = ("labels", "photographs", "face", "lpips")
+        found = {name: path for name in names if (path := getattr(self, name)) is not None}
+        return found | {f"edits, {one.title}": one.slider for one in self.edits if one.slider is not None}
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders that it names, by key."""
+        names = ("model", "space", "clip", "bank")
+        return {name: path for name in names if (path := getattr(self, name)) is not None}
+
+
+def read_space_recipe(path: Path) -> SpaceRecipe:
+    """Read a recipe and check everything that can be known before a model is opened."""
+    problems: list[str] = []
+    recipe = configured(SpaceRecipe, read_mapping(path, "the keys of recipes/space-tables.yaml"), "", problems)
+    if recipe is not None:
+        problems += [f"{key}: there is no file {file}." for key, file in recipe.files.items() if not file.exists()]
+        problems += [f"{key}: there is no folder {one}." for key, one in recipe.folders.items() if not one.is_dir()]
+        if len({one.title for one in recipe.edits}) < max(len(recipe.edits), 1):
+            problems.append("edits: give at least one, each title once.")
+        counts = ("images", "steps", "rows", "together", "rank", "adapter_steps", "face_side")
+        problems += [f"{key}: must be at least 1." for key in counts if getattr(recipe, key) < 1]
+        problems += [f"{key}: must be at least 10." for key in ("people", "held") if getattr(recipe, key) < 10]
+    if problems or recipe is None:
+        raise refusal(
+            path, problems, cure="recipes/space-tables.yaml says what each key is for and where the files come from."
+        )
+    return recipe
+
+
+def setup_of_recipe(path: Path) -> Setup:
+    """Open what a recipe names."""
+    from netweight.hf.clip import Clip
+
+    recipe = read_space_recipe(path)
+    face = TorchScriptDescriptor(
+        recipe.face, recipe.face_sha256, name="face recognition", side=recipe.face_side, mean=(0.5,) * 3,
+        deviation=(0.5,) * 3,
+    )  # fmt: skip
+    bank = None if recipe.bank is None else AdapterBank.open(recipe.bank)
+    space = WeightSpace.open(recipe.space, bank)
+    labels = read_labels(recipe.labels, space.names, key=recipe.name_column)
+    clip = Clip(recipe.clip)
+    model = load_text_to_image(recipe.model, device=recipe.device)
+    count = len(space.names)
+    if count < 2 * recipe.held:
+        raise UsageError(f"{recipe.held} of {count} adapters cannot be held out.", cure="Lower held in the recipe.")
+    adapters = AdapterRecipe(
+        rank=recipe.rank, scale=recipe.scale, steps=recipe.adapter_steps, learning_rate=recipe.learning_rate
+    )
+    return Setup(
+        model=model,
+        space=space,
+        labels=labels,
+        wanted=tuple(
+            Wanted(one.title, one.column, one.prompt, one.confounders, one.text, one.slider is not None)
+            for one in recipe.edits
+        ),
+        held=tuple(range(count - recipe.held, count)),
+        people=recipe.people,
+        strangers=_strangers(recipe.photographs, recipe.prompt, image_size(model)),
+        prompts=(recipe.prompt,),
+        seeds=tuple(range(recipe.images)),
+        guidance=recipe.guidance,
+        steps=recipe.steps,
+        identity=lambda without: face,
+        identity_name=f"cosine by {face.name}, {face.sha256[:8]}",
+        distance=perceptual_distance(recipe.lpips),
+        match=lambda wanted, images: _aligned(clip, wanted, images),
+        match_name=f"alignment by {clip.name}, × 100",
+        effect=None,
+        read=None,
+        attributes=(),
+        sliders=lambda: _opened_sliders(recipe.edits),
+        fitting=Fitting(
+            adapters, ATTENTION, 1, 1, SETTINGS[recipe.inversion], trained_prediction(model), recipe.together
+        ),
+        small=False,
+        differs=(
+            f"The model is {model.name}, with {count} adapters; the paper has Stable Diffusion 1.5 and 64,974.",
+            "Faces are not found and cut out before they are compared, as the paper does with MTCNN: give a network "
+            "that does so, or photographs and prompts that show faces alone.",
+            "Adapters are trained without prior images.",
+        ),
+        rows=recipe.rows,
+    )  # fmt: skip
+
+
+def _aligned(clip: Clip, wanted: Wanted, images: Tensor) -> Tensor:
+    return 100 * clip.alignment(images, [wanted.text] * len(images))
+
+
+def _opened_sliders(edits: Sequence[RecipeEdit]) -> Mapping[str, Adapter]:
+    return {one.title: read_adapter(one.slider) for one in edits if one.slider is not None}
+
+
+def _strangers(path: Path, prompt: str, size: tuple[int, int]) -> tuple[Stranger, ...]:
+    """People of a table, in its order."""
+    rows = read_rows(path)
+    rows.need("person", "image")
+    troubles, people = Troubles(rows.name), dict[str, dict[str, list[Row]]]()
+    for row in rows.rows:
+        use = row.values.get("use") or "learn"
+        if use not in ("learn", "test"):
+            troubles.add(row.where, f"use is {use!r}, not learn or test")
+        elif not (path.parent / str(row.values.get("image"))).is_file():
+            troubles.add(row.where, f"there is no file {path.parent / str(row.values.get('image'))}")
+        else:
+            people.setdefault(str(row.values["person"]), {"learn": [], "test": []})[use].append(row)
+    troubles.refuse("Name a person and an image file in every row; paths start at the table's folder.")
+    bare = [name for name, found in people.items() if not found["learn"] or not found["test"]]
+    if bare or len(people) < 5:
+        raise UsageError(
+            f"{path}: {bare[0]!r} has no photograph to learn from, or none to test on." if bare
+            else f"{path}: {len(people)} people are too few.",
+            cure="Give 5 people or more, each with rows of both uses.",
+        )  # fmt: skip
+
+    def opened(part: Sequence[Row]) -> Tensor:
+        named = [(f"{rows.name}, {row.where}", str(path.parent / row.values["image"])) for row in part]
+        images: Tensor = decode_splits([named], of=rows.name, size=size)[0].float() / 255
+        return images.expand(-1, 3, -1, -1)
+
+    return tuple(
+        Stranger(name, opened(found["learn"]), (prompt,) * len(found["learn"]), opened(found["test"]))
+        for name, found in people.items()
+    )

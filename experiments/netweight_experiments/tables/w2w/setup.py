@@ -1,0 +1,155 @@
+"""Where the tables of weights2weights are measured: a model, a space of its adapters, people, and what reads images.
+
+`openers` makes the small setup of drawn faces that come with the package and the paper's size of a recipe of the
+user's. All tables of a scale share one folder, so that what one has computed the others take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
+
+from torch import Tensor
+
+from netweight.core.digest import of_config, of_tensor
+from netweight.errors import UsageError
+from netweight.methods.space.edits import Compare
+from netweight.methods.space.labels import Column, Labels
+from netweight.methods.space.settings import InversionSettings
+from netweight.methods.space.space import WeightSpace
+from netweight.metrics.copies import Descriptor
+from netweight.nn.lora import Adapter
+from netweight.nn.train_lora import AdapterRecipe
+
+if TYPE_CHECKING:
+    from netweight.hf.load_pipeline import PipelineModel
+
+
+Match: TypeAlias = "Callable[[Wanted, Tensor], Tensor]"
+
+
+@final
+@dataclass(frozen=True)
+class Wanted:
+    """An edit."""
+
+    title: str  # what the paper calls it
+    column: str  # the label that it raises
+    prompt: str | None = None  # what asks for it in words; None where no words at hand do
+    confounders: tuple[str, ...] = ()  # labels that are to stay as they are
+    text: str = ""  # what images should show after it, for CLIP
+    slider: bool = True  # whether there is a Concept Slider for it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Stranger:
+    """Somebody who is in no bank."""
+
+    name: str
+    # Photographs to learn from, shape `(m, 3, height, width)`, within 0 and 1; the first alone stands for "one image".
+    images: Tensor
+    prompts: tuple[str, ...]
+    others: Tensor  # photographs that nothing learns from, which tell whether the person is met
+    truth: Tensor | None = None  # the person's attributes, where they are known, shape `(a,)`
+
+
+@final
+@dataclass(frozen=True)
+class Fitting:
+    """How people are put into the model."""
+
+    recipe: AdapterRecipe
+    layers: str  # that adapters change
+    each: int  # noisy images of a person at a step, of adapters
+    draws: int
+    inversion: InversionSettings  # settings of the descent
+    said: Literal["velocity", "noise", "sample"]  # the prediction that its error is counted in
+    together: int = 32  # people at a time
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A space and what is asked of it."""
+
+    model: PipelineModel
+    space: WeightSpace
+    labels: Labels
+    wanted: tuple[Wanted, ...]  # edits of table 1
+    held: tuple[int, ...]  # rows of the adapters that no direction is found from; edits are tuned and measured on them
+    people: int  # how many of them are edited
+    strangers: tuple[Stranger, ...]  # people who are in no bank
+    prompts: tuple[str, ...]  # one for all images of a person, or one for each seed
+    seeds: tuple[int, ...]
+    guidance: float
+    steps: int
+    identity: Callable[[str | None], Descriptor]  # attribute that is edited, or None → descriptor of the person
+    identity_name: str  # what the score is called
+    distance: tuple[str, Compare]  # how far images of an edit are from those before, and its name
+    match: Match  # how well images show an edit, one number per image
+    match_name: str  # what that is called
+    # Edits are made so strong that the match grows by so much on people who are not measured; None for each way's own
+    # strength.
+    effect: float | None
+    # Reads all attributes of images, shape `(n, a)`; None if nothing at hand can.
+    read: Callable[[Tensor], Tensor] | None
+    attributes: tuple[str, ...]  # their names; each reaches from -1 to 1
+    # Title of an edit → its Concept Slider; trained or opened when it is called.
+    sliders: Callable[[], Mapping[str, Adapter]]
+    fitting: Fitting  # how people are put into the model
+    small: bool  # whether this is the miniature
+    differs: tuple[str, ...]  # how this differs from the paper's set-up, one sentence each
+    rows: int = 64  # most images that are painted at a time
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of everything that decides on numbers."""
+        strangers = [[one.name, of_tensor(one.images), of_tensor(one.others)] for one in self.strangers]
+        labels = {name: of_tensor(column.values) for name, column in self.labels.columns.items()}
+        drawn = [self.prompts, self.seeds, self.guidance, self.steps, self.held, self.people]
+        named = [self.identity_name, self.distance[0], self.match_name, self.effect]
+        return of_config([
+            self.model.digest(), of_tensor(self.space.scores), labels, strangers, drawn, named, self.wanted,
+            self.fitting,
+        ])  # fmt: skip
+
+    @cached_property
+    def learned(self) -> tuple[int, ...]:
+        """Rows of the adapters that directions are found from."""
+        held = set(self.held)
+        return tuple(row for row in range(len(self.space.names)) if row not in held)
+
+    def part(self, rows: Sequence[int] | None = None) -> tuple[Tensor, Labels]:
+        """Return scores and labels of some rows; by default of `learned`."""
+        chosen = list(self.learned if rows is None else rows)
+        columns = {name: Column(name, column.values[chosen]) for name, column in self.labels.columns.items()}
+        return self.space.scores[chosen], Labels(tuple(self.labels.names[row] for row in chosen), columns)
+
+    def without(self, wanted: Wanted) -> tuple[list[int], list[int]]:
+        """Return rows of held people who have little of an attribute: those to measure, and those to tune on."""
+        values = self.labels[wanted.column].values
+        middle = float(values[values.isfinite()].median()) if self.labels[wanted.column].kind == "continuous" else None
+        low = min(self.labels[wanted.column].levels)
+        rows = [row for row in self.held if (values[row] < middle if middle is not None else values[row] == low)]
+        if len(rows) < 5:
+            raise UsageError(
+                f"{len(rows)} of {len(self.held)} held people have little of {wanted.column!r}, which is too few.",
+                cure="Give more adapters.",
+            )
+        measured = min(self.people, 2 * len(rows) // 3)
+        return rows[:measured], rows[measured:][: max(measured // 2, 2)]
+
+    def tried(self, people: int | None) -> Setup:
+        """Return a smaller setup, for a try."""
+        if people is None:
+            return self
+        if not 5 <= people <= len(self.strangers):
+            raise UsageError(f"{people} people cannot be tried.", cure=f"Give 5 to {len(self.strangers)}.")
+        fitting = replace(
+            self.fitting, recipe=replace(self.fitting.recipe, steps=10),
+            inversion=replace(self.fitting.inversion, steps=10),
+        )  # fmt: skip
+        return replace(self, people=people, strangers=self.strangers[:people], fitting=fitting)

@@ -1,0 +1,333 @@
+"""What a fitted space is made of: adapters as rows of numbers, and bases that turn scores into changes and back.
+
+`RowBasis` has components of rows (raw factors, or up factors over one common down). `CombinationBasis` has components
+that are combinations of the bank's adapters, so that ΔW itself is their coordinate system and ranks may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.seeds import torch_generator
+from netweight.errors import UsageError
+from netweight.methods.space.fitting.gram import Bank, inner_products, norms_of, stack_of, stacks_of
+from netweight.nn.lora import Adapter, AdapterStack, LowRank
+from netweight.nn.pca import Basis
+
+_TOLERANCE = 1e-5  # of what a down factor may have outside of the shared rows, relative to its norm
+_DENSE_BYTES = 1 << 28  # of components that may be kept as matrices
+_Place = tuple[torch.dtype, torch.device]
+
+
+@final
+@dataclass(frozen=True)
+class Sketch:
+    """Adapters as rows of random projections of their changes, R ΔW Sᵀ, whose inner products are nearly those of ΔW."""
+
+    # Source: for R of m independent rows with E[RᵀR] = I, and S alike, E⟨R X Sᵀ, R Y Sᵀ⟩ = ⟨X, Y⟩; of rank 1 the
+    # relative variance is at most about 2/m + 2/m + 4/m², and modules average it out.
+
+    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
+    side: int  # rows and columns that a change is made to; a shorter side stays as it is, exactly
+    seed: int
+
+    @property
+    def length(self) -> int:
+        """Numbers in a row."""
+        return sum(min(rows, self.side) * min(columns, self.side) for rows, columns in self.shapes.values())
+
+    @cached_property
+    def _maps(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        return {
+            name: (self._map(name, "rows", rows), self._map(name, "columns", columns))
+            for name, (rows, columns) in self.shapes.items()
+        }
+
+    def _map(self, name: str, end: str, length: int) -> Tensor | None:
+        if length <= self.side:
+            return None
+        draw = torch_generator(self.seed, "sketch", name, end)
+        drawn: Tensor = torch.randn(self.side, length, generator=draw) / self.side**0.5
+        return drawn
+
+    def rows(self, stack: AdapterStack, names: Sequence[str] = ()) -> Tensor:
+        """Adapters as rows, shape `(n, length)`, fp32."""
+        parts = []
+        for name in sorted(self.shapes):
+            left, right = self._maps[name]
+            up, down = stack.up[name].float(), stack.down[name].float()
+            up = up if left is None else left @ up
+            down = down if right is None else down @ right.T
+            parts.append(((up * stack.scale[name].float()[:, None, None]) @ down).flatten(1))
+        return torch.cat(parts, dim=1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Adapters as rows of the numbers of their factors."""
+
+    # "factors": per module down then up, row by row, modules sorted, as the reference; "shared-down": per module the up
+    # factor over an orthonormal basis of the shared down factor's rows, so that inner products of rows are those of the
+    # changes.
+    kind: Literal["factors", "shared-down"]
+    shapes: Mapping[str, tuple[int, int]]  # module name → rows and columns of its change
+    ranks: Mapping[str, int]  # module name → rank
+    # Module name → what changes are multiplied with; 1 in "shared-down", whose rows hold it.
+    scales: Mapping[str, float]
+    # "shared-down": module name → orthonormal rows, shape `(rank, columns)`, fp32; else empty.
+    downs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, kind: Literal["factors", "shared-down"], bank: Bank) -> RowLayout:
+        """The layout of a bank, from its first adapter."""
+        first = stack_of(bank, 0, 1).adapter(0)
+        shapes = {name: bank.shapes[name] for name in sorted(bank.shapes)}
+        ranks = {name: first.factors[name].rank for name in shapes}
+        if kind == "factors":
+            return cls(kind, shapes, ranks, {name: first.factors[name].scale for name in shapes}, {})
+        downs = {name: _row_space(name, first.factors[name].down) for name in shapes}
+        return cls(kind, shapes, ranks, dict.fromkeys(shapes, 1.0), downs)
+
+    @property
+    def length(self) -> int:
+        """Numbers in a row."""
+        return sum(self._sizes(name)[0] + self._sizes(name)[1] for name in self.shapes)
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Numbers of a module's down and up factor in a row."""
+        rows, columns = self.shapes[name]
+        rank = self.ranks[name]
+        return (0 if self.downs else rank * columns), rows * rank
+
+    def rows(self, stack: AdapterStack, names: Sequence[str] = ()) -> Tensor:
+        """Adapters as rows, shape `(n, length)`, fp32; `names` are for messages."""
+        parts = []
+        names = names or [f"number {number}" for number in range(len(stack))]
+        for name in self.shapes:
+            other = (stack.ranks[name] != self.ranks[name]).nonzero()
+            if len(other):
+                number = int(other[0])
+                raise UsageError(
+                    f"The adapter {names[number]!r} has rank {int(stack.ranks[name][number])} in {name}, others "
+                    f"{self.ranks[name]}: as rows of numbers they cannot be compared.",
+                    cure='Use representation="delta", which takes any ranks.',
+                )
+            down, up = stack.down[name][:, : self.ranks[name]], stack.up[name][:, :, : self.ranks[name]]
+            scale = stack.scale[name] / self.scales[name]
+            if self.downs:
+                up = self._over_shared(name, down, up, names)
+            else:
+                parts.append(down.float().flatten(1))
+            scaled = up.float() if (scale == 1).all() else (up * scale[:, None, None]).float()
+            parts.append(scaled.flatten(1))
+        return torch.cat(parts, dim=1)
+
+    def _over_shared(self, name: str, down: Tensor, up: Tensor, names: Sequence[str]) -> Tensor:
+        """The factor u with u @ shared rows = up @ down."""
+        shared, down = self.downs[name].double(), down.double()
+        turn = down @ shared.T
+        outside = (down - turn @ shared).flatten(1).norm(dim=1)
+        bad = (outside > _TOLERANCE * down.flatten(1).norm(dim=1)).nonzero()
+        if len(bad):
+            raise UsageError(
+                f"The adapter {names[int(bad[0])]!r} does not share the down factor of {name} with {names[0]!r}.",
+                cure='Use representation="delta", or train with frozen down factors from one seed.',
+            )
+        return up.double() @ turn
+
+    def factors(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Down and up factors, shapes `(…, rank, columns)` and `(…, rows, rank)`, of rows; views, differentiable."""
+        found, place = {}, 0
+        for name, (rows, columns) in self.shapes.items():
+            of_down, of_up = self._sizes(name)
+            rank = self.ranks[name]
+            if self.downs:
+                down = self.downs[name].to(row)
+            else:
+                down = row[..., place : place + of_down].reshape(*row.shape[:-1], rank, columns)
+            up = row[..., place + of_down : place + of_down + of_up].reshape(*row.shape[:-1], rows, rank)
+            found[name] = down, up
+            place += of_down + of_up
+        return found
+
+    def changes(self, row: Tensor) -> dict[str, Tensor]:
+        """Changes of rows, shape `(…, rows, columns)` per module."""
+        return {name: self.scales[name] * (up @ down) for name, (down, up) in self.factors(row).items()}
+
+    def adapter(self, row: Tensor) -> Adapter:
+        """The adapter of a row, shape `(length,)`."""
+        found = self.factors(row).items()
+        return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in found})
+
+
+def _row_space(name: str, down: Tensor) -> Tensor:
+    """Orthonormal rows with the span of a down factor's."""
+    basis = torch.linalg.qr(down.double().T)
+    diagonal = basis.R.diagonal().abs()
+    if len(down) > down.shape[1] or not (diagonal > 1e-9 * diagonal.max()).all():
+        raise UsageError(f"The down factor of {name} has dependent rows.", cure='Use representation="delta".')
+    rows: Tensor = basis.Q.T.float().contiguous()
+    return rows
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BankRows:
+    """Adapters of a bank as a matrix that is read by rows."""
+
+    bank: Bank
+    writer: RowLayout | Sketch  # how they are written
+    start: int  # number of the first
+    stop: int  # number after the last
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Adapters and numbers of each."""
+        return self.stop - self.start, self.writer.length
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Adapters as rows, fp32."""
+        first, last = self.start + start, self.start + stop
+        return self.writer.rows(stack_of(self.bank, first, last), self.bank.names[first:last])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RowBasis:
+    """Principal components of rows."""
+
+    layout: RowLayout  # what the numbers of a row are
+    basis: Basis  # mean, deviations and components of rows
+
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
+        return self.basis.project(self.layout.rows(stack))
+
+    def changes(self, scores: Tensor) -> dict[str, Tensor]:
+        """Changes at points; see `WeightSpace.changes`."""
+        return self.layout.changes(self.basis.point(scores.to(torch.promote_types(scores.dtype, torch.float32))))
+
+    def adapter(self, scores: Tensor) -> Adapter:
+        """A point, shape `(k,)`, as an adapter."""
+        return self.layout.adapter(self.basis.point(scores.float()))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Module:
+    """All changes of one module side by side: `ups @ (w[owner] ⊙ downs)`."""
+
+    ups: Tensor  # (rows, N), scales multiplied in
+    downs: Tensor  # (N, columns)
+    owner: Tensor  # (N,): the adapter that each came with
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class CombinationBasis:
+    """Principal components of the changes ΔW, as combinations of adapters."""
+
+    bank: Bank  # the adapters, or more than those: the first n count
+    weights: Tensor  # shape `(n, k)`, fp64; component j is Σ_i weights[i, j] ΔW_i
+    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩; unused with a sketch
+    mean_square: float  # ⟨mean, mean⟩; unused with a sketch
+    # Where the fit was made through one: components of sketches, and the sketch. Adapters are then measured by it, else
+    # by their inner products with all adapters of the bank.
+    sketch: tuple[Basis, Sketch] | None = None
+    _factors: dict[_Place, dict[str, _Module]] = field(default_factory=dict, init=False, repr=False)
+    _matrices: dict[_Place, dict[str, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False, repr=False)
+
+    def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+        """Scores of m adapters, shape `(m, k)`, and squared distances from the mean, shape `(m,)`; both fp32."""
+        if self.sketch is not None:
+            basis, sketch = self.sketch
+            return basis.project(sketch.rows(stack))
+        found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
+        with_mean = torch.zeros(len(stack), dtype=torch.float64)
+        for start, some in stacks_of(self.bank, len(self.weights), description="Projecting"):
+            products = inner_products(stack, some)
+            found += products @ self.weights[start : start + len(some)]
+            with_mean += products.sum(dim=1) / len(self.weights)
+        squares = norms_of(stack) - 2 * with_mean + self.mean_square
+        return (found - self.offsets).float(), squares.clamp_min(0).float()
+
+    def changes(self, scores: Tensor) -> dict[str, Tensor]:
+        """Changes at points; see `WeightSpace.changes`."""
+        dtype = torch.promote_types(scores.dtype, torch.float32)
+        scores = scores.to(dtype)
+        if self.dense:
+            return {
+                name: mean + (scores @ components.flatten(1)).view(*scores.shape[:-1], *mean.shape)
+                for name, (mean, components) in self._components(dtype, scores.device).items()
+            }
+        found = scores @ self.weights.T.to(scores) + 1 / len(self.weights)
+        modules = self._modules(dtype, scores.device)
+        return {name: (one.ups * found[..., None, one.owner]) @ one.downs for name, one in modules.items()}
+
+    def adapter(self, scores: Tensor) -> Adapter:
+        """A point, shape `(k,)`, as an adapter, exactly."""
+        found = self.weights @ scores.double() + 1 / len(self.weights)
+        changes = {}
+        for name, one in self._modules(torch.float32, torch.device("cpu")).items():
+            ups = (one.ups * found[one.owner]).float()
+            rows, columns = len(ups), one.downs.shape[1]
+            if len(one.owner) <= min(rows, columns):
+                changes[name] = LowRank(one.downs, ups)
+            elif columns <= rows:
+                changes[name] = LowRank(torch.eye(columns), ups @ one.downs)
+            else:
+                changes[name] = LowRank(ups @ one.downs, torch.eye(rows))
+        return Adapter(changes)
+
+    @property
+    def dense(self) -> bool:
+        """Whether components as matrices are small, and fewer than factors by enough to be worth making."""
+        size = sum(rows * columns for rows, columns in self.bank.shapes.values())
+        components = self.weights.shape[1]
+        return 4 * components <= len(self.weights) and 4 * size * components <= _DENSE_BYTES
+
+    def _modules(self, dtype: torch.dtype, device: torch.device) -> dict[str, _Module]:
+        """Factors of all adapters, kept after the first call."""
+        if (dtype, device) not in self._factors:
+            self._factors[dtype, device] = self._read(dtype, device)
+        return self._factors[dtype, device]
+
+    def _read(self, dtype: torch.dtype, device: torch.device) -> dict[str, _Module]:
+        parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in self.bank.shapes}
+        for start, stack in stacks_of(self.bank, len(self.weights), description="Reading adapters"):
+            for name, found in parts.items():
+                rank = stack.down[name].shape[1]
+                real = torch.arange(rank) < stack.ranks[name][:, None]  # (n, rank): not the zeros of filling up
+                ups = stack.up[name].to(torch.float64) * stack.scale[name][:, None, None]
+                owner = start + torch.arange(len(stack))[:, None].expand(-1, rank)
+                found.append((
+                    ups.mT[real].to(device, dtype), stack.down[name][real].to(device, dtype), owner[real].to(device),
+                ))  # fmt: skip
+        return {
+            name: _Module(torch.cat(ups).T.contiguous(), torch.cat(downs), torch.cat(owners))
+            for name, found in parts.items()
+            for ups, downs, owners in [zip(*found, strict=True)]
+        }
+
+    def _components(self, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        """Mean and components as matrices, kept after the first call."""
+        if (dtype, device) not in self._matrices:
+            weights = torch.cat([torch.full_like(self.weights[:, :1], 1 / len(self.weights)), self.weights], dim=1)
+            made = {}
+            for name, one in self._read(dtype, device).items():
+                found = torch.stack([
+                    (one.ups * column[one.owner]) @ one.downs for column in weights.T.to(device, dtype)
+                ])  # fmt: skip
+                made[name] = found[0], found[1:]
+            self._matrices[dtype, device] = made
+        return self._matrices[dtype, device]
+
+
+SpaceBasis: TypeAlias = RowBasis | CombinationBasis

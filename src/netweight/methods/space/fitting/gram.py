@@ -1,0 +1,224 @@
+"""Banks of adapters as points: inner products ⟨ΔW, ΔW'⟩ summed over modules, from the factors; ΔW is never formed.
+
+The inner product does not depend on how a change is written as up @ down, nor on ranks, so principal components of it
+do not either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from netweight.core import digest
+from netweight.core.names import nearest_names
+from netweight.core.progress import QUIET, Progress
+from netweight.core.seeds import torch_generator
+from netweight.errors import NameNotFound, UsageError
+from netweight.methods.space.fitting.streaming import ALONE, Workers, read_tensors
+from netweight.nn.lora import AdapterStack
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.checkpoint import write_checkpoint
+
+_READ = 256  # adapters that are read at a time
+_ROWS = 2048  # of the products that are held at a time, n × rank of them
+_BYTES = 1 << 28  # of adapters in a block of the Gram matrix; memory holds two
+
+
+@final
+class StackBank:
+    """A bank in memory."""
+
+    def __init__(self, names: Sequence[str], adapters: AdapterStack) -> None:
+        if len(names) != len(adapters) or len(set(names)) != len(names):
+            raise UsageError(f"{len(set(names))} different names cannot name {len(adapters)} adapters.")
+        self.names = list(names)
+        self._parts = adapters.down, adapters.up, adapters.scale, adapters.ranks
+        self.shapes = adapters.shapes
+
+    @property
+    def digest(self) -> str:
+        """Digest of names and tensors."""
+        tensors = [{name: digest.of_tensor(value) for name, value in part.items()} for part in self._parts]
+        return digest.of_config({"names": self.names, "tensors": tensors})
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def stack(self, start: int, stop: int) -> AdapterStack:
+        """The adapters from number `start` up to `stop`; views."""
+        return AdapterStack(*({name: value[start:stop] for name, value in part.items()} for part in self._parts))
+
+
+Bank: TypeAlias = AdapterBank | StackBank
+
+
+def stack_of(bank: Bank, start: int, stop: int) -> AdapterStack:
+    """Read adapters, and refuse NaN and infinity."""
+    stack = bank.stack(start, stop)
+    for part in (stack.down, stack.up, stack.scale):
+        for module, values in part.items():
+            good = torch.isfinite(values.reshape(len(values), -1)).all(dim=1)
+            if not good.all():
+                name = bank.names[start + int((~good).nonzero()[0])]
+                raise UsageError(
+                    f"The adapter {name!r} holds NaN or infinity in {module}.",
+                    cure="Leave it out of the bank; its training has diverged.",
+                )
+    return stack
+
+
+def stacks_of(
+    bank: Bank, count: int, *, description: str, progress: Progress = QUIET, first: int = 0
+) -> Iterator[tuple[int, AdapterStack]]:
+    """Read the adapters from number `first` up to `count` in blocks, each with the number of its first."""
+    with progress.task(description, count - first, unit="adapters") as task:
+        for start in range(first, count, _READ):
+            stack = stack_of(bank, start, min(start + _READ, count))
+            yield start, stack
+            task.update(len(stack))
+
+
+def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, tuple[int, int]], *, what: str) -> None:
+    """Refuse an adapter of other modules than a space's."""
+    for module in sorted(set(expected) - set(shapes)):
+        raise NameNotFound(f"{what} lacks {module!r}, which the space changes.", cure="Train it on the same modules.")
+    for module in sorted(set(shapes) - set(expected)):
+        near = nearest_names(module, list(expected), 1)[0]
+        raise NameNotFound(f"{what} changes {module!r}, which the space does not.", cure=f"The nearest is {near!r}.")
+    for module, shape in shapes.items():
+        if tuple(shape) != tuple(expected[module]):
+            raise UsageError(
+                f"{what} changes {module} in shape {tuple(shape)}, the space in {tuple(expected[module])}.",
+                cure="It belongs to another base model.",
+            )
+
+
+def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
+    """Inner products of every adapter of one stack with every one of another, shape `(n, m)`, fp64."""
+    # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module,
+    # in fp32 (fp64 where factors are), summed over modules in fp64.
+    if one.shapes != other.shapes:
+        raise UsageError("The adapters are of different modules or shapes: they belong to different models.")
+    dtype = torch.promote_types(_precision(one), _precision(other))
+    total = torch.zeros(len(one), len(other), dtype=torch.float64)
+    for name in one.modules:
+        scales = one.scale[name][:, None] * other.scale[name]
+        total += scales * _unscaled_products(_factors(one, name, dtype), _factors(other, name, dtype))
+    return total
+
+
+def norms_of(stack: AdapterStack) -> Tensor:
+    """Inner product of every adapter with itself, shape `(n,)`, fp64."""
+    total = torch.zeros(len(stack), dtype=torch.float64)
+    for name in stack.modules:
+        ups, downs = _factors(stack, name, _precision(stack))
+        total += stack.scale[name] ** 2 * ((ups @ ups.mT) * (downs @ downs.mT)).sum(dim=(1, 2))
+    return total
+
+
+def _precision(stack: AdapterStack) -> torch.dtype:
+    wide = any(factor.dtype == torch.float64 for part in (stack.down, stack.up) for factor in part.values())
+    return torch.float64 if wide else torch.float32
+
+
+def _factors(stack: AdapterStack, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Factors of one module, each as `(n, rank, length)`."""
+    return stack.up[name].to(dtype).mT, stack.down[name].to(dtype)
+
+
+def _unscaled_products(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """Inner products of one module's changes without their scales, shape `(n, m)`."""
+    (ups, downs), (count, rank) = one, one[0].shape[:2]
+    others, other_rank = [factor.flatten(0, 1).T for factor in other], other[0].shape[1]
+    step = max(1, _ROWS // rank)
+    parts = []
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        products = ups[start:stop].flatten(0, 1) @ others[0]
+        products *= downs[start:stop].flatten(0, 1) @ others[1]
+        parts.append(products.view(stop - start, rank, -1, other_rank).sum(dim=(1, 3)))
+    return torch.cat(parts)
+
+
+def fingerprints(bank: Bank, count: int | None = None) -> Tensor:
+    """A number per adapter, to know it again by: its inner product with a random adapter; shape `(count,)`, fp64."""
+    stacks = stacks_of(bank, len(bank) if count is None else count, description="Fingerprints")
+    return torch.cat([_fingerprints(stack) for _, stack in stacks])
+
+
+def _fingerprints(stack: AdapterStack) -> Tensor:
+    total = torch.zeros(len(stack), dtype=torch.float64)
+    for name, (rows, columns) in stack.shapes.items():
+        draw = torch_generator(0, "fingerprint", name)
+        left, right = (torch.randn(length, generator=draw, dtype=torch.float64) for length in (rows, columns))
+        total += stack.scale[name] * ((left @ stack.up[name].double()) * (stack.down[name].double() @ right)).sum(dim=1)
+    return total
+
+
+def same_fingerprints(found: Tensor, known: Tensor) -> bool:
+    """Whether they are of the same adapters."""
+    return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
+
+
+def gram_of(
+    bank: Bank, *, folder: Path | None = None, workers: Workers = ALONE, progress: Progress = QUIET
+) -> tuple[Tensor, float]:
+    """Inner products of all pairs, shape `(n, n)`, fp64, and the relative rounding error of the products."""
+    # Reads each block of adapters once for every block after it; memory holds the matrix and two blocks.
+    # `folder` keeps block rows; those of a bank that has grown since are used again: its names must begin with the
+    # same ones, and adapters are compared by fingerprint.
+    count, block = len(bank), _block(bank)
+    gram = torch.zeros(count, count, dtype=torch.float64)
+    precision = torch.zeros((), dtype=torch.float64)
+    known = None if folder is None else fingerprints(bank)
+    with progress.task("Inner products", count * (count + 1) // 2, unit="pairs") as task:
+        for number, start in enumerate(block_rows(bank)):
+            if number % workers.count != workers.number:
+                continue
+            later = stack_of(bank, start, min(start + block, count))
+            rows = _block_row(bank, later, start, folder, known)
+            gram[start : start + len(later), : start + len(later)] = rows
+            gram[:start, start : start + len(later)] = rows[:, :start].T
+            precision += torch.finfo(_precision(later)).eps * len(later) / count
+            task.update(len(later) * start + len(later) * (len(later) + 1) // 2)
+    workers.add([gram, precision])
+    return gram, float(precision)
+
+
+def block_rows(bank: Bank) -> list[int]:
+    """The first adapter of every block row."""
+    return list(range(0, len(bank), _block(bank)))
+
+
+def make_block_row(bank: Bank, start: int, folder: Path) -> None:
+    """Make one block row and keep it, unless it is there, in a worker; `gram_of` with the same folder takes it up."""
+    stop = min(start + _block(bank), len(bank))
+    _block_row(bank, stack_of(bank, start, stop), start, folder, fingerprints(bank, stop))
+
+
+def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None, marks: Tensor | None) -> Tensor:
+    """Inner products of a block with itself and everything before it, shape `(m, start + m)`; kept in the folder."""
+    stop, step = start + len(later), _block(bank)
+    if folder is not None and marks is not None:
+        file = folder / f"gram-{start}-{stop}.safetensors"
+        about = {"names": digest.of_config(list(bank.names[:stop]))}
+        if file.exists():
+            found, kept = read_tensors(file)
+            if found == about and same_fingerprints(marks[:stop], kept["fingerprints"]):
+                return kept["products"]
+    earlier = [inner_products(later, stack_of(bank, first, first + step)) for first in range(0, start, step)]
+    products = torch.cat([*earlier, inner_products(later, later)], dim=1)
+    if folder is not None and marks is not None:
+        write_checkpoint(file, about, {"products": products, "fingerprints": marks[:stop]}.items())
+    return products
+
+
+def _block(bank: Bank) -> int:
+    """Adapters that are read at a time: as many as memory should hold, since earlier ones are read again."""
+    one = bank.stack(0, 1)
+    size = sum(factor.nbytes for part in (one.down, one.up) for factor in part.values())
+    return max(16, min(2048, _BYTES // size))

@@ -1,0 +1,219 @@
+"""Attributes of the models of a space, read from a table or from JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.names import nearest_names
+from netweight.errors import NameNotFound, UsageError
+
+_WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
+_MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_KINDS = ".csv, .tsv, .json or .jsonl"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One attribute of every model."""
+
+    name: str
+    values: Tensor  # shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown
+
+    def __post_init__(self) -> None:
+        values = torch.as_tensor(self.values, dtype=torch.float64, device="cpu")
+        if values.ndim != 1 or values.isinf().any():
+            raise UsageError(
+                f"The labels {self.name!r} are of shape {tuple(values.shape)} or hold an infinity.",
+                cure="Give one finite number per model, NaN where it is unknown.",
+            )
+        object.__setattr__(self, "values", values)
+
+    @property
+    def known(self) -> Tensor:
+        """Where the value is known, shape `(n,)`, bool."""
+        return ~self.values.isnan()
+
+    @property
+    def levels(self) -> list[float]:
+        """The different values, rising."""
+        return sorted(set(self.values[self.known].tolist()))
+
+    @property
+    def kind(self) -> Literal["binary", "continuous"]:
+        """Binary where there are two different values or fewer."""
+        return "binary" if len(self.levels) <= 2 else "continuous"
+
+    @property
+    def positive(self) -> Tensor:
+        """Whether the value is the larger of the two, shape `(n,)`, bool; False where unknown."""
+        self.check()
+        if self.kind != "binary":
+            raise UsageError(f"{self.name!r} has {len(self.levels)} values, not two.", cure="It is continuous.")
+        return self.known & (self.values == self.levels[1])
+
+    def check(self, least: int = 2) -> None:
+        """Refuse labels from which no direction can be estimated."""
+        # `least`: models that must be known, of each class if the labels are binary
+        count, levels = int(self.known.sum()), self.levels
+        if len(levels) < 2:
+            what = "no known value" if not levels else f"one value alone, {levels[0]:g}, in {count} models"
+            raise UsageError(
+                f"The label {self.name!r} has {what}: no direction leads from there to anything else.",
+                cure="Label models of both classes.",
+            )
+        rarest = min(int((self.values == level).sum()) for level in levels) if self.kind == "binary" else count
+        if rarest < least:
+            what = "of one class" if self.kind == "binary" else "with a known value"
+            raise UsageError(
+                f"The label {self.name!r} has only {rarest} models {what}, and {least} are needed.",
+                cure="Label more models, or cross-validate in fewer folds.",
+            )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Columns about the models of a space."""
+
+    names: tuple[str, ...]  # the models, in the space's order
+    columns: Mapping[str, Column]  # name → column, as many values as models
+
+    def __getitem__(self, name: str) -> Column:
+        """Return a column."""
+        if name not in self.columns:
+            near = ", ".join(map(repr, nearest_names(name, self.columns)))
+            raise NameNotFound(f"There is no column {name!r}.", cure=f"The nearest are {near}.")
+        return self.columns[name]
+
+
+def read_labels(
+    path: str | Path, names: Sequence[str], *, columns: Sequence[str] | None = None, key: str = "name"
+) -> Labels:
+    """Read attributes of the models of a space.
+
+    Args:
+        path: A `.csv`, `.tsv`, `.json` or `.jsonl` file with one row per model.
+        names: Names of the models, in the space's order.
+        columns: The attributes to read; None for all.
+        key: The column that names the model.
+
+    Returns:
+        The labels; NaN where the file says nothing of a model.
+
+    Raises:
+        NameNotFound: There is no such column, or the file names a model that is not in the space.
+        UsageError: The file cannot be read, names a model twice, or holds what is no number.
+    """
+    path = Path(path)
+    rows = _rows(path, key)
+    known = {name: number for number, name in enumerate(names)}
+    seen: set[str] = set()
+    there = list(dict.fromkeys(column for row in rows for column in row if column != key))
+    wanted = there if columns is None else list(columns)
+    for column in wanted:
+        _check_column(path, column, there)
+    found = {column: torch.full((len(names),), torch.nan, dtype=torch.float64) for column in wanted}
+    for row in rows:
+        name = _model(path, row, key, known, seen)
+        for column in wanted:
+            found[column][known[name]] = _number(path, name, column, row.get(column))
+    if not found:
+        raise UsageError(f"{path} holds no label.", cure=f"Give at least one column beside {key!r}.")
+    return Labels(tuple(names), {name: Column(name, values) for name, values in found.items()})
+
+
+def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
+    """Check that a file of labels can be read and has columns, where the models are not known yet."""
+    path = Path(path)
+    there = list(dict.fromkeys(column for row in _rows(path, key) for column in row))
+    for column in (key, *columns):
+        _check_column(path, column, there)
+
+
+def _rows(path: Path, key: str) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The labels in {path} cannot be read: {error}.", cure="Give a text file in UTF-8.") from None
+    if path.suffix in _SEPARATORS:
+        rows = _from_table(path, text)
+    elif path.suffix in (".json", ".jsonl"):
+        rows = _from_json(path, text, key)
+    else:
+        raise UsageError(f"{path} is no file of labels.", cure=f"Give one that ends in {_KINDS}.")
+    if not rows:
+        raise UsageError(f"{path} holds no model.", cure="Give at least one row.")
+    return rows
+
+
+def _from_table(path: Path, text: str) -> list[dict[str, Any]]:
+    first = text.partition("\n")[0]
+    separator = ";" if path.suffix == ".csv" and first.count(";") > first.count(",") else _SEPARATORS[path.suffix]
+    table = csv.DictReader(text.splitlines(keepends=True), delimiter=separator)
+    rows = []
+    for number, row in enumerate(table, start=2):
+        if None in row or None in row.values():
+            raise UsageError(f"Line {number} of {path} has another number of cells than the first line has names.")
+        rows.append({name.strip(): value for name, value in row.items()})
+    return rows
+
+
+def _from_json(path: Path, text: str, key: str) -> list[dict[str, Any]]:
+    try:
+        if path.suffix == ".jsonl":
+            found: Any = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}.", cure="Write it anew.") from None
+    if isinstance(found, dict):
+        found = [{key: name, **row} if isinstance(row, dict) else row for name, row in found.items()]
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise UsageError(f"{path} does not hold one object per model.", cure='Write {"model": {"column": 1}}.')
+    return found
+
+
+def _model(path: Path, row: Mapping[str, Any], key: str, known: Mapping[str, int], seen: set[str]) -> str:
+    """The model that a row is about, checked."""
+    _check_column(path, key, list(row))
+    name = str(row[key]).strip()
+    if name not in known:
+        near = ", ".join(map(repr, nearest_names(name, known)))
+        raise NameNotFound(
+            f"{path} labels {name!r}, which is not in the space.", cure=f"Leave it out; the nearest names are {near}."
+        )
+    if name in seen:
+        raise UsageError(f"{path} labels {name!r} twice.", cure="Leave one of the two out.")
+    seen.add(name)
+    return name
+
+
+def _check_column(path: Path, column: str, columns: Sequence[str]) -> None:
+    if column not in columns:
+        near = ", ".join(map(repr, nearest_names(column, columns))) or "none: there is no column"
+        raise NameNotFound(f"{path} has no column {column!r}.", cure=f"The nearest are {near}.")
+
+
+def _number(path: Path, name: str, column: str, value: object) -> float:
+    if value is None or (isinstance(value, str) and value.strip().lower() in _MISSING):
+        return float("nan")
+    if isinstance(value, bool | int | float):
+        return float(value)
+    word = str(value).strip().lower()
+    try:
+        return _WORDS[word] if word in _WORDS else float(word)
+    except ValueError:
+        raise UsageError(
+            f"{path} says {value!r} of {name!r} in {column!r}, which is no number.",
+            cure="Write numbers, or 1 and 0 for two classes; leave a cell empty where it is unknown.",
+        ) from None

@@ -1,0 +1,187 @@
+"""A space in a folder: `space.json`, what it is, and `space.safetensors`, its numbers. No pickle anywhere.
+
+A space whose components are combinations of adapters needs these to make points: its bank is named by digest and place,
+or written along as `adapters.safetensors`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import safetensors.torch
+from torch import Tensor
+
+from netweight.core.digest import of_file
+from netweight.core.environment import describe
+from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.space.fitting.basis import CombinationBasis, RowBasis, RowLayout, Sketch, SpaceBasis
+from netweight.methods.space.fitting.fit import Accuracy
+from netweight.methods.space.fitting.gram import Bank, StackBank, fingerprints, same_fingerprints, stack_of
+from netweight.methods.space.settings import FitSettings
+from netweight.nn.lora import AdapterStack
+from netweight.nn.pca import Basis
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.checkpoint import read_record, write_record
+
+RECORD = "space.json"
+_NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
+_VERSION = 1
+_Tensors: TypeAlias = Mapping[str, Tensor]
+_PARTS = ("down", "up", "scale", "ranks")
+
+
+def write_space(fields: Mapping[str, Any], part: Path, folder: Path, *, standalone: bool, bank: Path | None) -> None:
+    """Write the fields of a `WeightSpace` into an empty folder, from where it will be moved to its place."""
+    numbers, basis = _of_basis(fields["basis"])
+    numbers |= {name: fields[name] for name in ("scores", "deviations", "fingerprints")}
+    digests = {_NUMBERS: _write(part / _NUMBERS, numbers)}
+    if standalone and isinstance(fields["basis"], CombinationBasis):
+        digests[_ADAPTERS] = _write(part / _ADAPTERS, _adapters(fields["basis"]))
+    record = {
+        "config": fields["config"].to_json(),
+        "accuracy": fields["accuracy"].to_json(),
+        "bank": fields["bank_digest"],
+        "bank_at": None if bank is None else os.path.relpath(bank.resolve(), folder.resolve()),
+        "fitted": fields["fitted"],
+        "components": fields["scores"].shape[1],
+        "names": list(fields["names"]),
+        "shapes": {name: list(shape) for name, shape in fields["shapes"].items()},
+        "basis": basis,
+        "digests": digests,
+        "environment": describe(),
+    }
+    write_record(part / RECORD, record, version=_VERSION)
+
+
+def read_space(folder: Path, bank: Bank | None) -> dict[str, Any]:
+    """Read the fields of a `WeightSpace`."""
+    values = read_about(folder)
+    numbers = _read(folder / _NUMBERS, values["digests"][_NUMBERS])
+    shapes = {name: (rows, columns) for name, (rows, columns) in values["shapes"].items()}
+    basis: SpaceBasis
+    if "layout" in values["basis"]:
+        basis = RowBasis(_layout(values["basis"]["layout"], shapes, numbers), _components(numbers, values["basis"]))
+    else:
+        basis = _combinations(folder, values, numbers, bank)
+    return {
+        **{name: numbers[name] for name in ("scores", "deviations", "fingerprints")},
+        "names": tuple(values["names"]), "fitted": values["fitted"], "shapes": shapes, "basis": basis,
+        "config": FitSettings(**values["config"]), "accuracy": Accuracy.from_json(values["accuracy"]),
+        "bank_digest": values["bank"],
+    }  # fmt: skip
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Read what a space is, without its numbers: the values of its record."""
+    if not (folder / RECORD).is_file():
+        raise UsageError(f"{folder} holds no space: there is no {RECORD}.", cure="Make one with `netweight space fit`.")
+    values: dict[str, Any] = read_record(folder / RECORD, dict, version=_VERSION, of="a space")
+    return values
+
+
+def _of_basis(basis: SpaceBasis) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A basis as tensors and JSON values."""
+    if isinstance(basis, CombinationBasis):
+        numbers = {"weights": basis.weights, "offsets": basis.offsets}
+        products = {"mean_square": basis.mean_square}
+        if basis.sketch is None:
+            return numbers, products
+        rows, sketch = basis.sketch
+        return {**numbers, **_of_rows(rows)}, {
+            **products, "total": rows.total, "side": sketch.side, "seed": sketch.seed,
+        }  # fmt: skip
+    layout = basis.layout
+    downs = {f"shared|{name}": down for name, down in layout.downs.items()}
+    about = {"kind": layout.kind, "ranks": dict(layout.ranks), "scales": dict(layout.scales)}
+    return {**_of_rows(basis.basis), **downs}, {"total": basis.basis.total, "layout": about}
+
+
+def _of_rows(basis: Basis) -> dict[str, Tensor]:
+    found = {"mean": basis.mean, "components": basis.components, "variances": basis.variances}
+    return found if basis.deviation is None else {**found, "deviation": basis.deviation}
+
+
+def _components(numbers: _Tensors, about: Mapping[str, Any]) -> Basis:
+    return Basis(
+        numbers["mean"], numbers.get("deviation"), numbers["components"], numbers["variances"], about["total"]
+    )  # fmt: skip
+
+
+def _layout(about: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], numbers: _Tensors) -> RowLayout:
+    downs = {name.removeprefix("shared|"): value for name, value in numbers.items() if name.startswith("shared|")}
+    return RowLayout(
+        about["kind"], {name: shapes[name] for name in sorted(shapes)}, about["ranks"], about["scales"], downs
+    )
+
+
+def _combinations(folder: Path, values: Mapping[str, Any], numbers: _Tensors, bank: Bank | None) -> CombinationBasis:
+    fitted = values["names"][: values["fitted"]]
+    if bank is not None:
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
+    elif _ADAPTERS in values["digests"]:
+        bank = _bank(_read(folder / _ADAPTERS, values["digests"][_ADAPTERS]), fitted)
+    else:
+        bank = _bank_at(folder, values["bank_at"])
+        _check_bank(bank, values["bank"], fitted, numbers["fingerprints"][: len(fitted)])
+    sketch = None
+    if "side" in values["basis"]:
+        maps = Sketch(dict(bank.shapes), values["basis"]["side"], values["basis"]["seed"])
+        sketch = _components(numbers, values["basis"]), maps
+    return CombinationBasis(bank, numbers["weights"], numbers["offsets"], values["basis"]["mean_square"], sketch)
+
+
+def _bank_at(folder: Path, place: str | None) -> AdapterBank:
+    """The bank where it lay when the space was written, seen from the space's folder."""
+    if place is not None and (folder.resolve() / place).is_dir():
+        return AdapterBank.open(folder.resolve() / place)
+    where = "" if place is None else f", which lay at {place} as seen from it"
+    raise UsageError(
+        f"The components of {folder} are combinations of the adapters of its bank{where}.",
+        cure="Name the bank (--bank), or write the space standalone.",
+    )
+
+
+def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
+    """Refuse a bank that is neither the one of the fit nor that one grown."""
+    if bank.digest == digest:
+        return
+    if list(bank.names[: len(fitted)]) == list(fitted):
+        if same_fingerprints(fingerprints(bank, len(fitted)), known):
+            return
+    raise UsageError(
+        f"This is another bank than the space was fitted to: its digest is {bank.digest}, not {digest}, and its first "
+        "adapters are others.",
+        cure="Open the space with its own bank, or fit a new one.",
+    )
+
+
+def _adapters(basis: CombinationBasis) -> dict[str, Tensor]:
+    """The factors of all adapters, by part and module."""
+    whole = stack_of(basis.bank, 0, len(basis.weights))
+    parts = zip(_PARTS, (whole.down, whole.up, whole.scale, whole.ranks), strict=True)
+    return {f"{part}|{name}": value for part, values in parts for name, value in values.items()}
+
+
+def _bank(tensors: _Tensors, names: Sequence[str]) -> StackBank:
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    for name, value in tensors.items():
+        part, _, module = name.partition("|")
+        parts[part][module] = value
+    return StackBank(names, AdapterStack(**parts))
+
+
+def _write(path: Path, tensors: _Tensors) -> str:
+    """Write tensors and return the file's digest."""
+    safetensors.torch.save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    return of_file(path)
+
+
+def _read(path: Path, digest: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CorruptBlob(f"{path} is missing.")
+    if of_file(path) != digest:
+        raise CorruptBlob(f"{path} is not the file that was written: its digest is another.")
+    return safetensors.torch.load_file(path)

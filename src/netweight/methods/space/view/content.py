@@ -1,0 +1,239 @@
+"""What a page about a space shows, as plain arrays: traversals, planes, a map of the adapters, samples.
+
+    page = View("Faces", traversals=[Traversal("beard", "direction", (-1, 0, 1), images)], points=points)
+    write_view(page, Path("faces.html"))
+
+Whoever generates the images hands them over here, one for every point that can be shown: the page never mixes two
+images into a third. Everything is checked when it is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+
+import numpy as np
+
+from netweight.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Images: TypeAlias = NDArray[np.uint8]
+
+_NUMBER = (int, float, np.number, np.bool_)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Traversal:
+    """A walk along one direction or component through a start point, with images at every step."""
+
+    name: str  # what the slider is called
+    # "direction" if it was found from labels, "component" if it is a principal one.
+    kind: Literal["direction", "component"]
+    strengths: Sequence[float]  # standard deviations of the training models along it, ascending, at least two
+    images: Images  # shape `(strengths, noises, height, width, 3)`, uint8: the same noises at every strength
+    note: str = ""  # a line below the name, such as the held-out score or the share of variance
+    # Attribute → what was measured in the images, one number per strength (the mean over noises): what the walk
+    # changes, and what else changes with it.
+    readings: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_strengths(self.name, self.strengths)
+        _check_images(f"The images of {self.name!r}", self.images, (len(self.strengths), None))
+        for attribute, values in self.readings.items():
+            if len(values) != len(self.strengths) or not all(map(math.isfinite, values)):
+                raise UsageError(
+                    f"The readings of {attribute!r} along {self.name!r} are no {len(self.strengths)} finite numbers.",
+                    cure="Give one per strength.",
+                )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """Two directions or components walked together, with images at every pair of steps."""
+
+    names: tuple[str, str]  # what the two sliders are called
+    strengths: Sequence[float]
+    others: Sequence[float]
+    images: Images  # shape `(strengths, others, noises, height, width, 3)`, uint8
+    note: str = ""  # a line below the names
+
+    def __post_init__(self) -> None:
+        for name, strengths in zip(self.names, (self.strengths, self.others), strict=True):
+            _check_strengths(name, strengths)
+        what = f"The images of {self.names[0]!r} with {self.names[1]!r}"
+        _check_images(what, self.images, (len(self.strengths), len(self.others), None))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Neighbors:
+    """The adapters nearest to each of n points."""
+
+    numbers: NDArray[np.int64]  # shape `(n, m)`: numbers of adapters on the map, the nearest first
+    similarities: NDArray[np.float64]  # shape `(n, m)`, finite: how near, larger is nearer
+    measure: str = "cosine of scores"  # what the similarity is, in a few words
+
+    def __post_init__(self) -> None:
+        if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
+            raise UsageError(
+                f"Neighbors {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
+                f"{self.similarities.shape}.",
+                cure="Give whole numbers and similarities of one shape (n, m).",
+            )
+        _check_finite("A similarity", self.similarities)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdapterMap:
+    """Where the adapters lie, and what is known of each."""
+
+    names: Sequence[str]  # one per adapter, no two alike
+    # Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations.
+    coordinates: NDArray[np.float64]
+    axes: Sequence[str]  # d names
+    thumbnails: Images  # shape `(n, height, width, 3)`, uint8: an image by each adapter
+    # Name → n values, all numbers or all texts (or truth values); None where one is not known.
+    labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
+    neighbors: Neighbors | None = None
+    note: str = ""  # a line above the map, such as which adapters of how many are on it
+
+    def __post_init__(self) -> None:
+        n, repeated = len(self.names), _repeated(self.names)
+        if not n:
+            raise UsageError("A map needs at least one adapter.")
+        if repeated is not None:
+            raise UsageError(f"Two adapters on the map are called {repeated!r}.", cure="Give each a name of its own.")
+        _check_coordinates("the map", self.coordinates, (n, len(self.axes)))
+        if len(self.axes) < 2:
+            raise UsageError("A map needs two axes.", cure="Fit at least two components.")
+        _check_images("The thumbnails of the map", self.thumbnails, (n,))
+        for name, values in self.labels.items():
+            _check_label(name, values, n)
+        if self.neighbors is not None:
+            _check_neighbors("the map", self.neighbors, n, n)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Models drawn from the space, which nobody trained."""
+
+    images: Images  # shape `(n, noises, height, width, 3)`, uint8
+    neighbors: Neighbors | None = None
+    coordinates: NDArray[np.float64] | None = None  # shape `(n, d)` as on the map, to show them there; None for not
+    note: str = ""  # a line above them, such as how they were drawn
+
+    def __post_init__(self) -> None:
+        _check_images("The images of samples", self.images, (None, None))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class View:
+    """A page about a space."""
+
+    title: str  # heading
+    traversals: Sequence[Traversal]  # at least one; all images of one size
+    planes: Sequence[Plane] = ()  # pairs of directions
+    points: AdapterMap | None = None  # the map
+    samples: Samples | None = None  # drawn models; their neighbors need a map
+    summary: str = ""  # a sentence or two below the heading
+    reader: str = ""  # what took the readings, in a few words
+    # Name → what was shown and how: model, collection, prompt, seeds, versions.
+    facts: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None  # the command line that made the page
+
+    def __post_init__(self) -> None:
+        if not self.traversals:
+            raise UsageError("There is no traversal to show.", cure="Name a direction, or ask for components.")
+        repeated = _repeated([each.name for each in self.traversals])
+        if repeated is not None:
+            raise UsageError(f"Two traversals are called {repeated!r}.", cure="Give each a name of its own.")
+        self._check_sizes()
+        if self.samples is not None:
+            self._check_samples(self.samples)
+
+    def _check_sizes(self) -> None:
+        sizes = {each.name: each.images.shape[-3:-1] for each in self.traversals}
+        sizes |= {" with ".join(each.names): each.images.shape[-3:-1] for each in self.planes}
+        sizes |= {"the samples": self.samples.images.shape[-3:-1]} if self.samples is not None else {}
+        sizes |= {"the map": self.points.thumbnails.shape[-3:-1]} if self.points is not None else {}
+        first, size = next(iter(sizes.items()))
+        for name, other in sizes.items():
+            if other != size:
+                raise UsageError(
+                    f"Images of {name} have {other[1]} × {other[0]} pixels, those of {first} {size[1]} × {size[0]}.",
+                    cure="Generate all with one model, in one size.",
+                )
+
+    def _check_samples(self, samples: Samples) -> None:
+        if self.points is None and (samples.neighbors is not None or samples.coordinates is not None):
+            raise UsageError("Samples have neighbors or places on a map, and there is no map.", cure="Give points.")
+        if self.points is not None and samples.neighbors is not None:
+            _check_neighbors("the samples", samples.neighbors, len(samples.images), len(self.points.names))
+        if self.points is not None and samples.coordinates is not None:
+            _check_coordinates("the samples", samples.coordinates, (len(samples.images), len(self.points.axes)))
+
+
+def _check_strengths(name: str, strengths: Sequence[float]) -> None:
+    if not all(math.isfinite(each) for each in strengths):
+        raise UsageError(f"A strength of {name!r} is NaN or infinite.", cure="Give finite standard deviations.")
+    if len(strengths) < 2 or any(a >= b for a, b in itertools.pairwise(strengths)):
+        raise UsageError(f"The strengths of {name!r} do not ascend.", cure="Give two or more, from low to high.")
+
+
+def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
+    """Lead is what stands before height, width, 3; None for any number above 0."""
+    shape: tuple[int, ...] = images.shape if isinstance(images, np.ndarray) else ()
+    fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
+    fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
+    if not fits or images.dtype != np.uint8:
+        wanted = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
+        raise UsageError(
+            f"{what} have shape {shape} and type {getattr(images, 'dtype', type(images).__name__)}.",
+            cure=f"Give a numpy array, uint8, of shape ({wanted}), all of one size.",
+        )
+
+
+def _check_coordinates(what: str, coordinates: NDArray[np.float64], shape: tuple[int, int]) -> None:
+    if coordinates.shape != shape:
+        raise UsageError(f"The coordinates of {what} have shape {coordinates.shape}, not {shape}.")
+    _check_finite(f"A coordinate of {what}", coordinates)
+
+
+def _check_label(name: str, values: Sequence[Any], n: int) -> None:
+    known = [each for each in values if each is not None]
+    if len(values) != n:
+        raise UsageError(f"The label {name!r} has {len(values)} values for {n} adapters.")
+    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, _NUMBER) for each in known)):
+        raise UsageError(f"The label {name!r} mixes texts and numbers.", cure="Give one kind, and None for unknown.")
+    if not all(isinstance(each, str) or math.isfinite(each) for each in known):
+        raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")
+
+
+def _check_neighbors(what: str, neighbors: Neighbors, n: int, adapters: int) -> None:
+    if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
+        raise UsageError(
+            f"Neighbors of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
+            if len(neighbors.numbers) == n
+            else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
+            cure=f"Give {n} rows of numbers of adapters.",
+        )
+
+
+def _check_finite(what: str, values: NDArray[np.float64]) -> None:
+    if not np.isfinite(values).all():
+        raise UsageError(f"{what} is NaN or infinite.", cure="Leave the model out that it belongs to.")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]

@@ -1,0 +1,194 @@
+"""Principal components from a Gram matrix alone, whatever the points are, and a basis of components as rows.
+
+A component is a combination of the points, Σ_i weights_i x_i. Rows of a matrix go on with `matrix_pca`; adapters, whose
+inner products are cheaper than they are long, with the weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from netweight.core.seeds import torch_generator
+from netweight.errors import UsageError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DualFit:
+    """Principal components of n points, as combinations of them."""
+
+    weights: Tensor  # shape `(n, k)`, fp64. Component j is Σ_i weights[i, j] x_i; it has norm 1, and columns sum to 0.
+    scores: Tensor  # shape `(n, k)`, fp64: coordinates of the n points, uncorrelated and of mean 0
+    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
+    total: float  # the variance along all directions, in the same units
+    offsets: Tensor  # shape `(k,)`, fp64: ⟨mean, component j⟩
+    mean_square: float
+
+
+def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -> DualFit:
+    """Find the principal components of points from their inner products."""
+    # Source: with H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
+    # `gram`: shape `(n, n)`, fp64, symmetric; of the points as they are or with any constant taken off. Overwritten.
+    # `components`: how many; None for as many as the data have, at most 1,000
+    # `precision`: relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
+    # made in fp32: variances that rounding alone could make are not taken for components
+    count = len(gram)
+    if count < 2:
+        raise UsageError(f"{count} point has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
+    largest = float(gram.diagonal().abs().max())
+    means = gram.mean(dim=0)
+    if not torch.isfinite(means).all():
+        raise UsageError("The inner products are not finite: a value is NaN, infinite or too large to be squared.")
+    gram -= means
+    gram -= (means - means.mean())[:, None]
+    total = float(gram.diagonal().sum()) / (count - 1)
+    noise = precision * count**0.5 * largest
+    wanted = min(1000 if components is None else components, count - 1)
+    values, vectors = _largest(gram, wanted)
+    rank = int((values > noise).sum())
+    if components is not None and components > rank:
+        raise UsageError(
+            f"{count} points have {rank} principal components, not {components}.",
+            cure=f"Ask for {rank} or fewer; repeated points add none." if rank else "All points are the same.",
+        )
+    if not rank:
+        raise UsageError(f"All {count} points are the same: there is nothing to find.", cure="Fit points that differ.")
+    values, vectors = values[:rank], vectors[:, :rank]
+    signs = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
+    vectors *= signs
+    weights = (vectors - vectors.mean(dim=0)).div_(values.sqrt())
+    return DualFit(
+        weights, vectors.mul_(values.sqrt()), values / (count - 1), total, means @ weights, float(means.mean())
+    )
+
+
+def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues, falling, of a symmetric fp64 matrix that may be overwritten, and their vectors."""
+    # SciPy, where it is installed, works in place and makes the wanted vectors only, which halves the memory.
+    size = len(matrix)
+    if importlib.util.find_spec("scipy") is None:
+        values, vectors = torch.linalg.eigh(matrix)
+        return values.flip(0)[:count], vectors.flip(1)[:, :count]
+    linalg = importlib.import_module("scipy.linalg")
+
+    found, columns = linalg.eigh(
+        matrix.numpy().T, overwrite_a=True, check_finite=False, driver="evr", subset_by_index=(size - count, size - 1)
+    )
+    return torch.from_numpy(found[::-1].copy()), torch.from_numpy(columns[:, ::-1].copy())
+
+
+@final
+@dataclass(frozen=True)
+class Halves:
+    """How well two halves agree; single trailing components seldom come back, subspaces do."""
+
+    components: int  # number that each half was fitted with
+    # Number of leading components j → mean squared cosine of the principal angles between both halves' subspaces of j
+    # components: 1 for the same, about j / dimensions for chance.
+    agreement: dict[int, float]
+    fitted: float  # share of a half's variance that its own components capture, mean of both
+    held_out: float  # share of the other half's variance, about the first's mean, that they capture, mean of both
+
+
+def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> Halves | None:
+    """Fit two random halves."""
+    # `gram`: shape `(n, n)`, fp64: inner products, which stay as they are
+    # Returns: None where there are fewer than 8 points, or all points of a half are the same.
+    count = len(gram)
+    if count < 8:
+        return None
+    order = torch.randperm(count, generator=torch_generator(seed, "halves"))
+    parts = order[: count // 2], order[count // 2 :]
+    wanted = min(1000 if components is None else components, count // 2 - 1)
+    try:
+        fits = [fit_gram(gram[one][:, one], None, precision=precision) for one in parts]
+    except UsageError:
+        return None
+    wanted = min(wanted, *(fit.weights.shape[1] for fit in fits))
+    weights = [fit.weights[:, :wanted] for fit in fits]
+    overlap = weights[0].T @ gram[parts[0]][:, parts[1]] @ weights[1]
+    agreement = {
+        number: float(torch.linalg.svdvals(overlap[:number, :number]).square().mean())
+        for number in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+        if number < wanted
+    }
+    agreement[wanted] = float(torch.linalg.svdvals(overlap).square().mean())
+    fitted = sum(float(fit.variances[:wanted].sum()) / fit.total for fit in fits) / 2
+    held = sum(_held_out(gram, parts[i], parts[1 - i], fits[i], wanted) for i in (0, 1)) / 2
+    return Halves(wanted, agreement, fitted, held)
+
+
+def _held_out(gram: Tensor, own: Tensor, other: Tensor, fit: DualFit, wanted: int) -> float:
+    """Share of the variance of other points about a half's mean that the half's components capture."""
+    across = gram[other][:, own]
+    whole = gram.diagonal()[other] - 2 * across.mean(dim=1) + gram[own][:, own].mean()
+    scores = across @ fit.weights[:, :wanted] - fit.offsets[:wanted]
+    return float(scores.square().sum() / whole.sum())
+
+
+# Rows up to which the Gram matrix is used: 800 MB of it.
+MOST_DUAL = 10_000
+Solver = Literal["auto", "dual", "streaming"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Mean and components."""
+
+    mean: Tensor  # shape `(d,)`, fp32
+    # Shape `(d,)`, fp32: what each number is divided by; None for nothing. 1 where it does not vary.
+    deviation: Tensor | None
+    components: Tensor  # shape `(k, d)`, fp32, orthonormal rows
+    variances: Tensor  # shape `(k,)`, fp64, falling: of the scores, with n − 1 in the denominator
+    total: float  # the variance along all directions, in the same units
+
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of rows, shape `(…, d)` to `(…, k)`, and their squared distances from the mean, shape `(…)`."""
+        centered = rows.to(self.components) - self.mean
+        centered = centered if self.deviation is None else centered / self.deviation
+        return centered @ self.components.T, centered.square().sum(dim=-1)
+
+    def point(self, scores: Tensor) -> Tensor:
+        """The row at scores, shape `(…, k)` to `(…, d)`, on their device; differentiable."""
+        moved = scores @ self.components.to(scores)
+        if self.deviation is not None:
+            moved = moved * self.deviation.to(scores)
+        return self.mean.to(scores) + moved
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BasisFit:
+    """A basis, and what is known of its fit."""
+
+    basis: Basis
+    scores: Tensor  # shape `(n, k)`, fp32, of the rows that this worker read
+    solver: Literal["dual", "streaming"]  # "dual", which is exact, or "streaming"
+    # Streaming: the variance that the components had captured after each pass over the rows, a share of all.
+    passes: tuple[float, ...] = ()
+    halves: Halves | None = None  # dual, where asked for: how well the fits of two halves of the rows agree
+
+    @property
+    def captured(self) -> float:
+        """Share of the variance that the components capture."""
+        return float(self.basis.variances.sum()) / self.basis.total
+
+
+def orthonormality(components: Tensor) -> float:
+    """Return how far components are from orthonormal: the greatest magnitude in C Cᵀ − I."""
+    # `components`: shape `(k, d)`, fp32
+    count, length = components.shape
+    products = torch.zeros(count, count, dtype=torch.float64)
+    step = max(1, (1 << 24) // count)
+    for start in range(0, length, step):
+        part = components[:, start : start + step]
+        products += part @ part.T
+    products.diagonal().sub_(1)
+    return float(products.abs().max())
