@@ -38,6 +38,7 @@ check-the-rest:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --config pyproject.toml
+	$(BIN)/python scripts/public_names.py
 	$(BIN)/python scripts/public_docstrings.py
 	$(BIN)/python scripts/house.py
 	$(BIN)/python -m mkdocs build

@@ -1,7 +1,7 @@
 """Are all public names described? Read from the source alone; nothing of netweight is imported. `make check` runs it.
 
-Public are `netweight.__all__` and the `__all__` of every module of the packages in `PACKAGES`, with the public methods
-of the classes among them. Of each of them the docstring must say:
+Public are the names that `public_names.py` lists, with the public methods of the classes among them. The docstring of
+each must say:
 
 - what it is or does (a docstring at all);
 - every parameter: by an entry under `Args`, for a constructor also under `Attributes` of the class, or by its name in
@@ -9,6 +9,7 @@ of the classes among them. Of each of them the docstring must say:
 - of a parameter that is a tensor or an array, its shape or dtype, in the docstring of the function or of its class;
 - what comes back: under `Returns` or `Yields`, unless the docstring opens with one of these verbs, or with a noun that
   is the answer ("The …", "Whether …"), or the annotation is a class of netweight, which is described itself;
+- no description begins with "Of …";
 - every error of `netweight.errors` that its own body raises, by name;
 - where it comes from, if it is listed in `public_sources.py` as taken from a paper: the paper, the section or equation.
 
@@ -26,9 +27,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from public_names import public_names
 from public_sources import SOURCES
 
-PACKAGES = ("codec", "store", "probe", "generate", "report", "metrics", "attacks", "methods", "integrations")
 EXTENDED = ("HfQuantizer", "DiffusersQuantizer", "Trainer", "Strategy", "_Base")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -68,9 +69,8 @@ class Module:
 
 
 def modules(root: Path) -> Iterator[Module]:
-    """Read the source files that public names can be in or be made of; layers above are none of them."""
-    below = [file for part in ("core", *PACKAGES) for file in (root / part).rglob("*.py")]
-    for path in sorted([*root.glob("*.py"), *below]):
+    """Read the source files."""
+    for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text())
         public: list[str] = []
         for node in tree.body:
@@ -142,17 +142,15 @@ class Checker:
         if "Protocol" in bases:
             self.protocols |= {(name, tuple(names)) for name, names in methods.items()}
 
-    def run(self, homes: dict[str, list[str]]) -> None:
+    def run(self, homes: dict[str, set[str]]) -> None:
         """Check every public name.
 
         Args:
-            homes: Further names to check by the path of their module, relative to the package.
+            homes: Names to check by the dotted name of their module.
         """
         for module in self.modules:
             place = module.path.relative_to(self.root)
-            names = set(homes.get(place.as_posix(), []))
-            if place.parts[0] in PACKAGES:
-                names |= set(module.public)
+            names = homes.get(".".join(("netweight", *place.with_suffix("").parts)), set())
             for node in module.tree.body:
                 if isinstance(node, Function) and node.name in names:
                     self._function(module, node, None)
@@ -245,6 +243,8 @@ class Checker:
     ) -> None:
         for parameter in given:
             entry = described.get(parameter.arg)
+            if entry is not None and entry.strip().startswith("Of "):
+                self._say(module, node, name, f"the description of {parameter.arg!r} begins with 'Of'")
             if entry is None and not re.search(rf"`[^`\n]*\b{re.escape(parameter.arg)}\b[^`\n]*`", text):
                 self._say(module, node, name, f"parameter {parameter.arg!r} is not described")
             elif (
@@ -296,23 +296,19 @@ def _raised(function: ast.AST) -> Iterator[str]:
         waiting += ast.iter_child_nodes(node)
 
 
-def lazy_homes(path: Path) -> dict[str, list[str]]:
-    """Read from `netweight/__init__.py` which module each lazy name comes from.
-
-    Returns:
-        Names by the module's path relative to the package.
-    """
-    found: dict[str, list[str]] = {}
-    for home in re.findall(r'"netweight\.([\w.]+:\w+)"', path.read_text()):
-        module, name = home.split(":")
-        found.setdefault(module.replace(".", "/") + ".py", []).append(name)
+def homes_of(source: Path) -> dict[str, set[str]]:
+    """Return the public names by the module that defines them."""
+    found: dict[str, set[str]] = {}
+    for homes in public_names(source).values():
+        for name, home in homes.items():
+            found.setdefault(home, set()).add(name)
     return found
 
 
 def main(root: Path) -> int:
     """Check the package in `root`, print what is missing, and return 1 if anything is."""
     checker = Checker(root)
-    checker.run(lazy_homes(root / "__init__.py"))
+    checker.run(homes_of(root.parent))
     for line in checker.complaints:
         print(line)
     if checker.complaints:

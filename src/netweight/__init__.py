@@ -1,70 +1,75 @@
 """netweight: take out of model weights what should not be there, and prove what is left.
 
 This file holds lazy public names only (PEP 562): `import netweight` loads neither torch nor anything heavy; each name
-is imported from its own module the first time it is used.
+is imported from its own module the first time it is used. `docs/reference.md` is made from this table.
 """
 
-from __future__ import annotations
-
-import importlib
 from typing import Any
 
-_HOMES = {
-    "Adapter": "netweight.nn.lora:Adapter",
-    "AdapterBank": "netweight.store.bank.bank:AdapterBank",
-    "CompressedTensor": "netweight.methods.compress.runtime.tensor:CompressedTensor",
-    "Finding": "netweight.report.finding:Finding",
-    "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise:LayerwiseOptimizer",
-    "NetweightError": "netweight.errors:NetweightError",
-    "Report": "netweight.report.report:Report",
-    "Select": "netweight.core.names:Select",
-    "StoreWriter": "netweight.store:StoreWriter",
-    "Units": "netweight.core.units:Units",
-    "WeightSpace": "netweight.methods.space.space:WeightSpace",
-    "average_gradient": "netweight.methods.compress.runtime.model:average_gradient",
-    "capture": "netweight.nn.hooks:capture",
-    "check_device": "netweight.methods.compress.runtime.cuda:check_device",
-    "compress_": "netweight.methods.compress.runtime.model:compress_",
-    "compress_activations": "netweight.methods.compress.runtime.activations:compress_activations",
-    "compress_folder": "netweight.methods.compress.folder:compress_folder",
-    "compress_recomputed": "netweight.methods.compress.runtime.activations:compress_recomputed",
-    "decode_ahead": "netweight.methods.compress.runtime.prefetch:decode_ahead",
-    "decompress_": "netweight.methods.compress.runtime.model:decompress_",
-    "decompress_folder": "netweight.methods.compress.folder:decompress_folder",
-    "dense_state_dict": "netweight.methods.compress.runtime.model:dense_state_dict",
-    "immunize": "netweight.methods.immunize.train:immunize",
-    "load_checkpoint": "netweight.methods.compress.runtime.checkpoint:load_checkpoint",
-    "memory_footprint": "netweight.methods.compress.runtime.model:memory_footprint",
-    "prefer_": "netweight.methods.compress.runtime.model:prefer_",
-    "open_store": "netweight.store:open_store",
-    "read_adapter": "netweight.store.lora_formats.files:read_adapter",
-    "save_checkpoint": "netweight.methods.compress.runtime.checkpoint:save_checkpoint",
-    "verify": "netweight.methods.compress.verify:verify",
-    "write_adapter": "netweight.store.lora_formats.files:write_adapter",
-}
+from netweight.core.lazy import lazy_names
 
-__all__ = sorted([*_HOMES, "__version__"])
+_find, _names, __all__ = lazy_names(
+    __name__,
+    {
+        # compress
+        "CompressedTensor": "netweight.methods.compress.runtime.tensor",
+        "LayerwiseOptimizer": "netweight.methods.compress.runtime.layerwise",
+        "average_gradient": "netweight.methods.compress.runtime.model",
+        "check_device": "netweight.methods.compress.runtime.cuda",
+        "compress_": "netweight.methods.compress.runtime.model",
+        "compress_activations": "netweight.methods.compress.runtime.activations",
+        "compress_folder": "netweight.methods.compress.folder",
+        "compress_recomputed": "netweight.methods.compress.runtime.activations",
+        "decode_ahead": "netweight.methods.compress.runtime.prefetch",
+        "decompress_": "netweight.methods.compress.runtime.model",
+        "decompress_folder": "netweight.methods.compress.folder",
+        "dense_state_dict": "netweight.methods.compress.runtime.model",
+        "load_checkpoint": "netweight.methods.compress.runtime.checkpoint",
+        "memory_footprint": "netweight.methods.compress.runtime.model",
+        "prefer_": "netweight.methods.compress.runtime.model",
+        "save_checkpoint": "netweight.methods.compress.runtime.checkpoint",
+        "verify": "netweight.methods.compress.verify",
+        # federate: everything is in the package
+        "federate": "netweight.methods.federate",
+        # immunize
+        "immunize": "netweight.methods.immunize.train",
+        # space
+        "Adapter": "netweight.nn.lora",
+        "AdapterBank": "netweight.store.bank.bank",
+        "WeightSpace": "netweight.methods.space.space",
+        "read_adapter": "netweight.store.lora_formats.files",
+        "write_adapter": "netweight.store.lora_formats.files",
+        # watch and edit a live model
+        "Select": "netweight.core.names",
+        "Units": "netweight.core.units",
+        "capture": "netweight.nn.hooks",
+        # evidence, and what a method of one's own is made of
+        "Attack": "netweight.registry",
+        "Finding": "netweight.report.finding",
+        "Job": "netweight.job",
+        "Method": "netweight.registry",
+        "Report": "netweight.report.report",
+        "Section": "netweight.report.finding",
+        "Settings": "netweight.settings",
+        "register": "netweight.registry",
+        # files and errors
+        "NetweightError": "netweight.errors",
+        "StoreWriter": "netweight.store.writer",
+        "open_store": "netweight.store.reader",
+    },
+)
+__all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use and keep it.
-
-    Raises:
-        AttributeError: `name` is not a public name of netweight.
-    """
+    """Import a public name from its home on first use and keep it."""
     if name == "__version__":
         from netweight.core.environment import netweight_version
 
-        value: Any = netweight_version()
-    elif name in _HOMES:
-        module, attribute = _HOMES[name].split(":")
-        value = getattr(importlib.import_module(module), attribute)
-    else:
-        raise AttributeError(f"module 'netweight' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        return netweight_version()
+    return _find(name)
 
 
 def __dir__() -> list[str]:
     """List the public names, imported or not."""
-    return list(__all__)
+    return [*_names(), "__version__"]

@@ -45,7 +45,7 @@ _NAMED = 5  # differences that a message names
 
 @final
 class Job:
-    """A folder of work that can be continued; opened by `Job.open` or `Job.beside`.
+    """A folder of work that can be continued; made by `Job.open` or `Job.beside`.
 
     Attributes:
         folder: Where the job lives.
@@ -80,6 +80,9 @@ class Job:
             of: What the job is, for messages: "a federation".
             state: Name of the state's file.
             reading: Open without a lock; nothing can be written.
+
+        Yields:
+            The job.
 
         Raises:
             UsageError: The folder holds work of another key, or another process is working there.
@@ -119,6 +122,9 @@ class Job:
             overwrite: Whether an existing destination may be replaced; None if nobody can allow that.
             folder: Where the job lives instead.
 
+        Yields:
+            The job.
+
         Raises:
             OutputExists: The destination exists.
             OutputFailed: The disk is full or the place cannot be written; finished work is kept.
@@ -147,10 +153,13 @@ class Job:
             yield job
 
     def load(self, same: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Read the state: its account and its tensors, or None before the first `save`.
+        """Read the state: its account and its tensors.
 
         Args:
             same: Entries that the account must have; for states of earlier releases, which name no key.
+
+        Returns:
+            The account and the tensors by name, or None before the first `save`.
 
         Raises:
             UsageError: It belongs to other work.
@@ -208,7 +217,7 @@ class Job:
         """Append a row to `NAME.jsonl`, and return when it is on the disk.
 
         Args:
-            name: Of the records; `map` needs another name.
+            name: File name of the records; `map` needs another one.
             row: JSON values.
             key: What the row is found by; a later row of the same key replaces it. None for a row that only adds.
         """
@@ -219,11 +228,11 @@ class Job:
         ledger.append({**row, "digest": of_config({"row": len(ledger.records)} if key is None else key)})
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """All rows of `NAME.jsonl`; a last line that a kill cut short is no row."""
+        """Return all rows of `name`.jsonl; a last line that a kill cut short is no row."""
         return [_row(record) for record in self._read(name).values()]
 
     def recorded(self, name: str, key: Any) -> dict[str, Any] | None:
-        """The row of a key in `NAME.jsonl`, if there is one."""
+        """Return the row of a `key` in `name`.jsonl, or None."""
         record = self._read(name).get(of_config(key))
         return None if record is None else _row(record)
 
@@ -235,7 +244,7 @@ class Job:
         return tree
 
     def file(self, name: str) -> Path:
-        """The path of a file within `tree`; its folder is made. Write it by `whole_file` if others are to trust it."""
+        """Return the path `name` within `tree`; its folder is made. `whole_file` writes it whole or not at all."""
         file = self.tree / name
         file.parent.mkdir(parents=True, exist_ok=True)
         return file

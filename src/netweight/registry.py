@@ -126,7 +126,7 @@ _ATTACKS: dict[str, Attack[Any]] = {}
 
 
 def register(entry: Method[Any] | Attack[Any]) -> None:
-    """Add a method or an attack in this process; packages use entry points.
+    """Add an `entry`, a method or an attack, in this process; packages use entry points.
 
     Raises:
         UsageError: Another one has its verb.

@@ -72,7 +72,7 @@ class Cli:
 
 
 class Settings(pydantic.BaseModel):
-    """Frozen, checked settings; see the module. Subclasses declare fields, and `check` where several must fit."""
+    """Frozen, checked settings, made of `values` by name. Subclasses declare fields, and `check` for several."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -121,7 +121,7 @@ class Settings(pydantic.BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def replace(self, **changes: Any) -> Self:
-        """Return other settings, checked; a mapping changes a part of nested ones."""
+        """Return settings with these `changes`, checked; a mapping changes a part of nested ones."""
         return type(self)(**_merged(self.given, changes))
 
     def __hash__(self) -> int:
@@ -130,7 +130,7 @@ class Settings(pydantic.BaseModel):
 
     @classmethod
     def partial(cls, **given: Any) -> Self:
-        """Return a preset: these fields are checked, and what is required may be missing until `replace` or `of`."""
+        """Return a preset: `given` fields are checked; what is required may be missing until `replace` or `of`."""
         try:
             return cls.model_validate(given)
         except pydantic.ValidationError as error:
@@ -148,7 +148,7 @@ class Settings(pydantic.BaseModel):
 
     @classmethod
     def of(cls, values: Any, *, where: str = "") -> Self:
-        """Read what YAML or JSON gives; a UsageError lists all problems, each with its place."""
+        """Return settings from `values` of YAML or JSON; a UsageError lists all problems by place, after `where`."""
         problems: list[str] = []
         found = cls.checked(values, f"{where}." if where else "", problems)
         if found is None:
@@ -157,7 +157,7 @@ class Settings(pydantic.BaseModel):
 
     @classmethod
     def checked(cls, values: Any, where: str, problems: list[str]) -> Self | None:
-        """Read what YAML or JSON gives; note each problem after its place, which ends with a dot, and return None."""
+        """Return settings from `values`, or None: then `problems` gets a line for each, after `where` and its dot."""
         kind: type[Settings] = cls
         if cls.presets and isinstance(values, Mapping):
             name = values.get(cls.preset_key, cls.model_fields[cls.preset_key].default)

@@ -222,7 +222,7 @@ def test_pickled_models_compute_the_same_and_are_saved_by_the_function(sharded, 
     assert same(again, theirs)
     save_pretrained(again, tmp_path / "saved", variant="fp16")
     assert same(load(tmp_path / "saved"), theirs)
-    with pytest.raises(UsageError, match=r"integrations\.diffusers\.save_pretrained"):
+    with pytest.raises(UsageError, match=r"plugins\.diffusers\.save_pretrained"):
         type(ours).save_pretrained(ours, tmp_path / "refused")
 
 

@@ -323,7 +323,7 @@ def test_pickled_models_compute_the_same_and_are_saved_by_the_function(tied, tmp
     torch.save(ours, tmp_path / "pickled")
     again = torch.load(tmp_path / "pickled", weights_only=False)
     assert same(again, theirs)
-    with pytest.raises(UsageError, match=r"integrations\.transformers\.save_pretrained"):
+    with pytest.raises(UsageError, match=r"plugins\.transformers\.save_pretrained"):
         again.save_pretrained(tmp_path / "refused")
     save_pretrained(again, tmp_path / "saved")
     assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), theirs)

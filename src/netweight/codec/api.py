@@ -76,7 +76,7 @@ class BlobInfo:
 
 
 def available_paths() -> list[str]:
-    """Code paths that run here, fastest first: some of "avx512", "avx2", "portable", or only "python".
+    """Return the code paths that run here, fastest first: some of "avx512", "avx2", "portable", or only "python".
 
     "python" stands here only where the native module is missing; by name it can be asked for everywhere.
     """
@@ -236,7 +236,7 @@ def info(blob: Blob) -> BlobInfo:
 
 
 def is_lossy(blob: Blob) -> bool:
-    """Whether a blob is one of those that `encode_lossy` makes when it rounds; only its first bytes are looked at."""
+    """Whether a `blob` is one of those that `encode_lossy` makes when it rounds; only its first bytes are read."""
     return lossy.recognizes(bytes_of(blob))
 
 

@@ -25,7 +25,15 @@ _PARTS = ("scale", "left", "right")
 @final
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
+    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`.
+
+    That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
+
+    Attributes:
+        scale: Factor of the server's matrix W₀, which weight decay makes less than 1.
+        left: Shape `(rows, rank)`.
+        right: Shape `(columns, rank)`.
+    """
 
     # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
 
@@ -39,14 +47,26 @@ class LowRank:
         return torch.Size((self.left.shape[0], self.right.shape[0]))
 
     def dense(self, base: Tensor) -> Tensor:
-        """Return the matrix itself, given the server's."""
+        """Return the matrix itself, given the server's.
+
+        Args:
+            base: The server's matrix, of the same shape.
+        """
         return torch.addmm(base, self.left, self.right.T, beta=self.scale, alpha=-1)
 
 
 @final
 @dataclass(frozen=True)
 class Update:
-    """What one client sends after a round."""
+    """What one client sends after a round.
+
+    Attributes:
+        client: Its number.
+        n: Number of training examples, its weight in the average; at least 1.
+        tensors: The shared tensors after local training, by the names of the server's state. Matrices may be low-rank
+            changes.
+        round: The round that it answers, from 1.
+    """
 
     client: int  # its number
     n: int  # number of training examples, its weight in the average; at least 1

@@ -41,7 +41,14 @@ def initial_statistics(task: FedTask) -> dict[str, Tensor]:
 @final
 @dataclass(frozen=True)
 class DirectMethod:
-    """Clients train the model's weights themselves; the server averages those halves that are shared."""
+    """Clients train the model's weights themselves; the server averages those halves that are shared.
+
+    Attributes:
+        name: As the command line calls it.
+        halves: Which halves leave a client: both, the body alone, or none.
+        phases: Local training of a round.
+        training: Batch size, momentum and weight decay of all phases.
+    """
 
     name: str  # as the command line calls it
     halves: tuple[Literal["body", "head"], ...]  # which halves leave a client: both, the body alone, or none
@@ -114,7 +121,11 @@ def from_named(task: FedTask, tensors: Tensors) -> Weights:
 
 
 def local_only(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return the method that shares nothing: every client trains the whole model alone."""
+    """Return the method that shares nothing: every client trains the whole model alone.
+
+    Args:
+        training: How every client trains.
+    """
     return DirectMethod("local", (), (Phase("both", training.epochs, training.lr),), training)
 
 
@@ -130,7 +141,15 @@ def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
 
 
 def fedavg_private_head(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared."""
+    """Return FedAvg with private heads: the head is trained first, then the body, and the body alone is shared.
+
+    The fair comparator of HyperFL, which trains in the same order and keeps the same half to itself.
+
+    Args:
+        training: How every client trains.
+
+    Source: Collins et al., FedRep (arXiv 2102.07078).
+    """
     # Source: Collins et al., FedRep (arXiv 2102.07078).
     phases = (
         Phase("head", training.head_epochs, training.head_lr),

@@ -87,7 +87,19 @@ class Federation:
 @final
 @dataclass(frozen=True)
 class Round:
-    """What is known of a finished round."""
+    """What is known of a finished round.
+
+    Attributes:
+        round: Its number, from 1.
+        clients: Who was asked, in order.
+        before: Accuracy of each client's model as received, by client, with freshly generated weights; empty in
+            rounds without evaluation.
+        after: The same after local training.
+        loss: Mean training loss by client.
+        seconds: Wall-clock time of local training and aggregation, without evaluation.
+        refused: Client → why its update was left out.
+        attempts: How often the round was tried.
+    """
 
     round: int  # its number, from 1
     clients: tuple[int, ...]  # who was asked, in order
@@ -121,7 +133,11 @@ class Round:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
-        """Return the round that `to_json` was asked for."""
+        """Return the round that `to_json` was asked for.
+
+        Args:
+            values: JSON values.
+        """
         maps = {
             name: {int(client): value for client, value in values[name].items()}
             for name in ("before", "after", "loss", "refused")

@@ -300,7 +300,13 @@ def _call(module: nn.Module, weights: dict[str, Tensor], inputs: Tensor) -> Tens
 @final
 @dataclass(frozen=True)
 class Weights:
-    """A client's model, ready to run."""
+    """A client's model, ready to run.
+
+    Attributes:
+        body: The body's trained parameters, shape `(task.body_layout.size,)`.
+        head: The head's, shape `(task.head_layout.size,)`.
+        statistics: The body's running statistics by name, where it has normalization layers that keep some.
+    """
 
     body: Tensor  # the body's trained parameters, shape `(task.body_layout.size,)`
     head: Tensor  # the head's, shape `(task.head_layout.size,)`
@@ -311,7 +317,13 @@ class Weights:
 @final
 @dataclass(frozen=True)
 class Client:
-    """One client as a round begins."""
+    """One client as a round begins.
+
+    Attributes:
+        number: Its number in the task.
+        private: What it keeps between rounds and never sends: tensors by name.
+        received: What the server sent it in this round: tensors by name.
+    """
 
     number: int  # its number in the task
     private: Tensors  # what it keeps between rounds and never sends: tensors by name
@@ -321,7 +333,14 @@ class Client:
 @final
 @dataclass(frozen=True)
 class Trained:
-    """One client as a round ends."""
+    """One client as a round ends.
+
+    Attributes:
+        update: What it sends.
+        private: What it keeps: tensors by name.
+        weights: Its personal model after local training.
+        loss: Mean training loss over the round's steps.
+    """
 
     update: Update  # what it sends
     private: Tensors  # what it keeps: tensors by name

@@ -11,7 +11,21 @@ from netweight.errors import UsageError
 @final
 @dataclass(frozen=True)
 class Privacy:
-    """Differentially private SGD: each example's gradient is clipped, their sum gets Gaussian noise."""
+    """Differentially private SGD: each example's gradient is clipped, their sum gets Gaussian noise.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise as a multiple of `clip`; at least 0.
+            `netweight.integrations.opacus` turns an ε into one. Clients of different sizes need different noise for
+            one ε, and this is for all of them.
+        clip: Largest norm of one example's gradient, above 0.
+        sampling: "poisson" draws each example on its own, which accountants assume; "shuffled" goes through the
+            examples in turn as the reference does, and then the ε that an accountant states is not valid.
+
+    Raises:
+        UsageError: A number is out of its range, or there is no such sampling.
+
+    Source: Abadi et al. (arXiv 1607.00133), algorithm 1; HyperFL's baselines clip at 0.04.
+    """
 
     # Source: Abadi et al. (arXiv 1607.00133), algorithm 1; HyperFL's baselines clip at 0.04.
 
@@ -34,7 +48,19 @@ class Privacy:
 @final
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of local training with a fresh optimizer."""
+    """A stretch of local training with a fresh optimizer.
+
+    Attributes:
+        trains: Which half learns: "head" (the body is then in evaluation mode), "body" or "both".
+        epochs: Passes over the client's training examples, at least 1.
+        lr: Learning rate of SGD.
+        privacy: Make the gradients differentially private; None for plain SGD.
+        head_lr: Learning rate of a plain step of the head before every private step of the body; None for no such
+            step.
+
+    Raises:
+        UsageError: A number is out of its range, or `head_lr` does not go with what is trained.
+    """
 
     # Which half learns: "head" (the body is then in evaluation mode), "body" or "both".
     trains: Literal["head", "body", "both"]

@@ -264,7 +264,7 @@ class WeightSpace:
     """A space of adapters.
 
     Attributes:
-        names: Of the n adapters that it was fitted to, and then of those appended.
+        names: Names of the n adapters that it was fitted to, then of those appended.
         fitted: How many it was fitted to.
         scores: Shape `(n, k)`, fp32: their coordinates.
         deviations: Shape `(k,)`, fp32, falling: standard deviations of the scores that the space was fitted to.
@@ -273,7 +273,7 @@ class WeightSpace:
         basis: Mean and components.
         config: How it was fitted.
         accuracy: What is known of how good the fit is.
-        bank_digest: Of the bank that it was fitted to.
+        bank_digest: Digest of the bank that it was fitted to.
 
     Source: weights2weights (arXiv 2406.09413); see docs/differences.md for what departs from it.
     """
@@ -376,7 +376,7 @@ class WeightSpace:
         """Return an adapter's scores, shape `(k,)`, fp32: the nearest point of the space.
 
         Args:
-            adapter: Of the same modules; any rank.
+            adapter: Adapter of the same modules, of any rank.
 
         Raises:
             NameNotFound: It has other modules than the space.
