@@ -84,6 +84,11 @@ class Method(Generic[S]):
         """Declare the audits: no treatment without its audit."""
         declare_audits(self.verb, self.audits)
 
+    @property
+    def runnable(self) -> tuple[str, ...]:
+        """The names of the audits that a recipe or a command can run."""
+        return tuple(name for name, audit in self.audits.items() if audit is not None)
+
 
 @final
 @dataclass(frozen=True)

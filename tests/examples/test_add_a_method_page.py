@@ -34,7 +34,9 @@ def here(tmp_path_factory):
     subprocess.run([sys.executable, "-m", *install, f"--target={site}", here / "netweight-prune"], check=True)
     torch.manual_seed(0)
     (here / "my-model").mkdir()
-    save_file({"weight": torch.randn(40, 50), "bias": torch.randn(50)}, here / "my-model/model.safetensors", {"format": "pt"})
+    save_file(
+        {"weight": torch.randn(40, 50), "bias": torch.randn(50)}, here / "my-model/model.safetensors", {"format": "pt"}
+    )
     (here / "my-model/config.json").write_text("{}")
     return here
 
@@ -50,7 +52,10 @@ def netweight(here, *arguments, code=0):
 
 def test_it_is_a_command_with_its_options_audits_and_card(here):
     assert re.search(r"prune +Set the smallest weights of every matrix to zero\.", netweight(here, "--help"))
-    assert re.search(r"--share FLOAT RANGE +Share of each matrix that becomes zero\.\s+\[default: 0\.5", netweight(here, "prune", "--help"))
+    assert re.search(
+        r"--share FLOAT RANGE +Share of each matrix that becomes zero\.\s+\[default: 0\.5",
+        netweight(here, "prune", "--help"),
+    )
     answer = json.loads(netweight(here, "prune", "my-model", "pruned", "--share", "0.6", "--card", "--json"))
     assert answer["settings"] == {"share": 0.6}
     assert [finding["passed"] for finding in answer["findings"]] == [True, True, True]
@@ -75,7 +80,8 @@ def test_it_is_a_verb_of_recipes_with_a_section_in_the_report(here):
 def test_its_audits_notice_what_is_wrong(here):
     netweight(here, "prune", "my-model", "half", "--share", "0.5")
     program = (
-        "import json, pathlib; from netweight.report.audit import run_audits; from prune.settings import PruneSettings\n"
+        "import json, pathlib\nfrom netweight.report.audit import run_audits\n"
+        "from prune.settings import PruneSettings\n"
         "folders = (pathlib.Path('half'), pathlib.Path('my-model'))\n"
         "found = run_audits('prune', folders, PruneSettings(share=0.9), seed=0)\n"
         "print(json.dumps([finding.passed for section in found.values() for finding in section.findings]))"

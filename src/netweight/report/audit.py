@@ -1,7 +1,7 @@
 """Audits, and the register that keeps the rule of the library: no treatment without its audit.
 
-A treatment (compress, federate, immunize, forget, space) names its audits when it is declared. `of_treatment` compares what a treatment names with what was run, and a report shows the
-difference in red.
+A treatment (compress, federate, immunize, forget, space) names its audits when it is declared. `of_treatment` compares
+what a treatment names with what was run, and a report shows the difference in red.
 """
 
 from __future__ import annotations
