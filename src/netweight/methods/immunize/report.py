@@ -16,7 +16,6 @@ from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.methods.immunize.layer_metrics import KINDS, DepthAnalysis, LayerAnalysis, LayerChange, Plane
 from netweight.metrics.intervals import t_interval
-from netweight.report.audit import register_audit, register_treatment
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import canvas, series_color, to_figure
 from netweight.report.report import read_report
@@ -273,10 +272,7 @@ DEPTH, ATTACKED = "depth", "fine-tuning attack"
 # The folder in a defended model's folder that holds the report of its making.
 REPORT = "immunize-report"
 
-register_treatment(TREATMENT, audits=(DEPTH, ATTACKED))
 
-
-@register_audit(TREATMENT, DEPTH)
 def depth_audit(run: Path, settings: object, *, seed: int, progress: Progress) -> Section:
     """Return what was found inside of a defended model, as its folder keeps it."""
     for section in read_report(Path(run) / REPORT).sections:
@@ -285,7 +281,6 @@ def depth_audit(run: Path, settings: object, *, seed: int, progress: Progress) -
     return Section(TITLE, [Finding(DEPTH, None, detail={"reason": "the layers were not analyzed when it was made"})])
 
 
-@register_audit(TREATMENT, ATTACKED)
 def attack_audit(run: Sweep, settings: ResistanceConfig, *, seed: int, progress: Progress) -> Section:
     """Return what a sweep of fine-tuning attacks found."""
     return resistance_section(run, settings, seed=seed)
