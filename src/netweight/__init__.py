@@ -32,6 +32,7 @@ _find, _names, __all__ = lazy_names(
         # federate: everything is in the package
         "federate": "netweight.methods.federate",
         # immunize
+        "RepNoise": "netweight.methods.immunize.settings",
         "immunize": "netweight.methods.immunize.train",
         # space
         "Adapter": "netweight.nn.lora",

@@ -136,7 +136,7 @@ class Settings(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             if any(problem["type"] != "missing" for problem in error.errors()):
                 raise _refusal(cls, error) from None
-        return cls.model_construct(_fields_set=set(given), **given)
+        return cast("Self", cls.model_construct(_fields_set=set(given), **given))
 
     @classmethod
     def offer(cls, key: str, presets: Mapping[str, Settings]) -> None:

@@ -32,7 +32,6 @@ SMALL = {
     **{f"w2w-{name}": {"people": 5} for name in W2W},
 }
 PAPERS = ("neuzip", "repnoise", "nemo", "hyperfl", "w2w")
-NO_OPTIONS = {"repnoise-notebook"}
 # Held in every run of the tests; the others are marked as studies.
 QUICK = ("neuzip-fig5", "nemo-fig3", "nemo-fig5", "nemo-rerun-neurons", "nemo-rerun-layers", "nemo-rerun-shared-sets",
          "nemo-ssim-by-type", "repnoise-table16")  # fmt: skip
@@ -40,8 +39,7 @@ QUICK = ("neuzip-fig5", "nemo-fig3", "nemo-fig5", "nemo-rerun-neurons", "nemo-re
 
 def measure(table, out):
     """Measure a table and return its columns, rows and findings as JSON has them."""
-    options = {} if table in NO_OPTIONS else SMALL[table]
-    result = run_table(table, out=out, options=options, overwrite=True)
+    result = run_table(table, out=out, options=SMALL[table], overwrite=True)
     written = json.loads((out / f"{table}-small" / "result.json").read_text())
     return {
         "columns": written["columns"],

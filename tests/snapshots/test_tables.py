@@ -45,9 +45,9 @@ def headed(measured):
     tables = [
         {**one, "columns": [{"name": each, "unit": "", "better": None} if isinstance(each, str) else each
                             for each in one["columns"]]}
-        for one in measured["tables"]
+        for one in measured.get("tables", ())
     ]  # fmt: skip
-    return {**measured, "tables": tables}
+    return {**measured, **({"tables": tables} if "tables" in measured else {})}
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
