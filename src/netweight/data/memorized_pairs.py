@@ -1,4 +1,4 @@
-"""Tables of prompts and image files: what a model is known or suspected to repeat. Audits and searches read them.
+"""Tables of prompts and image files that a model is known or suspected to repeat; audits and searches read them.
 
 Every row has `prompt` and `image`, a file whose path starts at the table's folder, and may have `kind`: verbatim, or
 template where only the layout comes back.
@@ -58,7 +58,7 @@ def read_pairs(path: str | Path, size: tuple[int, int]) -> list[Pair]:
     return [Pair(*each) for each in zip(_names(prompts), prompts, images, kinds, strict=True)]
 
 
-def painted_size(model: TextToImage) -> tuple[int, int]:
+def image_size(model: TextToImage) -> tuple[int, int]:
     """Return height and width of the images that a model makes."""
     with torch.no_grad():
         made = model.generate(model.embed([""]), [0], guidance=1.0, steps=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.data.images.sources import decode_splits
-from netweight.data.memorized_pairs import painted_size
+from netweight.data.memorized_pairs import image_size
 from netweight.data.rows import Row, RowErrors, read_rows
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import PipelineModel, load_text_to_image, text_to_image, trained_prediction
@@ -261,7 +261,7 @@ def setup_of_recipe(path: Path) -> Setup:
         ),
         held=tuple(range(count - recipe.held, count)),
         people=recipe.people,
-        strangers=_strangers(recipe.photographs, recipe.prompt, painted_size(model)),
+        strangers=_strangers(recipe.photographs, recipe.prompt, image_size(model)),
         prompts=(recipe.prompt,),
         seeds=tuple(range(recipe.images)),
         guidance=recipe.guidance,
