@@ -76,9 +76,9 @@ def __getattr__(name: str) -> Any:
 
         return netweight_version()
     if name == "prefer_":  # former name of `set_layout_`
-        import netweight.methods.compress.runtime.model as model
+        from importlib import import_module
 
-        return model.prefer_
+        return import_module("netweight.methods.compress.runtime.model").prefer_
     return _find(name)
 
 

@@ -1,25 +1,25 @@
 """A treatment small enough to see through, registered as a user would register one: it repeats a file's text."""
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import Field
 
 from netweight.errors import UsageError
 from netweight.registry import Method, register
-from netweight.report.audit import register_audit, register_treatment
 from netweight.report.finding import Finding
+from netweight.settings import Settings
 
 CALLS: list[str] = []
 ALL_MOMENTS = ["repeat", "length", "start"] * 2
 """What two steps call, in order."""
 
 
-@dataclass(frozen=True)
-class RepeatConfig:
+class RepeatConfig(Settings):
     """How often the text is repeated."""
 
-    times: int = 2
-    letters: str = ""
-    more: Path | None = None
+    times: int = Field(2, description="How often.")
+    letters: str = Field("", description="What comes after.")
+    more: Path | None = Field(None, description="A file beside it.")
 
 
 def check(source, settings):
@@ -42,19 +42,16 @@ def examine(audit, result, source, settings, progress):
     return (result, source), settings
 
 
-register(Method("repeat", RepeatConfig, home="toy_treatment", apply=repeat, examine=examine, check=check, reads=reads))
-register_treatment("repeat", audits=("length", "start"))
-
-
-@register_audit("repeat", "length")
 def length(subject, config, *, seed, progress):
     CALLS.append("length")
     result, source = (len(path.read_text()) for path in subject)
     return [Finding("length", result, unit="letters", target=source * config.times)]
 
 
-@register_audit("repeat", "start")
 def start(subject, config, *, seed, progress):
     CALLS.append("start")
     result, source = (path.read_text() for path in subject)
     return [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))]
+
+
+register(Method("repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine, check=check, reads=reads))

@@ -17,14 +17,13 @@ from netweight.methods.forget.images import GeneratedImages, ImagesConfig, gener
 from netweight.methods.forget.report import TREATMENT, images, searched
 from netweight.methods.forget.settings import GenerationSettings
 from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
-from netweight.report.audit import audits_of, missing_audits, unwritten_audits
+from netweight.report.audit import audits_of, missing_audits
 
 SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)
 
 
 def test_the_treatment_names_four_audits_and_all_are_written():
     assert list(audits_of(TREATMENT)) == ["detection", "neurons", "images", "embedding search"]
-    assert unwritten_audits(TREATMENT) == ()
     assert missing_audits(TREATMENT, ["detection", "neurons", "images"]) == ("embedding search",)
     assert audits_of(TREATMENT)["images"] is images
     assert audits_of(TREATMENT)["embedding search"] is searched

@@ -9,20 +9,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, Self, final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self, final
 
 from netweight import codec
+from netweight.codec.dtypes import torch_dtype
 from netweight.core.names import nearest_names
 from netweight.errors import CorruptBlob, NameNotFound, UnsafeInput, UsageError
 from netweight.store.safetensors import KEY, SUFFIX, Description, Header, Original, Span, read_header
 
+if TYPE_CHECKING:  # files are compressed and restored without torch
+    from torch import Tensor
+
 INDEX_SUFFIX = ".safetensors.index.json"
-# The dtypes that factors of adapters may have, by their names in safetensors.
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-_DTYPES = {**FLOATS, "I64": torch.int64}
 
 
 @final
@@ -432,10 +430,12 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
 def read_rows(store: Store, name: str, rows: slice | None = None) -> Tensor:
     """Read rows of a tensor, as `Store.get_slice` does, or all of it, checked if it is compressed."""
     # `rows`: which ones, step 1; all by default
+    import torch
+
     info = store.info(name)
     if info.compressed or not info.shape:
         return store.get(name, check=True) if rows is None else store.get_slice(name, rows)
     start, stop, _ = (rows or slice(None)).indices(info.shape[0])
     width = info.nbytes // info.shape[0]
     content = bytearray(store.raw(name)[start * width : stop * width])
-    return torch.frombuffer(content, dtype=_DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
+    return torch.frombuffer(content, dtype=torch_dtype(info.dtype)).view(stop - start, *info.shape[1:])

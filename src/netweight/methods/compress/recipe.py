@@ -9,7 +9,7 @@ from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest
 from netweight.methods.compress.plan import make_plan
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.verify import TREATMENT, Compressed
+from netweight.methods.compress.verify import TREATMENT, Compressed, _identity
 from netweight.registry import CardEntry, Method
 
 
@@ -61,6 +61,12 @@ def _bytes(count: int) -> str:
 
 
 COMPRESS = Method(
-    TREATMENT, CompressSettings, home=Compressed.__module__, apply=_compress, examine=_examine, check=_check,
-    takes=("model", "adapters"), card=_card,
-)  # fmt: skip
+    TREATMENT,
+    CompressSettings,
+    audits={"identity": _identity},
+    apply=_compress,
+    examine=_examine,
+    check=_check,
+    takes=("model", "adapters"),
+    card=_card,
+)

@@ -24,7 +24,6 @@ from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.shard import plain_head, plain_size
-from netweight.report.audit import register_audit, register_treatment
 from netweight.report.finding import Finding
 from netweight.store.reader import StoredFile
 
@@ -317,10 +316,6 @@ def _values(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
         return stored.view("<f4" if dtype == "F32" else "<f2").astype(np.float64)
 
 
-register_treatment(TREATMENT, audits=("identity",))
-
-
-@register_audit(TREATMENT, "identity")
 def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> list[Finding]:
     """Compare bit by bit; nothing is left to chance, so the seed is not used."""
     return verify(subject.path, subject.source, threads=config.threads, progress=progress)

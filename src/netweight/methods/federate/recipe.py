@@ -11,6 +11,7 @@ from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
+from netweight.methods.federate.report import accuracy, gradient_inversion
 from netweight.registry import Method
 from netweight.report.report import Report
 
@@ -76,6 +77,14 @@ def _check(source: Path | None, settings: FolderFederation) -> None:
 
 
 FEDERATE = Method(
-    "federate", FolderFederation, home="netweight.methods.federate.report", apply=_federate, examine=_subject,
-    illustrate=_illustrate, check=_check, takes=("images",), makes="federation", named=NAMES,
-)  # fmt: skip
+    "federate",
+    FolderFederation,
+    audits={"accuracy": accuracy, "gradient-inversion": gradient_inversion},
+    apply=_federate,
+    examine=_subject,
+    illustrate=_illustrate,
+    check=_check,
+    takes=("images",),
+    makes="federation",
+    named=NAMES,
+)

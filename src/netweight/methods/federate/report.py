@@ -26,7 +26,7 @@ from netweight.methods.federate.task import ClientData, LocalModel, Task
 from netweight.methods.federate.updates import Tensors, Update, aggregate
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, bootstrap
-from netweight.report.audit import of_treatment, register_audit, register_treatment
+from netweight.report.audit import of_treatment
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import Report
@@ -35,8 +35,6 @@ from netweight.report.report import Report
 MARGIN_COSINE = 0.05
 # How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
 MARGIN_PSNR = 1.0
-
-register_treatment("federate", audits=("accuracy", "gradient-inversion"))
 
 
 @final
@@ -490,7 +488,6 @@ def exposure_figure(exposures: Sequence[Exposure], *, most: int = 8) -> Figure |
     )  # fmt: skip
 
 
-@register_audit("federate", "accuracy")
 def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Report accuracy before and after local training in the last round."""
     return Section(
@@ -501,7 +498,6 @@ def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = Q
     )  # fmt: skip
 
 
-@register_audit("federate", "gradient-inversion")
 def gradient_inversion(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Attack the run's updates under its own schedule and other threat models."""
     return exposure_section(audit(run, config, seed=seed, progress=progress), seed=seed)

@@ -42,6 +42,7 @@ from netweight.methods.forget.report import (
     detection,
     images,
     neurons,
+    searched,
 )
 from netweight.methods.forget.settings import (
     DetectionConfig,
@@ -362,7 +363,14 @@ def _card(folder: Path) -> CardEntry | None:
 
 
 FORGET = Method(
-    TREATMENT, FolderForgetting, home="netweight.methods.forget.report", apply=_apply, examine=_examine,
-    by_attack={SEARCH: "embedding"}, illustrate=_illustrate, check=_check,
-    reads=lambda settings: image_files(settings.targets), card=_card,
-)  # fmt: skip
+    TREATMENT,
+    FolderForgetting,
+    audits={DETECTION: detection, NEURONS: neurons, IMAGES: images, SEARCH: searched},
+    apply=_apply,
+    examine=_examine,
+    by_attack={SEARCH: "embedding"},
+    illustrate=_illustrate,
+    check=_check,
+    reads=lambda settings: image_files(settings.targets),
+    card=_card,
+)

@@ -19,15 +19,12 @@ from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import GeneratedImages, ImagesConfig, copies, image_findings, verdicts
 from netweight.methods.forget.localize import Localization
-from netweight.report.audit import register_audit, register_treatment
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
 
 TREATMENT = "forget"
 # Names of the audits.
 DETECTION, NEURONS, IMAGES, SEARCH = "detection", "neurons", "images", "embedding search"
-
-register_treatment(TREATMENT, audits=(DETECTION, NEURONS, IMAGES, SEARCH))
 
 
 @final
@@ -40,7 +37,6 @@ class DetectionSubject:
     threshold: Threshold
 
 
-@register_audit(TREATMENT, DETECTION)
 def detection(
     subject: DetectionSubject, config: object = None, *, seed: int = 0, progress: Progress = QUIET
 ) -> Section:
@@ -58,7 +54,6 @@ def detection(
     )  # fmt: skip
 
 
-@register_audit(TREATMENT, NEURONS)
 def neurons(
     found: Sequence[Localization], layers: Sequence[str] | None = None, *, seed: int = 0, progress: Progress = QUIET
 ) -> Section:
@@ -78,7 +73,6 @@ def neurons(
     )  # fmt: skip
 
 
-@register_audit(TREATMENT, IMAGES)
 def images(
     subject: GeneratedImages,
     config: ImagesConfig,
@@ -102,7 +96,6 @@ def images(
     )  # fmt: skip
 
 
-@register_audit(TREATMENT, SEARCH)
 def searched(subject: Comparison, config: Wanted, *, seed: int, progress: Progress = QUIET) -> Section:
     """Return what searches for embeddings found in the edited model, the original and controls beside."""
     return Section("Search for embeddings", search_findings(subject, config, seed=seed))

@@ -26,7 +26,17 @@ from netweight.methods.space.fitting.fit import Accuracy
 from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_folder, moved, points_of
 from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.points import Direction, Points, read_direction, read_points, write_direction, write_points
-from netweight.methods.space.report import EDIT, EXPORT, FIT, SAMPLE, WrittenSubject
+from netweight.methods.space.report import (
+    EDIT,
+    EXPORT,
+    FIT,
+    SAMPLE,
+    WrittenSubject,
+    drawn_points,
+    fitted_space,
+    moved_points,
+    written_adapters,
+)
 from netweight.methods.space.serialization import RECORD, write_space
 from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
 from netweight.methods.space.space import WeightSpace
@@ -184,17 +194,43 @@ def _card(folder: Path) -> CardEntry | None:
 
 
 SPACE_FIT = Method(
-    FIT, FolderFit, home=_HOME, apply=_fit, examine=_examine_fit, check=_check_fit, takes=("bank",), makes="space"
+    FIT,
+    FolderFit,
+    audits={"fit": fitted_space},
+    apply=_fit,
+    examine=_examine_fit,
+    check=_check_fit,
+    takes=("bank",),
+    makes="space",
 )
 SPACE_SAMPLE = Method(
-    SAMPLE, SampleSettings, home=_HOME, apply=_sample, examine=_examine_sample, check=_check_sample, takes=("space",),
+    SAMPLE,
+    SampleSettings,
+    audits={"neighbors": drawn_points, "images": None},
+    apply=_sample,
+    examine=_examine_sample,
+    check=_check_sample,
+    takes=("space",),
     makes="points",
-)  # fmt: skip
+)
 SPACE_EDIT = Method(
-    EDIT, EditSettings, home=_HOME, apply=_edit, examine=_examine_edit, check=_check_edit, takes=("space", "points"),
+    EDIT,
+    EditSettings,
+    audits={"directions": moved_points, "images": None},
+    apply=_edit,
+    examine=_examine_edit,
+    check=_check_edit,
+    takes=("space", "points"),
     makes="points",
-)  # fmt: skip
+)
 SPACE_EXPORT = Method(
-    EXPORT, FolderExport, home=_HOME, apply=_export, examine=_examine_export, check=_check_export,
-    takes=("space", "points"), makes="adapters", card=_card,
-)  # fmt: skip
+    EXPORT,
+    FolderExport,
+    audits={"files": written_adapters, "images": None},
+    apply=_export,
+    examine=_examine_export,
+    check=_check_export,
+    takes=("space", "points"),
+    makes="adapters",
+    card=_card,
+)

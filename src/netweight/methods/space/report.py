@@ -26,7 +26,7 @@ from netweight.methods.space.points import Direction, distances, nearest_distanc
 from netweight.methods.space.settings import FittedKind
 from netweight.metrics.prediction import explained_variance
 from netweight.nn.lora import Adapter, combined
-from netweight.report.audit import register_audit, register_treatment
+from netweight.report.audit import declare_audits
 from netweight.report.finding import Finding
 
 # The treatments of recipes, and that of images.
@@ -43,12 +43,6 @@ _RESAMPLES = 500
 _NEIGHBORHOOD = 3  # as in the paper of precision and recall
 _TRIES = 20  # draws for one subsample that has both classes of every attribute
 
-register_treatment(FIT, audits=("fit",))
-register_treatment(SAMPLE, audits=("neighbors", "images"))
-register_treatment(EDIT, audits=("directions", "images"))
-register_treatment(EXPORT, audits=("files", "images"))
-register_treatment(TREATMENT, audits=(DIRECTIONS, EDITS, SAMPLES, INVERSION, ENTANGLEMENT))
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -60,7 +54,6 @@ class WrittenSubject:
     rank: int | None = None  # that they were cut to; None for their own
 
 
-@register_audit(FIT, "fit")
 def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
     found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
@@ -73,7 +66,6 @@ def fitted_space(subject: Accuracy, config: object, *, seed: int, progress: Prog
     return found
 
 
-@register_audit(SAMPLE, "neighbors")
 def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return whether drawn points lie where models lie without being copies of them."""
     # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
@@ -84,13 +76,11 @@ def drawn_points(subject: tuple[Tensor, Tensor], config: object, *, seed: int, p
     return neighbor_findings(points, models)
 
 
-@register_audit(EDIT, "directions")
 def moved_points(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how well the directions of moves tell held-out models apart; see `methods.space.audit`."""
     return direction_findings(subject, config, seed=seed, progress=progress)
 
 
-@register_audit(EXPORT, "files")
 def written_adapters(subject: WrittenSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Read adapters back and return how far they are from the points that they were written of."""
     # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
@@ -142,7 +132,6 @@ class EntanglementSubject:
     attributes: int  # how many attributes' directions were compared
 
 
-@register_audit(TREATMENT, DIRECTIONS)
 def direction_findings(subject: Sequence[Direction], config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how well each direction tells held-out models apart, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
@@ -161,13 +150,11 @@ def direction_findings(subject: Sequence[Direction], config: object, *, seed: in
     return found
 
 
-@register_audit(TREATMENT, EDITS)
 def edit_findings(subject: Sequence[EditCurve], config: str | None, *, seed: int, progress: Progress) -> list[Finding]:
     """Return effect against cost of each edit."""
     return [finding for curve in subject for finding in curve_findings(curve, seed=seed, kept=config)]
 
 
-@register_audit(TREATMENT, SAMPLES)
 def sample_findings(subject: SampleSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how far samples' attributes spread, and whether samples lie where training models lie without copying."""
     return [
@@ -176,7 +163,6 @@ def sample_findings(subject: SampleSubject, config: object, *, seed: int, progre
     ]
 
 
-@register_audit(TREATMENT, INVERSION)
 def inversion_findings(subject: InversionSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how much of people's attributes each way of making them gets right, and ours against another."""
     # R² of attributes does not punish copying the one image that was inverted: compare how much images differ, too.
@@ -201,7 +187,6 @@ def inversion_findings(subject: InversionSubject, config: object, *, seed: int, 
     return found
 
 
-@register_audit(TREATMENT, ENTANGLEMENT)
 def entangled(subject: EntanglementSubject, config: object, *, seed: int, progress: Progress) -> list[Finding]:
     """Return how far directions point the same way, by the number of models."""
     return entanglement_findings(subject.found, attributes=subject.attributes, seed=seed)
@@ -378,3 +363,15 @@ def _mean_cosine(
     directions = [fit_direction(scores[rows], part, name, kind=kind, fidelity=fidelity, folds=0) for name in columns]
     cosines = [abs(one.cosine(other)) for one, other in itertools.combinations(directions, 2)]
     return sum(cosines) / len(cosines)
+
+
+declare_audits(
+    TREATMENT,
+    {
+        DIRECTIONS: direction_findings,
+        EDITS: edit_findings,
+        SAMPLES: sample_findings,
+        INVERSION: inversion_findings,
+        ENTANGLEMENT: entangled,
+    },
+)

@@ -24,11 +24,11 @@ from netweight.core.digest import ALGORITHM
 from netweight.core.files import whole_file
 from netweight.errors import CorruptBlob
 from netweight.nn.lora import AdapterStack
-from netweight.store.reader import FLOATS, Store, open_store, read_rows
+from netweight.store.reader import Store, open_store, read_rows
 from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
 
-_NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int64: "I64"}
+_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 
 @final
